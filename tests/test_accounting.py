@@ -119,7 +119,7 @@ def there(by_op: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(n, name) for n in CASES_OF for name in CASES_OF[n]])
-def test_a_step_costs_what_is_predicted(world_size: int, name: str) -> None:
+def test_a_step_moves_the_predicted_bytes(world_size: int, name: str) -> None:
     case = CASES_OF[world_size][name]
     of_blocks, of_root = predicted_groups(case)
     groups = of_blocks + of_root
@@ -184,7 +184,7 @@ PAPER = StateBytes(params=2, grads=2, optimizer=12)  # fp16 training with Adam: 
     ("strategy", "gigabytes"),
     [(Strategy.DDP, "120"), (Strategy.ZERO1, "31.4"), (Strategy.ZERO2, "16.6"), (Strategy.ZERO3, "1.88")],
 )
-def test_model_states_are_those_of_the_zero_paper(strategy: Strategy, gigabytes: str) -> None:
+def test_bytes_of_model_states_equal_the_zero_papers(strategy: Strategy, gigabytes: str) -> None:
     """Figure 1 and table 1 of arXiv:1910.02054: 7.5 B parameters on 64 devices."""
     states = model_state_bytes([(7_500_000_000,)], strategy, 64, per_element=PAPER)
     decimals = len(gigabytes.partition(".")[2])

@@ -74,7 +74,7 @@ def test_where_nothing_is_wrong_there_is_no_table(case: str) -> None:
 
 
 @given(st.integers(3, 8), st.integers(0, 30), st.integers(0, 7))
-def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marked(world_size, place, rank):
+def test_the_table_marks_the_first_call_in_which_ranks_differ(world_size, place, rank):
     rank %= world_size
     owners = [f"blocks.{n}" for n in range(31)]
     reports = on_all(world_size, *owners)
@@ -111,7 +111,7 @@ def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(
     assert len(marked(describe_divergence(reports))) == 1
 
 
-def test_of_several_ranks_that_did_not_come_the_one_that_waits_for_nobody_is_named() -> None:
+def test_if_several_ranks_did_not_come_the_error_names_one_that_waits_for_no_rank() -> None:
     """Rank 3 is lost; rank 2 waits for it, and so does not come to where rank 0 waits."""
     reports = [
         Report(0, calls("a", "b", group="x:0-2/2")),
@@ -178,7 +178,7 @@ def test_a_table_is_aligned_and_fits_at_any_number_of_ranks(world_size: int, nam
         assert ("ranks 0, 2–" in rows[0]) == (world_size > 8)
 
 
-def test_the_users_collectives_are_left_out_where_only_some_ranks_recorded_them() -> None:
+def test_the_users_collectives_are_not_compared_if_only_some_ranks_recorded_them() -> None:
     both = calls("a", "b", group="0:0-1/1")
     user = Call(1, 1, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.DONE)
     user = user._replace(sees_users=True)
@@ -187,7 +187,7 @@ def test_the_users_collectives_are_left_out_where_only_some_ranks_recorded_them(
     assert "called alike" in sentence([Report(0, shifted), Report(1, shifted)])
 
 
-def test_a_collective_of_the_users_that_one_rank_calls_more_is_named_where_all_ranks_record() -> None:
+def test_an_additional_collective_of_one_ranks_script_is_named_if_all_ranks_record() -> None:
     recorded = [c._replace(sees_users=True) for c in calls("a", "b", "c", group="0:0-1/1")]
     own = Call(2, 2, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.WAIT, sees_users=True)
     text = describe_divergence([Report(0, [recorded[0], own]), Report(1, recorded[:2])])

@@ -103,7 +103,7 @@ def test_a_failed_rank_is_named_below_the_table_and_says_less_there(got, reason,
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_travels_between_processes_whole(error: FSDPError) -> None:
+def test_an_error_keeps_all_its_fields_between_processes(error: FSDPError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)

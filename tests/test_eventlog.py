@@ -136,7 +136,7 @@ def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
     assert both["bytes_by_op"] == {op: 2 * n for op, n in once["bytes_by_op"].items()}
 
 
-def test_several_ranks_give_the_mean_of_times_the_maximum_of_memory_and_the_bytes_of_one() -> None:
+def test_a_summary_of_several_ranks_has_mean_times_maximum_memory_and_one_ranks_bytes() -> None:
     fast = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 0, 10)]
     slow = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 10, 30)]
     log = EventLog.merge(
@@ -153,7 +153,7 @@ def test_several_ranks_give_the_mean_of_times_the_maximum_of_memory_and_the_byte
     assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (0.0, 0.0, None)
 
 
-def test_ranks_in_lockstep_have_equal_steps_though_one_begins_late_and_one_goes_on_afterwards() -> None:
+def test_ranks_in_lockstep_have_equal_steps_even_if_one_begins_or_ends_late() -> None:
     def rank_log(rank: int, *rows: tuple[Any, ...]) -> EventLog:
         clock = RankClock(1000.0 + 40 * rank, "here")
         return EventLog(events_of(rank, *rows), about=clocks_about({rank: clock}))
@@ -180,7 +180,7 @@ def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
     ],
     ids=["at the same collective", "late by the most, not the most often", "what only one rank has is none"],
 )
-def test_skew_is_how_far_ranks_come_apart_and_names_who_is_late(
+def test_skew_measures_how_late_the_last_rank_is_and_names_it(
     events: list[Event], skew: float, most: float, slowest: int
 ) -> None:
     found = EventLog(events).summary()
@@ -319,7 +319,7 @@ FORGED = [
 ]
 
 
-def test_the_file_that_is_forged_is_one_otherwise(tmp_path: Path) -> None:
+def test_the_file_that_the_forged_ones_are_made_from_loads(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(forged("event", "bytes", 5))
     loaded = EventLog.load(path)

@@ -39,7 +39,7 @@ def test_a_question_has_symptom_cause_fix_trace_picture_and_places_to_practice(q
     assert places and [place for place in places if not (ROOT / place).is_dir()] == []
 
 
-def test_pictures_are_those_that_are_named_and_drawn() -> None:
+def test_pictures_in_the_text_are_exactly_the_pictures_drawn() -> None:
     named = re.findall(r"\(pictures/faq_(\w+)\.png\)", TEXT)
     there = {path.stem.removeprefix("faq_"): path.stat().st_size for path in faq.PICTURES.glob("faq_*.png")}
     assert len(named) == len(set(named))

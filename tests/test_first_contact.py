@@ -60,7 +60,9 @@ def greeted(capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-def test_what_is_next_follows_from_what_is_done(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_greeting_names_the_next_step_after_the_steps_already_done(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = greeted(capsys)
     assert "\n  hwfsdp demo\n" in text and "hwfsdp check" not in text
 
@@ -90,7 +92,7 @@ def test_what_is_next_follows_from_what_is_done(course: Course, capsys: pytest.C
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"grades": {"01": 7}, "hints": {}}'])
-def test_a_progress_file_that_is_none_counts_as_nothing(
+def test_an_unreadable_progress_file_counts_as_no_progress(
     course: Course, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (course.root / ".hwfsdp").mkdir()
@@ -175,7 +177,7 @@ def namespace(*options: str) -> list[str]:
     return prefix
 
 
-def test_a_machine_that_trains_is_found_to_be_one() -> None:
+def test_doctor_says_so_if_training_works_on_the_machine() -> None:
     status, looks, _ = doctor()
     assert status == 0 and not [look for look in looks.values() if look["status"] == "broken"]
     assert looks["2 ranks"]["status"] == looks["loopback"]["status"] == "ok"
@@ -215,7 +217,7 @@ GONE = json.dumps({"argv": ["/gone/python"], "display_name": "Python 3", "langua
         ("calibration", "XDG_CACHE_HOME", MEASURED, "{", "note: .*cannot be used.* → .*--calibrate"),
     ],
 )
-def test_what_is_missing_too_old_or_broken_is_told_with_its_remedy(
+def test_doctor_names_what_is_missing_too_old_or_broken_with_its_remedy(
     look: str, variable: str, file: str, text: str, told: str, tmp_path: Path
 ) -> None:
     found = looked(f"look_at_{look}()", **{variable: in_the_way(tmp_path, file, text)})

@@ -122,7 +122,7 @@ def test_a_long_name_is_cut_and_leaves_the_neighbors_alone(ring: Any) -> None:
 
 
 @given(st.binary(max_size=2 * SIZE))
-def test_whatever_lies_in_the_memory_reading_it_does_not_fail(memory: bytes) -> None:
+def test_reading_any_bytes_as_a_history_never_raises(memory: bytes) -> None:
     history.read(memory)
 
 

@@ -95,7 +95,7 @@ def test_a_function_has_the_name_python_gives_it():
     ]
 
 
-def test_what_is_cut_out_goes_from_the_decorator_to_the_last_comment():
+def test_a_hole_reaches_from_the_decorator_to_the_last_comment():
     assert extract(EXAMPLE, "plain").endswith("    # that was all\n")
     assert extract(EXAMPLE, "decorated").startswith("@functools.cache\ndef decorated(")
 

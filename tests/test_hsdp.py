@@ -278,7 +278,7 @@ def bytes_of(log: EventLog, op: str) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_collectives_carry_shards_of_a_group_over_the_replicas_and_wholes_over_the_ranks_that_shard(shape):
+def test_replicas_all_reduce_shards_and_shard_ranks_exchange_whole_groups(shape):
     """With one replica there is nobody to all-reduce with, with one shard nobody to gather from."""
     blocks = models.uneven().blocks
     for policy in POLICIES:
@@ -315,7 +315,7 @@ def test_every_group_is_all_reduced_once_a_step_on_a_stream_of_its_own(logs):
         assert {event.phase for event in events} == {"backward"}
 
 
-def test_an_all_reduce_is_waited_for_by_no_later_backward_nor_by_the_next_copy_in(logs):
+def test_neither_a_later_backward_nor_the_next_copy_in_waits_for_an_all_reduce(logs):
     """Nor does it wait for the backward of the group after the next."""
     for log, block, step in itertools.product(logs, (2, 1), (0, 1)):
         reduction = one(log, "all_reduce", BLOCKS[block], step)
@@ -329,7 +329,7 @@ def test_an_all_reduce_is_waited_for_by_no_later_backward_nor_by_the_next_copy_i
             assert not log.happens_before(backward, reduction)
 
 
-def test_the_reduce_scatter_before_it_is_not_waited_for_by_the_next_backward_either():
+def test_the_next_backward_does_not_wait_for_the_reduce_scatter_before_it():
     for log, block, step in itertools.product(logs_of((2, 2), "two steps"), (2, 1), (0, 1)):
         reduction = one(log, "reduce_scatter", BLOCKS[block], step)
         backward = one(log, "backward", BLOCKS[block - 1], step)

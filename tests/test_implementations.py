@@ -197,7 +197,7 @@ BAD = {  # name: text, options, exit status, and what is said
 
 
 @pytest.mark.parametrize("name", suites.fast_are(["no_python", "makes", "raises"], BAD))
-def test_what_is_wrong_with_a_file_is_one_line_with_its_place(
+def test_an_error_in_a_learners_file_is_one_line_with_its_place(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, options, status, said = BAD[name]

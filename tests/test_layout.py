@@ -77,7 +77,7 @@ def placements_for(mesh: Sizes, cuts: Sequence[int]) -> list[Placement]:
 
 
 @pytest.mark.parametrize("cuts", [*permutations(range(2)), *permutations(range(3))], ids=str)
-def test_extents_are_those_of_nested_chunking_on_every_small_mesh(cuts: tuple[int, ...]) -> None:
+def test_extents_equal_nested_chunking_on_every_small_mesh(cuts: tuple[int, ...]) -> None:
     for mesh in product((1, 2, 3), repeat=len(cuts)):
         placements = placements_for(mesh, cuts)
         for n in ROWS:
@@ -167,7 +167,7 @@ def nested_shards(layout: Layout) -> dict[Sizes, tuple[tuple[Sizes, Sizes], Tens
 
 @pytest.mark.parametrize("pad", [False, True], ids=["as_they_are", "padded"])
 @given(layout=layouts())
-def test_shards_are_those_of_nested_chunking_and_give_the_whole_back(layout: Layout, pad: bool) -> None:
+def test_shards_equal_nested_chunking_and_join_to_the_whole_again(layout: Layout, pad: bool) -> None:
     """Padding makes all as large as the largest, and is zero at the end of dims that are cut."""
     shape, mesh, placements, _ = layout
     whole, truth = whole_of(shape), nested_shards(layout)
@@ -362,7 +362,7 @@ def test_the_stride_of_a_part_follows_from_the_mesh_as_well(mesh: DeviceMesh, or
             assert compute_local_stride(whole.stride(), local_shape=part.shape) == stride
 
 
-def test_of_two_dims_with_one_stride_the_one_that_is_cut_is_the_longer_one(mesh: DeviceMesh) -> None:
+def test_if_two_dims_have_the_same_stride_the_longer_one_is_the_one_cut(mesh: DeviceMesh) -> None:
     whole = torch.empty(5, 8, 1).permute(0, 2, 1)
     assert whole.stride() == (8, 1, 1)
     assert compute_local_stride(whole.stride(), mesh, [Shard(2), Replicate()])[0] == 4
@@ -398,7 +398,7 @@ def test_an_integer_of_numpy_is_a_size() -> None:
     assert normalize_to_torch_size(numpy.int64(3)) == normalize_to_torch_size([numpy.int64(3)]) == (3,)
 
 
-def test_the_mesh_of_an_operator_is_that_of_its_first_dtensor_wherever_it_is(mesh: DeviceMesh) -> None:
+def test_an_operator_has_the_mesh_of_its_first_dtensor_at_any_depth(mesh: DeviceMesh) -> None:
     on_mesh = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=False)
     op, plain = torch.ops.aten.cat.default, torch.ones(2)
     for args in ([on_mesh], [plain, on_mesh], [[on_mesh, on_mesh], 0], [None, (on_mesh,)], [on_mesh._spec]):

@@ -30,7 +30,7 @@ def test_bytes_are_added_up_by_kind_and_every_kind_is_listed(kind: str) -> None:
     assert alive(ledger) == {kind: 12 + 10}
 
 
-def test_a_storage_counts_once_as_all_of_it_and_as_the_kind_that_it_was_watched_as_last() -> None:
+def test_a_storage_counts_once_with_its_whole_size_under_the_kind_watched_last() -> None:
     ledger, whole = Ledger(), floats(10)
     for kind in ("all_gather_buffer", "sharded_param"):
         for view in (whole[:3], whole[5:], whole.view(2, 5), whole.data):
@@ -52,7 +52,7 @@ def test_a_storage_counts_until_the_last_tensor_of_it_has_died(dying: str) -> No
     assert alive(ledger) == {}
 
 
-def test_a_new_tensor_that_got_the_memory_of_a_dead_one_is_not_mistaken_for_it() -> None:
+def test_a_new_tensor_at_the_address_of_a_dead_one_counts_as_a_new_storage() -> None:
     ledger, kept = Ledger(), []
     for _ in range(50):
         ledger.watch(floats(10), "all_gather_buffer")
@@ -83,7 +83,7 @@ def test_states_of_an_optimizer_count_their_tensors_and_nothing_else() -> None:
     assert alive(ledger) == {"optimizer_state": 40 + 40 + 4}
 
 
-def test_the_sums_that_are_kept_are_those_that_are_read() -> None:
+def test_running_sums_by_kind_equal_sums_over_all_storages() -> None:
     """Given storages that are watched, resized and let go in any order, and one that another kind takes over."""
     ledger, tensors = Ledger(), [floats(n) for n in (3, 5, 7, 9)]
     for tensor, kind in zip(tensors, KINDS, strict=False):
@@ -102,7 +102,7 @@ def test_the_sums_that_are_kept_are_those_that_are_read() -> None:
     assert {kind: n for kind, n in kept.items() if n} == {"unsharded_grad": 12, KINDS[3]: 36}
 
 
-def test_a_storage_resized_behind_the_ledgers_back_is_noticed_when_it_is_watched_again_or_read() -> None:
+def test_an_unreported_resize_of_a_storage_is_noticed_when_it_is_watched_or_read() -> None:
     ledger, tensor = Ledger(), floats(10)
     ledger.watch(tensor, "sharded_param")
     tensor.untyped_storage().resize_(80)

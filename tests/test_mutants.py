@@ -85,7 +85,7 @@ def functions_of_the_package() -> list[str]:
     return [extract(source, name) for source in sources for name in functions(source)]
 
 
-def test_mutants_of_functions_from_all_over_the_package_keep_what_is_promised() -> None:
+def test_mutants_of_sample_functions_keep_the_promises_about_mutants() -> None:
     texts = functions_of_the_package()[::EVERY]
     assert len(texts) > 70
     for text in texts:
@@ -235,7 +235,7 @@ no indentation here: 0 + 1
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_a_method_with_all_that_is_hard_about_positions(ending: str) -> None:
+def test_mutants_of_a_method_with_unusual_characters_and_layout_are_placed_right(ending: str) -> None:
     original = HARD.replace("\n", ending)
     found = promises(original)
     shown = {(mutant.line, mutant.operator, mutant.before, mutant.after) for mutant in found}

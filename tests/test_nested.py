@@ -158,7 +158,7 @@ def test_every_tensor_is_replaced_in_a_structure_of_the_same_type_and_the_argume
     assert map_tensors(unchanged, tree) is tree
 
 
-def test_what_is_no_structure_is_a_leaf() -> None:
+def test_a_value_that_is_not_a_container_is_a_leaf() -> None:
     for leaf in (None, 3, "tensor", b"tensor", {1}, range(3), nn.Linear(1, 1), Plain, Tensor):
         assert map_tensors(add_ten, leaf) is leaf
         assert map_tensors(add_ten, [leaf, one()])[0] is leaf

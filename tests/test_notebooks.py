@@ -30,7 +30,7 @@ FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_is_what_its_source_gives_says_what_it_needs_and_defines_no_algorithm(path: Path) -> None:
+def test_a_notebook_equals_its_source_states_its_needs_and_defines_no_algorithm(path: Path) -> None:
     assert list(TOOL.problems(path)) == []
     cells = TOOL.read_source(path).cells
     assert cells[0].source.startswith(f"# {path.name[:2]} · ")

@@ -100,12 +100,12 @@ def test_a_command_holds_fails_or_is_ended_when_time_is_up(
     assert (found["status"], found["said"]) == (status, said)
 
 
-def test_what_is_left_out_says_why() -> None:
+def test_a_step_that_is_left_out_has_a_reason() -> None:
     found = run_step(Step("two ranks", [], why="There is one GPU."), 1.0, Path("no log"))
     assert (found["status"], found["said"]) == ("left out", "There is one GPU.")
 
 
-def test_a_failure_says_its_last_lines_and_not_how_many_passed() -> None:
+def test_a_failed_step_shows_its_last_lines_and_not_the_count_of_passed_tests() -> None:
     assert last_word("2 passed\nKeyError: 'a'\n", "failed") == "2 passed / KeyError: 'a'"
 
 
@@ -178,7 +178,7 @@ def test_the_page_says_that_nothing_ran_on_a_gpu_until_something_has(tmp_path: P
     assert json.loads((tmp_path / "gpu.json").read_text()) == dict.fromkeys(("dry", "gpu"), {"races": RESULT})
 
 
-def test_the_page_is_what_the_file_says() -> None:
+def test_the_page_is_written_from_the_file() -> None:
     known = json.loads((ROOT / "docs" / "gpu.json").read_text())
     assert (ROOT / "docs" / "gpu.md").read_text() == page.as_page(known)
     assert set(known["dry"]) == set(PARTS)

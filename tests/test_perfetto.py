@@ -131,7 +131,7 @@ def test_slices_are_cut_only_where_they_cross_an_end_on_their_track() -> None:
     assert rounded == [(0.1, 0.1 + 0.2), (0.3, 1.3)] and rounded[0][1] > rounded[1][0]
 
 
-def test_a_slice_that_ends_with_the_one_around_it_does_so_in_the_viewers_nanoseconds_too() -> None:
+def test_a_slice_that_ends_with_its_outer_slice_ends_with_it_in_the_viewer_too() -> None:
     log = [
         Event(0, 0, "forward", "compute", start_us=0.0009, dur_us=9.9995),
         Event(0, 1, "forward", "compute", start_us=5.0, dur_us=7.0),
@@ -252,7 +252,7 @@ def test_a_group_is_sharded_then_gathering_until_the_copy_out_then_full_until_it
     ]
 
 
-def test_a_group_was_full_before_if_it_is_freed_first_and_gathers_until_somebody_comes_for_it() -> None:
+def test_a_group_freed_first_was_full_before_and_a_gather_lasts_until_its_copy() -> None:
     log = on_rank_0(("forward", "compute", 1.0, 4.0), ("free", "compute", 4.0, 4.0, [7]))
     log += [Event(0, 9, "optimizer", "compute", start_us=4.0, dur_us=2.0)]
     assert [lifetime[2:] for lifetime in find_lifetimes(log)] == [("full", 1.0, 4.0), ("freed", 4.0, 6.0)]
@@ -310,7 +310,7 @@ def two_steps() -> EventLog:
     return log
 
 
-def test_the_trace_of_a_real_run_keeps_every_rule_and_shows_all_of_it_with_the_documented_words() -> None:
+def test_the_trace_of_a_real_run_keeps_every_rule_and_has_the_documented_words() -> None:
     log = EventLog.merge(launch(two_steps, 2, timeout=60))
     trace = to_trace(log.events, log.samples, log.about)
     assert broken_rules(trace) == {}

@@ -73,7 +73,7 @@ def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
     assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
 
 
-def test_states_of_groups_are_those_of_the_lifetimes(log: EventLog) -> None:
+def test_states_of_groups_in_the_player_equal_the_lifetimes(log: EventLog) -> None:
     (packed,) = pack([("x", log)])["logs"]
     states, begin = packed["states"], min(e.start_us for e in log.events)
     found = [
@@ -134,7 +134,7 @@ ROOT = group("GPT", 6, 0)
         ([ROOT, group("a", 8, 2), group("GPT", 6, 0)], None),  # two models
     ],
 )
-def test_the_closed_form_of_the_peak_is_the_sum_of_what_is_whole_together(
+def test_the_closed_form_of_the_peak_sums_the_groups_that_are_whole_at_once(
     groups: list[GroupAbout], rows: int | None
 ) -> None:
     assert expect_peak(groups) == (None if rows is None else rows * 40)
@@ -148,7 +148,7 @@ def test_a_step_reaches_the_closed_form_and_no_more(log: EventLog) -> None:
 # --- States where an implementation names nobody ------------------------------------------------------------
 
 
-def test_memory_that_nobody_named_is_that_of_the_group_whose_forward_reads_it() -> None:
+def test_unnamed_memory_belongs_to_the_group_whose_forward_reads_it() -> None:
     named = gathered_and_freed(1, 0.0, "a")
     copied = next(e for e in named if e.op == "copy_out")
     rows = [
@@ -258,7 +258,7 @@ def test_an_event_leads_to_the_line_of_a_users_own_file(own: tuple[Path, EventLo
     ],
     ids=["changed", "gone"],
 )
-def test_a_file_that_is_not_the_one_that_ran_is_not_shown(
+def test_code_is_left_out_if_its_file_has_changed_since_the_run(
     change: Any, why: str, own: tuple[Path, EventLog]
 ) -> None:
     file, log = own

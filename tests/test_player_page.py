@@ -139,7 +139,7 @@ def test_every_pane_shows_its_colors(
     assert tab.run("document.documentElement.scrollWidth") <= size[0]
 
 
-def test_names_in_a_log_harm_nobody(tab: Tab, pages: dict[str, str]) -> None:
+def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(pages["hostile"])
     for key in ("ArrowRight", "g", "ArrowRight", "?"):
         tab.key(key)
@@ -148,7 +148,7 @@ def test_names_in_a_log_harm_nobody(tab: Tab, pages: dict[str, str]) -> None:
     assert HOSTILE in tab.run("document.querySelector('#code').textContent")
 
 
-def test_who_does_not_see_the_panes_reads_the_same(tab: Tab, log: EventLog) -> None:
+def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog) -> None:
     tables = tab.run("document.querySelector('#tables').textContent")
     for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
         assert part in tables
@@ -195,7 +195,7 @@ def test_arrow_keys_go_through_all_events_of_a_rank_in_their_order(tab: Tab, log
     ]
 
 
-def test_states_of_groups_at_every_moment_are_those_of_the_lifetimes(tab: Tab, log: EventLog) -> None:
+def test_the_page_shows_the_states_of_the_lifetimes_at_every_moment(tab: Tab, log: EventLog) -> None:
     begin = min(e.start_us for e in log.events)
     found = [
         each
@@ -302,7 +302,7 @@ def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -
     assert tab.run("document.querySelector('#tip').hidden && state.hovered === null")
 
 
-def test_of_many_ranks_only_those_that_are_visible_are_drawn(
+def test_if_there_are_many_ranks_only_visible_ones_are_drawn(
     tab: Tab, pages: dict[str, str], log: EventLog
 ) -> None:
     tab.open(f"{pages['many']}#t=0.1&rank=40")
@@ -412,7 +412,7 @@ def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
     assert tab.run(opened) == moment and tab.run("window.harmed") is None
 
 
-def test_the_moment_in_the_address_goes_before_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
+def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(f"{pages['start']}#t=0.0100&rank=0&log=b")
     assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
 

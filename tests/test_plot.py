@@ -290,7 +290,7 @@ def test_areas_are_stacked_what_stays_lowest_and_hold_from_one_sample_to_the_nex
             base = top
 
 
-def test_the_sum_is_outlined_so_that_what_is_too_short_for_an_area_is_seen() -> None:
+def test_the_total_is_outlined_so_that_short_peaks_are_visible() -> None:
     [total] = [line for line in plot_memory(UP_AND_DOWN).axes[0].lines if line.get_gid() == "total"]
     assert (list(total.get_xdata())[:5], list(total.get_ydata())[:5]) == ([0, 1, 2, 3, 4], [4, 8, 9, 9, 4])
     assert total.get_drawstyle() == "steps-post"
@@ -328,12 +328,12 @@ def test_the_axis_counts_in_a_unit_that_suits_the_peak(nbytes: int, unit: str) -
     assert 1.0 < axes.get_ylim()[1] < 1024
 
 
-def test_a_kind_that_no_ledger_knows_is_drawn_on_top() -> None:
+def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:
     log = sampled({"activation": MIB, "sharded_param": MIB})
     assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
 
 
-def test_expected_values_are_dashed_lines_so_far_above_what_stays_and_keys_of_the_legend() -> None:
+def test_expected_values_are_dashed_lines_above_memory_that_stays_and_in_the_legend() -> None:
     stays = [{"sharded_param": 4 * MIB, "sharded_grad": mib * MIB, "unsharded_param": MIB} for mib in (0, 2)]
     figure = plot_memory(sampled(*stays), expected={"model": 16 * MIB, "unsharded": 4 * MIB})
     dashed = {str(line.get_gid()): line for line in figure.axes[0].lines if line.is_dashed()}
@@ -353,7 +353,7 @@ def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() 
     assert_texts_are_apart_and_on_the_sheet(figure)
 
 
-def test_in_order_every_sample_is_as_long_and_nothing_says_when_it_was() -> None:
+def test_in_order_all_samples_have_the_same_width_and_no_times() -> None:
     uneven = EventLog([], {0: [replace(s, us=s.us**2) for s in UP_AND_DOWN.samples[0]]})
     axes = plot_memory(uneven, in_order=True).axes[0]
     [total] = [line for line in axes.lines if line.get_gid() == "total"]

@@ -64,7 +64,7 @@ def map_of(figure: Figure, line: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [7, 8])
-def test_the_map_of_a_strided_placement_is_that_of_two_cuts_tensor_parallelism_first(rows: int) -> None:
+def test_the_map_of_a_strided_placement_equals_two_cuts_with_tensor_parallelism_first(rows: int) -> None:
     parts = [tp.chunk(3) for tp in torch.arange(rows).chunk(2)]
     owner_of_row = {
         int(row): (dp, tp) for tp, part in enumerate(parts) for dp, rows_ in enumerate(part) for row in rows_

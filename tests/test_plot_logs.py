@@ -156,7 +156,7 @@ def moving(traffic: dict[str, int], ranks: int = 2, steps: int = 2) -> EventLog:
     return EventLog(events)
 
 
-def test_bytes_are_those_of_one_step_of_one_rank() -> None:
+def test_bars_show_the_bytes_of_one_step_of_one_rank() -> None:
     assert traffic_of(moving(CLOSED, steps=3), 1) == CLOSED
     forward_only = EventLog([event(0, "all_gather", "all_gather", 0, 1, bytes=64)])
     assert traffic_of(forward_only, 0) == {"all_gather": 64}
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_one_step_of_one_rank() -> None:
 @pytest.mark.parametrize(
     "more", [{"owner": "", "bytes": 7}, {"step": 2, "bytes": 7}], ids=["nobody's", "later"]
 )
-def test_bytes_of_nobodys_collectives_and_of_steps_that_did_not_end_are_in_no_bar(
+def test_bars_leave_out_collectives_outside_groups_and_unfinished_steps(
     more: dict[str, Any],
 ) -> None:
     log = moving(CLOSED)

@@ -15,7 +15,7 @@ from hwfsdp.plot.choice import chosen, name_of_steps
 LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
 
 
-def test_a_name_that_is_too_long_keeps_its_end_behind_dots_from_a_dot_on_where_that_is_enough() -> None:
+def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
     for width in (0.5, 1.0, 3.0):
         short = sheet.fitting(LONG, style.TEXT_SIZE, width)
         assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
@@ -25,7 +25,7 @@ def test_a_name_that_is_too_long_keeps_its_end_behind_dots_from_a_dot_on_where_t
 
 
 @pytest.mark.parametrize(("dpi", "size"), [(60, 12.0), (72, 7.0), (100, 9.0), (150, 7.0)])
-def test_a_line_is_never_wider_than_it_is_said_to_be(dpi: int, size: float) -> None:
+def test_the_estimated_width_of_a_line_is_at_least_the_drawn_width(dpi: int, size: float) -> None:
     figure = sheet.new_figure(10.0, 1.0)
     figure.set_dpi(dpi)
     text = figure.text(0.0, 0.5, LONG, fontsize=size)

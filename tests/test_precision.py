@@ -29,7 +29,7 @@ def noted_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch.d
 
 
 @pytest.mark.parametrize("orig", ORIGINALS, ids=str)
-def test_casts_are_those_of_fsdp2(orig: torch.dtype) -> None:
+def test_casts_have_the_same_results_as_fsdp2s(orig: torch.dtype) -> None:
     for param, reduce in itertools.product([None, *FLOATING], repeat=2):
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         dtypes = resolve_dtypes(torch.empty(1, dtype=orig), policy)

@@ -46,7 +46,7 @@ def all_end(pids: list[int], seconds: float = 20) -> bool:
     return True
 
 
-def test_each_rank_gets_the_arguments_what_it_prints_appears_here_and_results_come_back_in_rank_order(capsys):
+def test_ranks_get_arguments_print_through_the_caller_and_return_results_in_rank_order(capsys):
     sizes = [0, 1, 1 << 16, 5 << 20]
 
     def describe(greeting: str, *, mark: str) -> tuple[str, int, list[bytes]]:
@@ -163,7 +163,7 @@ def test_ranks_hang_for_sure_if_they_wait_for_each_other_and_none_wakes(waiting,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the turns of a process")
-def test_a_process_has_no_turns_while_it_waits() -> None:
+def test_the_count_of_turns_of_a_process_changes_only_when_it_was_awake() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         before = caller._turns(process.pid)

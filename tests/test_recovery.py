@@ -95,12 +95,12 @@ two.add("whatever_follows_what_broke", functools.partial(broken.complaints_of_wa
 
 
 @pytest.mark.long
-def test_whatever_broke_the_next_iteration_is_that_of_an_unsharded_model() -> None:
+def test_after_any_exception_the_next_iteration_equals_the_unsharded_models() -> None:
     assert launch(broken.complaints, 2, broken.all_cases(), ours, timeout=400) == [{}] * 2
 
 
 @pytest.mark.long
-def test_that_holds_for_parameters_that_stay_whole_or_in_part_for_replicas_and_offloading() -> None:
+def test_iterations_after_exceptions_are_right_with_whole_or_smaller_shards_replicas_offloading() -> None:
     def on_a_rank() -> dict[str, Any]:
         def shard(module: nn.Module, **options: Any) -> nn.Module:
             return fully_shard(module, **{"mesh": cpu_mesh(), **options})

@@ -408,7 +408,9 @@ FORM_CASES = [
 
 
 @pytest.mark.parametrize("world_size, how, reshard_after_forward", FORM_CASES)
-def test_the_form_registered_is_that_of_fsdp2_whatever_is_done(world_size, how, reshard_after_forward):
+def test_registered_parameters_have_fsdp2s_form_after_any_sequence_of_calls(
+    world_size, how, reshard_after_forward
+):
     for mine, reference in all_forms(world_size)[how, repr(reshard_after_forward)]:
         assert list(mine) == list(reference)
         for turn in reference:
@@ -542,7 +544,7 @@ def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_fligh
     assert launch(on_a_rank, 4, timeout=200) == [[]] * 4
 
 
-def test_a_group_that_is_whole_or_on_its_way_is_not_gathered_again():
+def test_a_group_that_is_whole_or_being_gathered_is_not_gathered_again():
     """And a gather that is only started is finished by the forward."""
 
     def on_a_rank() -> Any:
@@ -564,7 +566,7 @@ def test_a_group_that_is_whole_or_on_its_way_is_not_gathered_again():
         assert counts == [{"all_gather": 6, "reduce_scatter": 3}] * 2  # as if nothing had been done by hand
 
 
-def test_unshard_tells_nothing_unless_it_is_asked_to_return_at_once():
+def test_unshard_returns_a_handle_only_if_async_op_is_set():
     def on_a_rank() -> None:
         model = wrap(models.uneven(), ours)
         handle = model.blocks[0].unshard(async_op=True)

@@ -117,7 +117,7 @@ def frozen_groups_are_not_reduced() -> list[str]:
     return steps(1, models.wandering, lambda t: t.model.blocks[1].requires_grad_(False))
 
 
-def test_one_rank_has_nobody_to_talk_to():
+def test_one_rank_alone_calls_no_collective():
     assert launch(steps, 1, 2, timeout=60) == [["", ""]]
 
 

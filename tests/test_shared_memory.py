@@ -167,7 +167,7 @@ def compared(world_size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [2, 4, long(5)])  # the order of a sum matters from 4 on
 @pytest.mark.parametrize("check", AS_GLOO)
-def test_results_are_those_of_gloo_in_every_bit(world_size, check):
+def test_results_equal_gloos_bit_for_bit(world_size, check):
     assert [found[check.__name__] for found in compared(world_size)] == [[]] * world_size
 
 

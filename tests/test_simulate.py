@@ -119,7 +119,7 @@ def test_recomputing_does_not_count_as_model_flops() -> None:
     assert full.peak_by_kind[ACTIVATION] < none.peak_by_kind[ACTIVATION]
 
 
-def test_a_step_that_does_not_say_how_many_tokens_it_has_has_no_rate() -> None:
+def test_a_step_of_unknown_tokens_has_no_rate() -> None:
     found = simulate(chain(2, True), 2)
     assert (found.tokens_per_second_per_gpu, found.mfu) == (None, None)
     assert found.step_seconds > 0
@@ -273,7 +273,7 @@ def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
     [suites.long(8, 0.6), (1, 0.93), suites.long(4, 0.28)],
     ids=["fewer rows", "recomputing", "more GPUs"],
 )
-def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
+def test_a_suggestion_that_should_fit_the_memory_does_fit(batch: int, share: float) -> None:
     need = simulate("gpt-tiny", 2, batch=batch).peak_allocated_gib
     device = of_memory(share * need * GIB)
     found = simulate("gpt-tiny", 2, device, batch=batch)
@@ -284,7 +284,7 @@ def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
 
 
 @pytest.mark.long
-def test_under_hybrid_sharding_sharding_over_all_gpus_is_said_to_fit_and_does() -> None:
+def test_under_hybrid_sharding_the_suggestion_to_shard_over_all_gpus_fits() -> None:
     roomy = replace(DEVICES["h100"], per_node=2)
     whole, hybrid = (simulate("gpt-tiny", 8, roomy, hsdp=h, checkpoint="full") for h in (False, True))
     between = (whole.peak_allocated_gib + hybrid.peak_allocated_gib) / 2

@@ -250,7 +250,7 @@ def test_unusable_arguments_are_refused_before_anything_runs(run: Run, args: str
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": 1}', json.dumps({"memory": "much"}), "\x00", None])
-def test_a_broken_measurement_is_said_to_be_one(run: Run, text: str | None) -> None:
+def test_a_broken_calibration_file_is_refused(run: Run, text: str | None) -> None:
     measured()
     if text is None:
         found = json.loads(calibration_file().read_text())
@@ -275,7 +275,7 @@ def test_a_measured_machine_is_a_device(run: Run) -> None:
 @pytest.mark.parametrize(
     ("batch", "share"), [("4", 0.6), suites.long("1", 0.8)], ids=["fewer rows", "more GPUs"]
 )
-def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(
+def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(
     run: Run, batch: str, share: float
 ) -> None:
     args = ("--model", "gpt-tiny", "--batch", batch, "--gpus", "2")

@@ -375,7 +375,7 @@ def explanations(how: Start) -> dict[str, tuple[list[Any], str]]:
 
 
 @pytest.mark.parametrize("world_size, case", EXPLAINED_CASES)
-def test_explain_says_of_every_parameter_what_the_rank_has_of_it(world_size, case):
+def test_explain_says_which_part_of_each_parameter_the_rank_has(world_size, case):
     how = STARTS_OF[world_size][case]
     plain = dict(how.build().named_parameters())
     shards = how.mesh[1] if how.mesh else world_size

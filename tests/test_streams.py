@@ -97,7 +97,7 @@ def compute(host: StreamSet) -> Stream:
 # --- The queue of a host stream ----------------------------------------------------------------------------
 
 
-def test_an_event_is_what_was_issued_before_it_and_no_more(gathers, compute, diary):
+def test_waiting_for_an_event_finishes_only_work_issued_before_it(gathers, compute, diary):
     points = [gathers.record()]
     for name in "abc":
         diary.collective(gathers, name)
@@ -275,7 +275,7 @@ def test_a_point_inside_a_span_is_not_the_end_of_it(recorder, gathers, compute):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_inside_run_events_belong_to_the_stream_and_afterwards_to_the_one_around(
+def test_events_inside_run_belong_to_that_stream_and_afterwards_to_the_outer_one(
     fails: bool, recorder: Recorder, gathers: HostStream, compute: HostStream
 ) -> None:
     def inside() -> None:
@@ -329,7 +329,7 @@ def time_now() -> float:
     return Recorder(rank=0).mark("compute").us()
 
 
-def test_in_a_block_another_device_may_be_in_the_place_of_one() -> None:
+def test_a_block_can_replace_the_streams_of_a_device_and_restores_them() -> None:
     with core_streams.backend("imagined", lambda: pretended(8.0)), core_streams.backend(
         "cpu", lambda: pretended(9.0)
     ):
@@ -358,7 +358,7 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
     assert times == {"optimizer": 8.0, "copy_in": 3.0, "forward": 3.0, "copy_out": 3.0, "wait": 3.0}
 
 
-def test_an_event_ends_by_the_clock_that_it_began_by(recorder: Recorder) -> None:
+def test_an_event_is_timed_by_one_clock_even_if_a_newer_clock_is_set_meanwhile(recorder: Recorder) -> None:
     recorder.origin = HostMark(0.0)
     first, _ = pretended(3.0), pretended(8.0)
     stream_clocks.use_newest()
@@ -386,7 +386,7 @@ def test_a_clock_set_in_a_block_that_keeps_it_is_gone_afterwards() -> None:
     assert Recorder(rank=0).mark("compute").us() == 8.0
 
 
-def test_what_an_earlier_recording_logged_is_waited_for_by_no_number_of_this_one(gathers, compute):
+def test_a_wait_does_not_refer_to_events_of_an_earlier_recording(gathers, compute):
     earlier, later = Recorder(rank=0), Recorder(rank=0)
     before = observer.put(Instrument(None))
     events.activate(earlier)
@@ -442,7 +442,7 @@ def test_device_streams_are_apart_and_communication_has_priority() -> None:
 
 @pytest.mark.cuda
 @needs_cuda
-def test_device_work_is_deferred_by_nobody_and_waiting_does_not_stop_the_host() -> None:
+def test_on_a_device_work_is_issued_at_once_and_a_wait_does_not_block_the_host() -> None:
     found, ran = streams_for("cuda"), []
     with found.reduce_scatter.run():
         found.reduce_scatter.add(None)
@@ -488,7 +488,7 @@ def go_on(diary: Diary, scatters: Stream, reduces: Stream, name: str) -> StreamE
     return scatters.record()
 
 
-def test_a_collective_that_needs_another_is_issued_when_somebody_waited_for_that(host, diary):
+def test_a_dependent_collective_is_issued_when_the_first_one_has_been_waited_for(host, diary):
     done = go_on(diary, host.reduce_scatter, host.all_reduce, "a")
     assert diary == ["issued scatter a"]
     host.compute.wait(done)
@@ -497,7 +497,7 @@ def test_a_collective_that_needs_another_is_issued_when_somebody_waited_for_that
     assert diary[3:] == ["waited for all-reduce a", "add a"]
 
 
-def test_each_goes_on_by_itself_and_settling_both_streams_ends_all(host, diary):
+def test_chains_of_two_collectives_are_independent_and_settling_both_streams_finishes_them(host, diary):
     points = [go_on(diary, host.reduce_scatter, host.all_reduce, name) for name in "ab"]
     diary.clear()
     host.compute.wait(points[0])

@@ -274,7 +274,7 @@ def logs() -> dict[str, EventLog]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_real_run_moved_is_what_the_closed_form_says_and_its_strategy_is_known(
+def test_a_real_run_moves_the_bytes_of_the_closed_form_and_its_strategy_is_found(
     name: str, logs: dict[str, EventLog]
 ) -> None:
     found = examine(logs[name])
@@ -284,7 +284,7 @@ def test_what_a_real_run_moved_is_what_the_closed_form_says_and_its_strategy_is_
     assert "equal" in describe(found, name)
 
 
-def test_accumulation_moves_a_multiple_and_that_is_said(logs: dict[str, EventLog]) -> None:
+def test_show_reports_the_multiple_that_accumulation_moves(logs: dict[str, EventLog]) -> None:
     found = examine(logs["accumulated"])
     assert found.as_expected is False and found.same_every_step
     assert found.expected is not None
@@ -331,7 +331,7 @@ def test_what_a_log_says_of_its_run_survives_its_file(logs: dict[str, EventLog],
     assert set(frozen_params) == {True, False}
 
 
-def test_a_recording_without_sharded_modules_says_that() -> None:
+def test_show_says_so_if_a_recording_has_no_sharded_modules() -> None:
     with record() as log:
         nn.Linear(2, 2)(torch.ones(1, 2))
     assert log.about["groups"] == describe_run([nn.Linear(1, 1)])["groups"] == []
@@ -355,7 +355,7 @@ def by_hand(ranks: int = 2, steps: int = 2) -> EventLog:
     return EventLog([event for rank in range(ranks) for event in events_of(rank, *rows)])
 
 
-def test_of_a_log_that_does_not_say_what_it_is_of_there_is_no_closed_form() -> None:
+def test_a_log_that_does_not_describe_its_run_has_no_closed_form() -> None:
     found = examine(by_hand())
     assert (found.about, found.expected, found.as_expected, found.strategies) == (None, None, None, [])
     moved = {"all_gather": Traffic(1, 64), "reduce_scatter": Traffic(1, 32)}
@@ -478,7 +478,7 @@ def test_diff_gives_its_verdict_as_status_in_words_and_in_json(
     assert (said.found["orders_part"] is None) is same
 
 
-def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[str, EventLog]) -> None:
+def test_a_csv_table_has_every_event_once_with_all_its_fields(file: Path, logs: dict[str, EventLog]) -> None:
     assert main(["trace", "export", str(file), "--to", "csv"]) == 0
     with (file.parent / "plain.csv").open(newline="") as table:
         rows = list(csv.DictReader(table))
@@ -495,7 +495,7 @@ def test_an_export_for_the_viewer_is_the_same_log(file: Path) -> None:
     assert EventLog.load(file.with_name("plain.json")) == EventLog.load(file)
 
 
-def test_a_picture_is_an_svg_beside_the_trace_or_pixels_where_it_is_said(run: Run, file: Path) -> None:
+def test_export_writes_an_svg_beside_the_trace_or_a_png_to_the_given_path(run: Run, file: Path) -> None:
     target = Path(run("export", file, "--picture", "lifetimes", "--to", "svg", "--json").found["file"])
     assert target == file.with_name("plain.lifetimes.svg") and "<svg" in target.read_text()
     target = file.with_name("x.png")
@@ -551,7 +551,7 @@ def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
     assert not out.exists()
 
 
-def test_while_a_script_runs_its_trace_is_not_there_so_that_no_end_leaves_an_empty_one(
+def test_a_trace_file_appears_only_when_its_script_has_ended(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, seen = tmp_path / "t.json", []
@@ -583,7 +583,7 @@ def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_
     assert trace_run(target, 2, "cpu", timeout=7.5).ranks == [0, 1]
 
 
-def test_of_ranks_that_train_without_anything_seen_no_absence_of_races_is_claimed() -> None:
+def test_a_run_in_which_nothing_was_recorded_does_not_claim_no_races() -> None:
     unseen = [replace(e, writes=(1,)) for e in by_hand().events if e.op in ("forward", "optimizer")]
     found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
     said = describe(found, "t.json")

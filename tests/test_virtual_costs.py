@@ -80,7 +80,7 @@ PRODUCTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_flops_are_those_of_torchs_counter_backward_included(name: str) -> None:
+def test_flops_equal_torchs_counter_in_forward_and_backward(name: str) -> None:
     def run() -> None:
         PRODUCTS[name]().sum().backward()
 
@@ -199,7 +199,7 @@ def test_a_view_that_is_written_is_no_view() -> None:
     assert [c.nbytes for _, c in costs(lambda: x[1:].add_(1)) if c.is_kernel] == [2 * 4 * 18]
 
 
-def test_of_an_expanded_tensor_only_what_is_there_is_read() -> None:
+def test_reading_an_expanded_tensor_counts_only_the_bytes_it_has() -> None:
     row, whole = torch.ones(1, 6), torch.ones(4, 6)
     assert extent(row.expand(4, 6)) == 4 * 6
     assert extent(torch.ones(()).expand(5, 0)) == 0

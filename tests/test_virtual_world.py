@@ -239,7 +239,7 @@ def test_afterwards_everything_is_as_before_after_errors_too(
     assert environment() == before
 
 
-def test_where_collectives_are_compared_those_of_virtual_ranks_are_not() -> None:
+def test_torchs_comparison_of_collectives_leaves_out_virtual_ranks() -> None:
     set_level, level_now = getattr(dist, "set_debug_level"), getattr(dist, "get_debug_level")  # noqa: B009
     levels = getattr(dist, "DebugLevel")  # noqa: B009
     plain, before = simulate(GPT_SIZES, 4, nodes=2, hsdp=True), level_now()

@@ -18,8 +18,8 @@ MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left 
 ABOUT = """# On a GPU
 
 `make gpu` runs all tests and measurements that need a GPU, each part within ten minutes, and writes this page. One GPU is enough. The
-command uses the first Python whose torch sees the GPU: first the Python of `make setup`, then the Python that started it. If neither
-sees the GPU, `make setup` installs a torch that does, which needs a package registry.
+command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither does,
+`make setup` installs such a torch, which needs a package registry.
 
 ```sh
 make gpu                        # all parts
@@ -33,11 +33,12 @@ work. It says nothing about CUDA, and its times mean nothing.
 HOW = """## How one GPU shows what many do
 
 NCCL refuses two ranks on one GPU. So one rank runs alone, in a process group that pretends to have other ranks. Each collective makes up
-what the other ranks would send, on the stream that called it (`tests/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
+the data of the other ranks, on the stream that called it (`tests/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
 and copies are the same as on many GPUs. Only the network is missing. hwfsdp and FSDP2 get the same data, so their bits can be compared.
 
-In the part `worlds`, every collective on a GPU is late, and new memory is filled with NaNs. In `races`, each stream in turn is late by up to
-10 ms, and freed memory is overwritten. Real NCCL runs with one rank only. A test that needs two GPUs is left out, and the page says so.
+A missing wait may go unnoticed if the work happens to be ready in time. So in the part `worlds`, every collective on a GPU is delayed, and new
+memory is filled with NaNs. In `races`, each stream in turn is delayed by up to 10 ms, and freed memory is overwritten. Real NCCL runs with one
+rank only. A test that needs two GPUs is left out, and the page says so.
 
 No part shows NCCL between GPUs, several nodes, CUDA graphs or `torch.compile` on a GPU. With a gradient divide factor, FSDP2 lets NCCL
 multiply before the sum. hwfsdp divides after the sum, so the last bits may differ.

@@ -191,7 +191,7 @@ def fail_otherwise(path: Path) -> list[Outcome]:
     ]
 
 
-def test_full_disks_and_what_nobody_expected_end_well(tmp_path: Path) -> None:
+def test_a_save_survives_full_disks_and_unexpected_errors(tmp_path: Path) -> None:
     outcomes = check_outcomes(launch(fail_otherwise, 2, tmp_path / "c", timeout=150), 16)
     failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
     assert {outcome.fault.split(" on ")[0] for outcome in failed} >= {
@@ -291,7 +291,7 @@ def surface(path: Path) -> list[str]:
     return found
 
 
-def test_a_failure_in_the_background_is_heard_by_whoever_comes_next(tmp_path: Path) -> None:
+def test_the_next_call_raises_a_failure_of_the_background(tmp_path: Path) -> None:
     one, other = launch(surface, 2, tmp_path / "c", timeout=60)
     assert one == other
     by_save, by_async_save, by_finish = one[0:3], one[3:6], one[6:9]
@@ -309,13 +309,13 @@ def fail_and_leave(path: Path) -> int:
     return 1
 
 
-def test_a_failure_that_nobody_waited_for_fails_the_launch(tmp_path: Path) -> None:
+def test_a_failed_save_without_a_wait_fails_the_launch(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="full") as caught:
         launch(fail_and_leave, 2, tmp_path / "c", timeout=60)
     assert isinstance(caught.value.__cause__, CheckpointError)
 
 
-def test_a_failure_that_nobody_waited_for_is_told_at_exit(tmp_path: Path) -> None:
+def test_a_failed_save_without_a_wait_is_reported_at_exit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     program = (
         "import sys, torch\nfrom hwfsdp.checkpoint import async_save\n"

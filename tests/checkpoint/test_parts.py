@@ -1050,7 +1050,7 @@ def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
         assert load - smallest <= min(loads)
 
 
-def test_who_holds_the_buffers_gets_fewer_of_the_rest() -> None:
+def test_the_part_with_the_buffers_gets_fewer_other_tensors() -> None:
     loads = [0, 0]
     state = {"buffer": numbered(20), "a": numbered(9), "b": numbered(8), "large": numbered(100)}
     dealt = partition.deal_model(state, {"buffer"}, loads, large_bytes=100)

@@ -99,7 +99,7 @@ def slices(draw: st.DrawFn) -> Slice:
 
 @settings(max_examples=300)
 @given(st.lists(slices(), min_size=1, max_size=6))
-def test_elements_that_are_one_in_the_source_and_only_those_are_one_in_the_copy(views: list[Slice]) -> None:
+def test_elements_share_memory_in_the_copy_exactly_if_they_do_in_the_source(views: list[Slice]) -> None:
     base = torch.arange(520)  # each element says which it is
     stager = StateDictStager()
     staged = stager.stage([base.as_strided(*view) for view in views])
