@@ -65,15 +65,28 @@ plot_sharding(ran[0][1], {"shard": 4})
 # result. A more even distribution (for five rows 2, 1, 1, 1 instead of 2, 2, 1, 0) would be fairer, but would leave holes in
 # the middle.
 #
-# How does this look on other numbers of ranks?
+# How does this look on other numbers of ranks? The next cell makes the pictures.
 
 # %%
 from torch.distributed.tensor import Shard
 
 shapes = {"weight": (7, 6), "five rows": (5, 3), "bias": (2,)}
 parameters = [LaidOut(name, shape, (Shard(0),)) for name, shape in shapes.items()]
+
+
+def on_ranks(ranks):
+    return plot_sharding(parameters, {"shard": ranks})
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 lesson.explore(
-    lambda ranks: plot_sharding(parameters, {"shard": ranks}), ranks=range(2, 9)
+    on_ranks,
+    question="The weight has 7 rows. On which numbers of ranks from 2 to 8 does it need "
+    "no padding? And on which number of ranks does it need the most?",
+    answer="None on 7 ranks: each chunk is one row. The most on 6: six chunks of two rows "
+    "are 12 rows, so 5 rows are padding, and ranks 4 and 5 hold nothing else. More ranks "
+    "do not always mean smaller chunks: 4, 5 and 6 ranks all hold two rows each.",
+    ranks=range(2, 9),
 )
 
 # %% [markdown]
@@ -255,6 +268,14 @@ plot_lifetimes(log, rank=0)
 # full at any time. Every gather except the first of each direction starts before *another* layer computes, so it can travel
 # meanwhile. This is prefetching. It costs a buffer, not a second whole weight.
 #
+# The step player shows the same log. Press **play**, or go from event to event with the arrow keys. Watch one cell of
+# *Parameters*: it turns green while its gather travels, yellow while the weight is whole, and blue again after the free. The
+# pane *Code* shows the line of hwfsdp that did it.
+
+# %%
+log.view()
+
+# %% [markdown]
 # Here are all events of layer 1, in the order in which rank 0 issued them. The weight has 2,359,296 B, and each rank holds
 # half.
 

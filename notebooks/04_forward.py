@@ -138,15 +138,24 @@ def compare(gather_ms):
     return plot_comparison({"when it is needed": when_needed, "one ahead": one_ahead})
 
 
-lesson.explore(compare, gather_ms=(2, 3, 4, 5))
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    compare,
+    question="Computing a layer takes 3 ms. Now a gather takes longer than 2 ms. From how "
+    "many ms on does compute wait between two layers, although every gather starts one "
+    "layer ahead? And how long does the forward take when a gather takes 5 ms?",
+    answer="Compute waits as soon as a gather takes more than 3 ms. At 5 ms the forward "
+    "takes 33 ms: six gathers one after the other, and the last computation.",
+    gather_ms=(2, 3, 4, 5),
+)
 
 # %% [markdown]
-# Your two numbers are in the upper picture: **30 ms**, six times 2 + 3, and **20 ms**, one gather and six computations. Only
+# Your two numbers are in the picture for 2 ms: **30 ms**, six times 2 + 3, and **20 ms**, one gather and six computations. Only
 # the first gather is exposed, because nothing can be computed before it.
 #
-# The lower picture shows a slower network: 5 ms to gather, 3 ms to compute. Now gathers follow each other without a gap, and
+# The picture for 5 ms shows a slower network: 5 ms to gather, 3 ms to compute. Now gathers follow each other without a gap, and
 # compute waits between them. Starting earlier would not help, because the wire is always busy. A prefetch can hide only as much
-# of a gather as the computation beside it takes. (With a live kernel, move the slider: where does it change?)
+# of a gather as the computation beside it takes.
 #
 # Nothing is gathered under the last layer, because nothing comes after it. If a model takes another path than last time, the
 # guess is wrong and costs a gather that is not needed. The results stay right: the layer that does run gathers its own weights.
@@ -184,6 +193,13 @@ plot_memory(
 # gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The group
 # ahead exists *only* as a buffer. It becomes weights when its turn comes.
 #
+# Now play it. The page below is the step player, with the simulated forward at 2 ms twice: **A** gathers when it is needed, **B**
+# gathers one ahead. Both move on one clock. When compute waits in A, what does B do?
+
+# %%
+forward(2, False).view(forward(2, True))
+
+# %% [markdown]
 # What happens if weights are not freed after forward? `fully_shard` has a switch for that. Here is a forward and a backward,
 # both ways:
 

@@ -274,18 +274,34 @@ def compare(wire_ms):
     )
 
 
-lesson.explore(compare, wire_ms=(2, 4, 6, 8))
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    compare,
+    question="On a slower network, a gather and a reduction take 8 ms each, and the "
+    "backward of a layer still 6 ms. How long does the backward of the model take if "
+    "everything overlaps?",
+    answer="62 ms: six gathers one after the other, the last backward, and the last "
+    "reduction. All other reductions travel beside gathers and compute.",
+    wire_ms=(2, 4, 6, 8),
+)
 
 # %% [markdown]
 # Your second number is **40 ms**: one gather, six backwards, one reduction. Everything else travels under compute. If nothing
 # overlaps, it takes six times 2 + 6 + 2. Each of the two measures saves five times 2.
 #
-# In the lower picture, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
+# In the picture for 8 ms, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
 # (Here gathers and reductions run beside each other at full speed. On a network that they share, each would take longer.)
 #
 # Overlap costs memory. While a layer computes its gradients, the buffer of the previous layer's gradients still exists, until
 # it is reduced. `wait for 5` limits this to one buffer. A schedule that never waited would be fast until it ran out of memory.
 #
+# Play both schedules at 2 ms: in **A** nothing overlaps, in **B** everything does. Stop in the middle of the backward. Which layer
+# computes in B, which one is gathered, and which one is reduced?
+
+# %%
+simulated(2, False, False).view(simulated(2, True, True))
+
+# %% [markdown]
 # ## A number that is easy to get wrong
 #
 # After backward, each rank has the gradients of its rows. What is their norm?

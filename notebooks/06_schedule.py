@@ -196,11 +196,33 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes
 
-lesson.explore(lambda overlap: plot_lifetimes(runs[overlap].log), overlap=tuple(runs))
+
+
+def lives(overlap):
+    return plot_lifetimes(runs[overlap].log)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    lives,
+    question="Count the groups that are not sharded at one moment. How many are there at "
+    "most without overlap, and how many with both prefetches?",
+    answer="One without overlap. Two with prefetch: one computes, and the next one is on "
+    "its way or lies in its buffer. There are never three.",
+    overlap=tuple(runs),
+)
 
 # %% [markdown]
-# In the upper picture, only one group at a time is not sharded. In the lower one, the next group is already on its way while
-# one computes. It then lies gathered in its buffer, pale green, and waits for its turn. There are never three.
+# In the picture without overlap, only one group at a time is not sharded. In the picture with all overlap, the next group is
+# already on its way while one computes. It then lies gathered in its buffer, pale green, and waits for its turn.
+#
+# The step player shows both runs on one clock: **A** without overlap, **B** with all of it. Step through the backward with the
+# arrow keys, and look at *Memory* and *Parameters* when a wait of A begins.
+
+# %%
+serial.log.view(runs["all overlap"].log)
+
+# %% [markdown]
 #
 # ## What may overlap
 #
@@ -264,7 +286,15 @@ def draw(gbit):
     return plot_comparison({name: run.log for name, run in both.items()}, step=0)
 
 
-lesson.explore(draw, gbit=(200, 100, 50))
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    draw,
+    question="The lower band of each picture has all overlap. From which speed on does the "
+    "network, and not compute, decide how long the step takes?",
+    answer="At 200 Gb/s waits become longer, but the network still has gaps. At 100 and at "
+    "50 Gb/s its bars follow each other in the forward, and compute waits for them.",
+    gbit=(200, 100, 50),
+)
 
 # %% [markdown]
 # At 50 Gb/s per GPU, compute is the shorter part. Now overlap hides compute behind communication, and the step cannot be

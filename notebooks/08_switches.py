@@ -166,7 +166,15 @@ def draw(setting):
     return plot_traffic(logs[setting], {setting: CLOSED[setting], **CLOSED})
 
 
-lesson.explore(draw, setting=tuple(KINDS))
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    draw,
+    question="Take one micro-batch. Which of the four strategies moves the fewest bytes of "
+    "tensors, and which one uses all three collectives?",
+    answer="DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all "
+    "three: it gathers and reduces within a row, and all-reduces its half across rows.",
+    setting=tuple(KINDS),
+)
 
 # %% [markdown]
 # The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3
@@ -176,6 +184,13 @@ lesson.explore(draw, setting=tuple(KINDS))
 # Bytes are counted for whole tensors. The bytes that a rank sends depend on the W ranks that take part: (W − 1) / W of the
 # bytes for a gather or a reduction, and twice that for an all-reduce (notebook 02).
 #
+# When does the second gather happen, and what does ZeRO-2 hold instead? Play the steps of rank 0 side by side: **A** is ZeRO-3,
+# **B** is ZeRO-2. In *Parameters*, compare the columns at the beginning of the backward.
+
+# %%
+logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0))
+
+# %% [markdown]
 # ## What stays
 #
 # Between steps, and while the optimizer runs, only what the mesh replicates is whole:

@@ -123,7 +123,21 @@ for gpus in (8, 64, 512, 4096):
 # %%
 from hwfsdp.plot.timeline import plot_timeline
 
-lesson.explore(lambda gpus: plot_timeline(scaled[gpus].log), gpus=tuple(scaled))
+
+
+def streams_on(gpus):
+    return plot_timeline(scaled[gpus].log)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    streams_on,
+    question="On 8 GPUs, the gathers lie under compute. On which of 64, 512 and 4096 GPUs "
+    "does compute wait for gathers through the whole forward?",
+    answer="Only on 4096. On 64 and 512 a gather takes longer than on 8, but still less "
+    "than the compute of a block. On 4096 it takes longer than that.",
+    gpus=tuple(scaled),
+)
 
 # %% [markdown]
 # On 8 GPUs the green bars are short and lie under blue ones. In the forward on 4096 they follow each other without a gap, and
@@ -131,6 +145,13 @@ lesson.explore(lambda gpus: plot_timeline(scaled[gpus].log), gpus=tuple(scaled))
 # goes around the ring twice. Almost all of its time is start. (This is a property of the model. For such small messages
 # libraries use trees, and lose less time.)
 #
+# Play the two ends beside each other: **A** is 8 GPUs, **B** is 4096. Point at a hatched wait of B: the player says what compute
+# waits for.
+
+# %%
+scaled["8 GPUs"].log.view(scaled["4096 GPUs"].log)
+
+# %% [markdown]
 # There are two remedies. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes.
 # It costs memory, because every node holds all of the state. Or give each GPU more work: four times the tokens per step take
 # four times the compute, and the same gathers.
@@ -211,7 +232,21 @@ for name, run in wrapped.items():
     )
 
 # %%
-lesson.explore(lambda groups: plot_timeline(wrapped[groups].log), groups=tuple(wrapped))
+
+
+def streams_with(groups):
+    return plot_timeline(wrapped[groups].log)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    streams_with,
+    question="You saw the memory and the step of three choices. Where does compute wait "
+    "with one group for the whole model, and where with a group for each linear layer?",
+    answer="With one group, compute waits before the first layer and after the last one. "
+    "With a group per linear, it waits again and again, at the narrow layers of attention.",
+    groups=tuple(wrapped),
+)
 
 # %% [markdown]
 # - **One group.** There is one gather, of everything, before the first layer, when no compute can hide it. There is one

@@ -150,7 +150,21 @@ for name, log in (("healthy", healthy), ("eager", eager)):
 from hwfsdp.plot.lifetimes import plot_lifetimes
 
 runs = {"healthy": healthy, "eager": eager}
-lesson.explore(lambda run: plot_lifetimes(runs[run]), run=tuple(runs))
+
+
+def lives(run):
+    return plot_lifetimes(runs[run])
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lesson.explore(
+    lives,
+    question="There are four blocks. How many of them are in buffers at once in the "
+    "healthy run, and how many in the eager one?",
+    answer="At most two in the healthy run, and all four in the eager one: each waits "
+    "until its turn comes.",
+    run=tuple(runs),
+)
 
 # %% [markdown]
 # A row is a group. Green is the time in which its gather is in flight or lies in a buffer. In the healthy run a block is
@@ -158,6 +172,13 @@ lesson.explore(lambda run: plot_lifetimes(runs[run]), run=tuple(runs))
 # start, and all four blocks lie in memory until their turn comes. A job with room for two blocks runs out of memory this way.
 # And if the compute of one block already covers the gather of the next, the eager run gains nothing.
 #
+# Two traces stand side by side in the step player, too: **A** is healthy, **B** is eager. Click on the peak of memory in the head of
+# the page, and see in *Parameters* which groups are on their way at that moment.
+
+# %%
+healthy.view(eager)
+
+# %% [markdown]
 # ## Broken: slow, and the wrong one looks guilty
 #
 # The step has become slow. Rank 1 reads its data from a slow disk, 0.2 s for each batch.

@@ -1,13 +1,22 @@
-"""What notebooks need beyond the package: sliders that leave pictures on paper, and errors for whoever is not in a notebook."""
+"""What notebooks need beyond the package: sliders without a kernel, pictures on paper, and errors for whoever is not in a notebook."""
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
+from browser import browser, find_browser
 from hwfsdp.course import lesson
 from hwfsdp.errors import UsageError
+from hwfsdp.plot.sheet import DPI, new_figure
 
 
 def test_outside_of_a_notebook_one_is_told_to_open_it() -> None:
@@ -23,31 +32,67 @@ def test_a_slider_without_choices_is_refused(choices: dict[str, Any], got: str) 
         lesson.explore(print, **choices)
 
 
-@pytest.mark.parametrize(
-    ("choices", "drawn"),
-    [
-        ({"rank": range(2), "step": "ab"}, ["0 a", "1 b"]),
-        ({"rank": [7]}, ["7 -"]),
-    ],
-)
-def test_on_paper_the_first_and_the_last_choice_are_drawn(
-    choices: dict[str, Any], drawn: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(lesson.STATIC, "1")
-    pages = lesson.explore(lambda rank, step="-": f"{rank} {step}", **choices)
-    assert pages.pictures == drawn
+@pytest.mark.parametrize(("given", "got"), [("question", "only the question"), ("answer", "only the answer")])
+def test_a_question_comes_with_its_answer(given: str, got: str) -> None:
+    with pytest.raises(UsageError, match=f"expected a question with its answer, or neither; got {got}"):
+        lesson.explore(draw, rank=range(2), **{given: "?"})
 
 
-def test_without_widgets_a_slider_is_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(lesson.STATIC, raising=False)
-    monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: None)
-    assert isinstance(lesson.explore(str, object=[1, 2]), lesson.Pages)
+def draw(rank: int, step: str = "-") -> Figure:
+    """A picture as many inches wide as the rank says, and one more as high if the step is b."""
+    return new_figure(1.0 + rank, 2.0 if step == "b" else 1.0)
 
 
-def test_at_a_living_kernel_the_choice_is_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(lesson.STATIC, raising=False)
-    controls = lesson.explore(lambda rank: rank * 10, rank=range(3))
-    [slider] = [child for child in controls.children if getattr(child, "description", "") == "rank"]
-    slider.value = 2
-    controls.update()
-    assert controls.result == 20
+def sizes_of(page: str) -> list[tuple[int, int]]:
+    """Of the pictures in the page, in the page's inches."""
+    [found] = re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
+    addresses = [address.partition("base64,") for address in json.loads(found)["pictures"]]
+    assert {begin for begin, _, _ in addresses} == {"data:image/webp;"}
+    images = [Image.open(BytesIO(base64.b64decode(data))) for _, _, data in addresses]
+    return [(image.width // DPI, image.height // DPI) for image in images]
+
+
+def test_every_position_of_every_slider_is_in_the_page_and_paper_has_the_first_and_the_last() -> None:
+    chosen = lesson.explore(draw, rank=range(3), step="ab")
+    assert sizes_of(chosen._repr_html_()) == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert [said for said, _ in chosen.stills()] == ["rank = 0, step = a", "rank = 2, step = b"]
+    assert [said for said, _ in lesson.explore(draw, rank=[7]).stills()] == ["rank = 7"]
+
+
+def test_a_page_with_sliders_asks_for_nothing_and_its_texts_stay_texts() -> None:
+    text = "</script><b>1 < 2</b>"
+    page = lesson.explore(draw, question=text, answer=text, rank=[1], step=[text])._repr_html_()
+    assert "<b>" not in page and page.count("</script>") == 2
+    assert re.findall(r"https?:|src=|href=|url\(", page) == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium")
+def test_a_reader_predicts_reveals_and_moves_the_slider_without_a_kernel(tmp_path: Path) -> None:
+    snippet = lesson.explore(draw, "How wide?", "Wider.", rank=range(3), step="ab")._repr_html_()
+    still = "<div><img class='still' alt=''></div>"
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><div class='cell_output'>{still}<div>{snippet}</div>{still}</div>")
+    with browser(tmp_path / "browser") as tab:
+        tab.look(400, 800)
+        tab.open(page.as_uri())
+        drawn = "document.querySelector('.explore img')"
+        assert not tab.run(f"{drawn}.checkVisibility()")
+        assert tab.run("document.querySelector('.explore textarea').checkVisibility()")
+        # of the cell's other outputs, only the still pictures that follow the sliders are hidden
+        stills = "[...document.querySelectorAll('.still')].map(each => each.checkVisibility())"
+        assert tab.run(stills) == [True, False]
+        tab.run("document.querySelector('.explore summary').click()")
+        tab.run("document.querySelector('.explore input').focus()")
+        tab.key("ArrowRight")
+        tab.run("document.querySelectorAll('.explore input')[1].focus()")
+        tab.key("ArrowRight")
+        tab.until(f"{drawn}.naturalHeight > 100")
+        assert tab.run(f"[{drawn}.alt, {drawn}.naturalWidth, {drawn}.naturalHeight]") == [
+            "rank = 1, step = b",
+            *(2 * DPI // 2, 2 * DPI // 2),
+        ]
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert tab.run(stills) == [True, True] and not tab.run(f"{drawn}.checkVisibility()")
+        asked = [request for request in tab.requests if not request.startswith(("file:", "data:", "about:"))]
+        assert (tab.complaints, asked) == ([], [])

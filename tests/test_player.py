@@ -357,6 +357,7 @@ def test_a_notebook_gets_the_page_in_a_frame_of_its_own(log: EventLog, tmp_path:
     assert tag == "iframe" and not rest
     assert (attrs["srcdoc"], attrs["sandbox"]) == (page.text, "allow-scripts")
     assert attrs["title"] == page.title == "Step player: log"
+    assert "stands here where the page runs scripts" in page._repr_html_()
     page.save(tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text() == page.text and "characters of HTML" in repr(page)
     assert log.view(log).title == "Step player: A and B"

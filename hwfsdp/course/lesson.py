@@ -1,4 +1,4 @@
-"""Help for notebooks: a first cell that names missing packages, figures, short errors, sliders.
+"""Help for notebooks: a first cell that names missing packages, figures, short errors, predictions with sliders.
 
     lesson.begin()                                             # in the first cell
     lesson.explore(lambda rank: plot_memory(log, rank=rank), rank=range(2))      # as the value of a cell
@@ -6,24 +6,29 @@
 A notebook of the course defines no algorithm. It calls the package, on real ranks (`launch`), on virtual ones (`simulate`), or
 on paper (`accounting`, `layout`), and shows what comes back.
 
-Note [A slider that is read on paper]
-    Notebooks are read more often than they are run: on a web page, in a review, as a PDF. There nothing slides. So `explore`
-    leaves one picture behind for a few of the choices, and only someone at a living kernel, with ipywidgets, gets the controls.
-    HWFSDP_STATIC=1 says that nobody is there.
+Note [A slider without a kernel]
+    Notebooks are read more often than they are run: on a web page, in a review, as a PDF. So `explore` draws a picture for every
+    position of its sliders, and puts all of them into one piece of HTML (`templates/explore.html`), which needs no kernel and no
+    network. A page that runs no scripts, such as GitHub's, removes the sliders. So does paper. For these, the pictures of the first
+    and of the last choice follow as plain outputs; a page with sliders hides them.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
-import importlib.util
-import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hwfsdp.errors import FSDPError, UsageError
 
-STATIC = "HWFSDP_STATIC"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 OLDEST = (3, 11)  # of Python
 
 
@@ -54,15 +59,20 @@ def begin() -> None:
     backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
 
 
-def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> Any:
-    """Let the reader choose what `draw` draws. See Note [A slider that is read on paper].
+def explore(
+    draw: Callable[..., Figure], question: str = "", answer: str = "", **choices: Sequence[Any]
+) -> Choices:
+    """Let the reader choose what `draw` draws. See Note [A slider without a kernel].
 
     Args:
-        draw: called with one value for each name; returns a figure, or anything else that a cell shows.
+        draw: called with one value for each name; returns a figure.
+        question: what the reader shall predict. A box for the prediction stands below it, and the sliders are folded until
+            the reader reveals them. "": there is no question, and the sliders are open.
+        answer: text above the sliders, folded with them.
         choices: for each name the values to choose from, for example `rank=range(4)`.
 
-    Returns:
-        The controls with the picture below them; on paper a `Pages`, which shows the first and the last choice.
+    Raises:
+        UsageError: there is nothing to choose from, or a question without an answer.
     """
     empty = [name for name, values in choices.items() if not len(values)]
     if empty or not choices:
@@ -72,34 +82,59 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> Any:
             got=f"none for {empty[0]!r}" if empty else "no name at all",
             remedy="Pass them by name: explore(draw, rank=range(4)).",
         )
-    if os.environ.get(STATIC) == "1" or importlib.util.find_spec("ipywidgets") is None:
-        return Pages(draw, choices)
-    ipywidgets: Any = importlib.import_module("ipywidgets")
-    controls = {
-        name: ipywidgets.SelectionSlider(options=list(values), description=name, continuous_update=False)
-        for name, values in choices.items()
-    }
-    return ipywidgets.interactive(draw, **controls)
+    if bool(question) != bool(answer):
+        raise UsageError(
+            "lesson.explore",
+            expected="a question with its answer, or neither",
+            got="only the question" if question else "only the answer",
+            remedy="Pass both: explore(draw, question=..., answer=..., rank=range(4)).",
+        )
+    return Choices(draw, question, answer, choices)
 
 
-class Pages:
-    """Pictures of the first and of the last choice, one below the other.
+class Choices:
+    """Pictures of all choices, which a notebook shows with sliders, and on paper as the first and the last.
 
     Args:
-        draw, choices: as for `explore`.
+        draw, question, answer, choices: as for `explore`.
+
+    Attributes:
+        pictures: each combination of values, as `product` orders them, with its figure.
     """
 
-    def __init__(self, draw: Callable[..., Any], choices: dict[str, Sequence[Any]]) -> None:
-        ends = [{name: values[end] for name, values in choices.items()} for end in (0, -1)]
-        self.chosen = ends[:1] if ends[0] == ends[1] else ends
-        self.pictures = [draw(**each) for each in self.chosen]
+    def __init__(
+        self, draw: Callable[..., Figure], question: str, answer: str, choices: dict[str, Sequence[Any]]
+    ) -> None:
+        self.question, self.answer, self.choices = question, answer, choices
+        combinations = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+        self.pictures = [(each, draw(**each)) for each in combinations]
+
+    def _repr_html_(self) -> str:
+        pages: Any = importlib.import_module("hwfsdp.course.pages")
+        page = pages.template(Path(__file__).parent / "templates" / "explore.html")
+        choices = {name: [str(value) for value in values] for name, values in self.choices.items()}
+        data = {"choices": choices, "pictures": [_as_address(figure) for _, figure in self.pictures]}
+        return str(page.render(question=self.question, answer=self.answer, data=data))
+
+    def stills(self) -> Iterator[tuple[str, Figure]]:
+        """The first and the last picture, each with the values that it shows."""
+        for values, figure in (self.pictures[0], *self.pictures[1:][-1:]):
+            yield ", ".join(f"{name} = {value}" for name, value in values.items()), figure
 
     def _ipython_display_(self) -> None:
-        from IPython.display import Markdown, display
+        from IPython.display import HTML, Markdown, display
 
-        for each, picture in zip(self.chosen, self.pictures, strict=True):
-            said = ", ".join(f"{name} = {value}" for name, value in each.items())
-            display(Markdown(f"*{said}*"), picture)  # type: ignore[no-untyped-call]
+        display(HTML(self._repr_html_()))  # type: ignore[no-untyped-call]
+        for said, figure in self.stills():
+            display(Markdown(f"*{said}*"), figure)  # type: ignore[no-untyped-call]
+
+
+def _as_address(figure: Figure) -> str:
+    """A figure as an address that holds the picture itself: WebP, two pixels for each of the page's."""
+    sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
+    drawn = BytesIO()
+    sheet.rasterize(figure).convert("RGB").save(drawn, format="webp", lossless=True)
+    return f"data:image/webp;base64,{base64.b64encode(drawn.getvalue()).decode()}"
 
 
 def _shell() -> Any:

@@ -110,13 +110,18 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a picture of the documents: PNG, as wide as the page, two pixels for each of its."""
+    """Writes a picture of the documents: PNG, as wide as the page."""
+    rasterize(figure, PAGE).save(path, optimize=True, dpi=(DPI, DPI))
+
+
+def rasterize(figure: Figure, width: float = 0) -> Image.Image:
+    """The picture on white with few colors, two pixels for each of the page's, and at least `width` inches wide."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     image = Image.open(drawn)
-    page = Image.new("RGB", (max(image.width, round(DPI * PAGE)), image.height), style.WHITE)
+    page = Image.new("RGB", (max(image.width, round(DPI * width)), image.height), style.WHITE)
     page.paste(image)
-    page.quantize(_COLORS, dither=Image.Dither.NONE).save(path, optimize=True, dpi=(DPI, DPI))
+    return page.quantize(_COLORS, dither=Image.Dither.NONE)
 
 
 def axes_at(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:

@@ -24,9 +24,10 @@ from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import OWN_FILE, PACKAGE, Exercise, compiled_body, find_course, module_source
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.edition import body_of, write_edition
-from hwfsdp.course.release.leaks import find_leaks, secrets_of, statements
+from hwfsdp.course.release.leaks import _texts, find_leaks, secrets_of, statements
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import solution, starter
+from hwfsdp.plot.player.page import Page
 
 COURSE = find_course(Path(__file__))
 SECRETS = secrets_of(COURSE)
@@ -280,11 +281,21 @@ def test_an_answer_is_found_wherever_it_is(secret, tmp_path: Path) -> None:  # t
     (tmp_path / "code.py").write_text(solved)
     cell = {"cell_type": "code", "source": solved.splitlines(keepends=True)}
     (tmp_path / "book.ipynb").write_text(json.dumps({"cells": [cell]}))
+    shown = json.dumps({"functions": {"0": {"lines": body.splitlines()}}}).replace("<", "\\u003c")
+    player = Page("", f'<script type="application/json" id="data">{shown}</script>')._repr_html_()
+    output = {"output_type": "execute_result", "data": {"text/html": player.splitlines(keepends=True)}}
+    cell = {"cell_type": "code", "source": "log.view()", "outputs": [output]}
+    (tmp_path / "played.ipynb").write_text(json.dumps({"cells": [cell]}))
     shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "code.py")
     found = {leak.path.name for leak in find_leaks(tmp_path, [secret])}
-    assert {"code.py", "book.ipynb", "archive.zip"} <= found
+    assert {"code.py", "book.ipynb", "played.ipynb", "archive.zip"} <= found
     if len(secret.statements) > 1 and not any(len(line) > 100 for line in secret.statements):
         assert "notes.md" in found or "#" in body or "(\n" in body
+
+
+def test_the_code_in_a_step_player_of_a_notebook_is_searched() -> None:
+    texts = list(_texts(PACKAGE.parent / "notebooks" / "03_one_parameter.ipynb"))
+    assert any(text.startswith("def prefetch_forward(") for text in texts)
 
 
 @pytest.mark.parametrize("secret", EACH, ids=lambda secret: f"{secret.number} {secret.hole}")

@@ -4,13 +4,14 @@ every file of an edition.
 A body is known by its statements: lines without indentation and comments, long ones joined, as they would survive being copied
 elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's. In prose,
 a hint for example, lines break anywhere and statements stand in sentences: there a run counts if hardly anything is between, and
-a long statement by itself. Notebooks are searched cell by cell, archives and compressed files are opened.
+a long statement by itself. Notebooks are searched cell by cell, with the code that their step players show; archives and compressed files are opened.
 """
 
 from __future__ import annotations
 
 import ast
 import gzip
+import html
 import json
 import re
 import textwrap
@@ -142,8 +143,17 @@ def _texts(path: Path) -> Iterator[str]:
     elif path.suffix == ".ipynb":
         for cell in json.loads(data).get("cells", []):
             yield "".join(cell.get("source", []))
+            for output in cell.get("outputs", []):
+                yield from _played("".join(output.get("data", {}).get("text/html", [])))
     else:
         yield data.decode(errors="replace")
+
+
+def _played(page: str) -> Iterator[str]:
+    """The functions in a step player that a notebook shows: they are the code that ran."""
+    for found in re.findall(r'id="data">(.*?)</script>', html.unescape(page), re.DOTALL):
+        for function in json.loads(found)["functions"].values():
+            yield textwrap.dedent("\n".join(function.get("lines", [])))
 
 
 def _normalized(text: str) -> list[str]:

@@ -21,6 +21,9 @@ from hwfsdp.plot.player.packing import Start, pack
 
 _FOLDER = Path(__file__).parent
 _FRAME = 780  # pixels, in a notebook
+_NO_FRAME = (
+    "The step player stands here where the page runs scripts: run this cell, or open the site of the course."
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Page:
         """A frame of its own, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
         look = f'width="100%" height="{_FRAME}" style="border: 0"'
-        return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}"></iframe>'
+        return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 
 def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> Page:

@@ -31,14 +31,15 @@ class Sources:
     """Collects places and functions of a page.
 
     Attributes:
-        places: chains of places, each from the inside out: [name of the function in `functions`, line].
-        functions: by name: file, function, first line, text, the first sentence of its docstring; or why there is no text.
+        places: chains of places, each from the inside out: [key of the function in `functions`, line].
+        functions: by key: file, function, first line, text, the first sentence of its docstring; or why there is no text.
     """
 
     def __init__(self) -> None:
         self.places: list[list[tuple[str, int]]] = [[]]
         self.functions: dict[str, dict[str, Any]] = {}
         self._numbers: dict[str, int] = {"": 0}
+        self._names: dict[tuple[str, int, str, Any], str] = {}
         self._checksums: Mapping[str, Any] = {}
         self._files: dict[tuple[str, Any], _File] = {}
 
@@ -64,7 +65,8 @@ class Sources:
         nodes = read.functions.get(function, [])
         node = next((n for n in nodes if _first(n) <= line <= (n.end_lineno or 0)), None)
         first = _first(node) if node else line
-        name = f"{file}:{first} {function} {checksum}"
+        # a number, as the whole path of a file is nobody's business
+        name = self._names.setdefault((file, first, function, checksum), str(len(self._names)))
         if name not in self.functions:
             said: dict[str, Any] = {"file": _short(file), "function": function, "first": first}
             if node is None:
