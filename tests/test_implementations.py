@@ -163,6 +163,26 @@ def test_a_trace_of_any_implementation_moves_what_the_closed_form_says(
     assert (kinds["unsharded_param"] < kinds["sharded_param"]) == (name != "none")
 
 
+def test_the_demo_is_recorded_with_parameters_that_stay_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [
+        "trace",
+        "run",
+        "demo",
+        "--reshard-after-forward",
+        "no",
+        "--out",
+        str(tmp_path / "t.json"),
+        "--json",
+    ]
+    assert main(run) == 0
+    found = json.loads(capsys.readouterr().out)
+    groups = EventLog.load(tmp_path / "t.json").about["groups"]
+    assert found["as_expected"] and [g["gathered_again_from"] for g in groups] == [0] * len(groups)
+    assert found["expected_per_step"]["all_gather"]["calls"] == len(groups)
+
+
 # --- Files that do not work --------------------------------------------------------------------------------
 
 BODY = "from torch.distributed.fsdp import fully_shard as theirs\ndef fully_shard(module, mesh):\n"
@@ -233,6 +253,7 @@ def test_a_function_that_is_not_written_yet_is_named(capsys: pytest.CaptureFixtu
         (["demo", "--implementation", "gone.py"], "got No such file"),
         (["trace", "run", "demo", "--implementation", "gone.py"], "got No such file"),
         (["trace", "run", "train.py", "--implementation", "none"], "expected the target demo"),
+        (["trace", "run", "train.py", "--reshard-after-forward", "no"], "expected the target demo"),
     ],
 )
 def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(

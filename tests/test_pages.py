@@ -170,7 +170,9 @@ GROUPS: dict[str, list[Row]] = {
         Row("hwfsdp train --steps 4 --trace zero3.json", makes="zero3.json"),
         Row("hwfsdp train --steps 4 --trace zero2.json --reshard-after-forward no", makes="zero2.json"),
         Row("hwfsdp trace diff zero3.json zero2.json", "They did not do the same", 1),
-        Row("hwfsdp trace export zero3.json zero2.json --to html", makes="zero3-zero2.html"),
+        Row("hwfsdp trace run demo --out freed.json", makes="freed.json"),
+        Row("hwfsdp trace run demo --reshard-after-forward no --out kept.json", makes="kept.json"),
+        Row("hwfsdp trace export freed.json kept.json --to html", makes="freed-kept.html"),
     ],
 }
 NOT_RUN = {  # and why

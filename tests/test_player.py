@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from commands import assert_refused, said_by
 from figures import events_of, gathered_and_freed, sampled, training_log
 
 from hwfsdp import Event, EventLog, UsageError, record
+from hwfsdp.observe.comparison import times_of_steps
 from hwfsdp.observe.findings import expect_peak
 from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes, find_reductions
 from hwfsdp.observe.places import MOST
 from hwfsdp.observe.run_info import GroupAbout, ParamAbout
-from hwfsdp.plot.player import SCRIPTS, packing
+from hwfsdp.plot.player import SCRIPTS, meanings, packing
 from hwfsdp.plot.player.packing import pack
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.plot.player.sources import Sources
@@ -53,6 +55,36 @@ def unpacked(packed: dict[str, Any], owners: list[str]) -> Iterator[Event]:
         )
 
 
+# --- Colors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_color_means_the_same_in_every_pane_and_no_look_has_two_meanings() -> None:
+    families = [
+        {"forward"},
+        {"backward"},
+        {"optimizer", "optimizer_state"},
+        {"wait"},
+        {"copy_in"},
+        {"copy_out"},
+        {"all_gather", "all_gather_buffer", "gathering"},
+        {"reduce_scatter", "all_reduce", "reduce_scatter_buffer", "reducing"},
+        {"sharded_param", "unsharded_param", "sharded", "freed", "full"},
+        {"sharded_grad", "unsharded_grad"},
+        {"broadcast", "all_to_all", "send", "recv", "reduce", "gather", "scatter", "barrier"},
+    ]
+    looks = meanings.OPS | meanings.MEMORY | meanings.STATES
+    assert set(looks) == set().union(*families)
+    colors = [{looks[name].color for name in family} for family in families]
+    assert [len(found) for found in colors] == [1] * len(families)
+    assert len(set().union(*colors)) == len(families)
+    for part, whole in (
+        ("sharded_param", "unsharded_param"),
+        ("sharded_grad", "unsharded_grad"),
+        ("sharded", "full"),
+    ):
+        assert looks[part].hatch and not looks[whole].hatch
+
+
 # --- Packing -----------------------------------------------------------------------------------------------
 
 
@@ -71,6 +103,16 @@ def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
     log.events = events_of(0, ("forward", "compute", 0, 9))
     (packed,) = pack([("x", log)])["logs"]
     assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
+
+
+def test_times_of_steps_have_the_means_of_the_summary() -> None:
+    log = training_log(2, 3)
+    found, summary = times_of_steps(log), log.summary()
+    assert len(found.step_us) == len({e.step for e in log.select("optimizer")})
+    for which in ("step_us", "exposed_comm_us"):
+        assert fmean(getattr(found, which)) == pytest.approx(summary[which])
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["times"] == found._asdict()
 
 
 def test_states_of_groups_in_the_player_equal_the_lifetimes(log: EventLog) -> None:

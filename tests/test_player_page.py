@@ -17,6 +17,7 @@ from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.observe.lifetimes import find_lifetimes, find_reductions
 from hwfsdp.plot import style
+from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.packing import Start
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.train.models import GPTConfig
@@ -46,6 +47,13 @@ def spread(log: EventLog, ranks: int) -> EventLog:
     return EventLog(events, samples, {**log.about, "clocks": clocks})
 
 
+def twice(log: EventLog) -> EventLog:
+    """The step, and after it a slower one."""
+    end = max(e.end_us for e in log.events)
+    again = [replace(e, step=1, start_us=end + 2 * e.start_us, dur_us=2 * e.dur_us) for e in log.events]
+    return EventLog([*log.events, *again], log.samples, log.about)
+
+
 @pytest.fixture(scope="module")
 def log() -> EventLog:
     return spread(step(), RANKS)
@@ -60,6 +68,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "one": [("one.json", log)],
         "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
         "many": [("many.json", spread(log.of_rank(0), 64))],
+        "steps": [("steps.json", twice(log))],
         "hostile": [(HOSTILE, hostile)],
     }
     for name, logs in made.items():
@@ -127,16 +136,36 @@ def place_of(tab: Tab, op: str, rank: int = 0) -> tuple[float, float]:
 def test_every_pane_shows_its_colors(
     size: tuple[int, int], dark: bool, tab: Tab, pages: dict[str, str]
 ) -> None:
-    tab.look(size[0], 2600 if size is NARROW else size[1], dark=dark)
+    tab.look(size[0], 3600 if size is NARROW else size[1], dark=dark)
     tab.open(f"{pages['one']}#t=0.2")
     for op in ("forward", "backward", "all_gather"):
-        assert pixels(tab, TIMELINE, style.look_of_op(op).color) > 30, op
+        assert pixels(tab, TIMELINE, meanings.OPS[op].color) > 30, op
     for kind in ("sharded_param", "optimizer_state", "unsharded_param"):
-        assert pixels(tab, "#memory canvas", style.look_of_kind(kind).color) > 30, kind
-    assert pixels(tab, "#parameters .scroller canvas", style.SKY_BLUE) > 100
+        assert pixels(tab, "#memory canvas", meanings.MEMORY[kind].color) > 30, kind
+    assert pixels(tab, "#parameters .scroller canvas", meanings.STATES["sharded"].color) > 100
     paper = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
     assert paper == ("#17181b" if dark else "#ffffff") and pixels(tab, "body", paper) > 10_000
     assert tab.run("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_on_a_narrow_screen_everything_to_touch_is_large_and_every_name_is_whole(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(NARROW[0], 3600)
+    for page in ("one", "two"):
+        tab.open(pages[page])
+        small = (
+            "[...document.querySelectorAll('button, select, summary')].map((e) => [e.id || e.textContent, e.getBoundingClientRect()])"
+            ".filter(([_, b]) => b.width < 40 || b.height < 40).map(([name]) => name)"
+        )
+        assert tab.run(small) == []
+        names = "(() => { const t = state.panes[0], c = t.surface.context; return t.rows.filter((r) => r.kind === 'lane')"
+        room = ".map((r) => t.left - 6 - c.measureText(r.stream).width); })()"
+        assert min(tab.run(names + room)) > 0
+        for box_of in ("#code ol", "#facts", "#memory-legend"):
+            wide = f"(() => {{ const e = document.querySelector('{box_of}'); return e.scrollWidth - e.clientWidth; }})()"
+            assert tab.run(wide) <= 0, box_of
+        assert tab.run("document.documentElement.scrollWidth") <= NARROW[0]
 
 
 def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:
@@ -159,13 +188,17 @@ def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog)
         tab.run(f"document.querySelector('{s}').textContent") for s in ("#spoken", "#code .event")
     )
     assert spoken.split(".")[0] in said
+    for part in ("whole weights, gathered", "blocks.2.up.weight [256 × 64]"):
+        assert part in tables
     slider = "document.querySelector('#timeline .scroller canvas').getAttribute('aria-valuetext')"
     assert tab.run("nameOf(state.event)") in tab.run(slider)
     unnamed = (
-        "[...document.querySelectorAll('canvas[role], button, select')].filter(e => "
-        "!(e.getAttribute('aria-label') || e.textContent.trim())).length"
+        "[...document.querySelectorAll('canvas[role], button, select, [tabindex]')].filter(e => "
+        "!(e.getAttribute('aria-label') || e.labels?.length || e.matches('button') && e.textContent.trim())).length"
     )
     assert tab.run(unnamed) == 0
+    tab.run("document.querySelector('.moment').click()")
+    assert tab.run("nameOf(state.event)") in tab.run("document.querySelector('#spoken').textContent")
 
 
 # --- One cursor --------------------------------------------------------------------------------------------
@@ -176,7 +209,7 @@ def test_arrow_keys_go_through_all_events_of_a_rank_in_their_order(tab: Tab, log
     order = [e.seq for e in sorted(drawn, key=lambda e: (round(e.start_us, 1), e.seq))]
     assert (
         tab.run(
-            "(() => { state.seek(0); state.event = null; const found = [];"
+            "(() => { state.lookAt(0, 0); state.seek(0); state.event = null; const found = [];"
             " while (state.step(1)) found.push(state.event.seq); return found; })()"
         )
         == order
@@ -246,6 +279,31 @@ def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> N
     assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
 
 
+def test_code_in_a_promise_stands_without_backticks(tab: Tab) -> None:
+    shown = "[...make('p', {}, ...prose(TEXT)).childNodes].map((n) => [n.nodeName, n.textContent])"
+    assert tab.run(shown.replace("TEXT", "'Read `a.b`, now'")) == [
+        ["#text", "Read "],
+        ["CODE", "a.b"],
+        ["#text", ", now"],
+    ]
+    assert tab.run(shown.replace("TEXT", "'One ` alone'")) == [["#text", "One "], ["#text", "` alone"]]
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'wait' && e.waitsFor.length))")
+    tab.drawn()
+    assert "`" not in tab.run("document.querySelector('#code .promise').textContent")
+    assert tab.run("document.querySelector('#code .promise code') !== null")
+
+
+def test_keys_that_scroll_the_code_do_not_change_the_rank(tab: Tab) -> None:
+    tab.run("state.lookAt(0, 0)")
+    tab.drawn()
+    tab.run("document.querySelector('#code ol').focus()")
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 0
+    tab.run("document.activeElement.blur()")
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 1
+
+
 # --- Pointer and window ------------------------------------------------------------------------------------
 
 
@@ -296,6 +354,10 @@ def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -
     ends = "(({seq, waitsFor, waitedForBy}) => [...waitsFor.map((e) => [e.seq, seq]), ...waitedForBy.map((e) => [seq, e.seq])])"
     assert tab.run("window.arrows") == tab.run(f"{ends}(state.hovered)")
     tab.click(*place_of(tab, "all_gather"))
+    hidden = "document.querySelector('#tip').hidden"
+    assert tab.run(hidden)  # the pane Code says it now, and the tip would lie on it
+    tab.mouse("mouseMoved", *(at + 1 for at in place_of(tab, "all_gather")))
+    assert tab.run(hidden)
     assert tab.run("[state.event === state.hovered, state.t === state.event.start]") == [True, True]
     left, top, *_ = box(tab, TIMELINE)
     tab.mouse("mouseMoved", left + 30, top - 60)
@@ -394,6 +456,46 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
     assert tab.run("[state.side, state.rank]") == [1, 0]
 
 
+def test_steps_and_bytes_of_two_logs_are_told_apart(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(pages["two"])
+    heads = "[...document.querySelectorAll('#memory-legend th[scope=col]')].map((e) => e.textContent)"
+    assert tab.run(heads) == ["A", "B"]
+    tab.run("state.visit(0, 0, state.logs[0].peaks.get(0).us)")
+    tab.drawn()
+    sums = "[...document.querySelectorAll('#memory-legend .sum td')].map((e) => e.textContent)"
+    totals = "state.logs.map((log) => bytesText(Object.values(log.bytesAt(0, state.t)).reduce((a, b) => a + b, 0)))"
+    assert tab.run(sums) == tab.run(totals) and len(set(tab.run(sums))) == 2
+    said = tab.run("document.querySelector('#memory canvas').getAttribute('aria-label')")
+    assert "A, rank 0: " in said and "B, rank 0: " in said
+    written = (
+        "(() => { const t = state.panes[0], c = t.surface.context, said = [], write = c.fillText.bind(c);"
+        " c.fillText = (text, ...at) => { said.push(text); write(text, ...at); }; t.draw(); c.fillText = write; return said; })()"
+    )
+    assert {"A step 0", "B step 0"} <= set(tab.run(written))
+
+
+def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    judged = {"[1, 3], [2, 5]": "within the spread", "[1, 3], [4, 5]": "more than the spread"}
+    judged |= {"[4, 5], [1, 3]": "more than the spread", "[1], [2, 5]": "spread not known"}
+    for given, said in judged.items():
+        assert tab.run(f"judged({given})") == said, given
+    assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
+        "1.50 to 1.70 ms",
+        "5.0 µs to 1.50 ms",
+        "",
+    ]
+    assert "spread is not known" in tab.run("document.querySelector('#exact').textContent")
+    tab.open(pages["two"])
+    assert "spread not known" in tab.run("document.querySelector('#facts').textContent")
+    tab.open(pages["steps"])
+    said = tab.run("document.querySelector('#head').textContent")
+    assert "of the 2 recorded steps" in said and "peaks are exact" in said
+    times = tab.run("state.logs[0].times.step_us")
+    assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
+
+
 # --- Where a page opens ------------------------------------------------------------------------------------
 
 
@@ -410,6 +512,19 @@ def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
     assert tab.run(opened.replace("state.event.op", "0")) == [1, 0, 0, 0]
     tab.run("document.querySelector('#looks button').click()")
     assert tab.run(opened) == moment and tab.run("window.harmed") is None
+
+
+def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_part(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    first = "document.querySelector('#begin').textContent"
+    assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
+    assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")
+    assert "why the gather is late" in tab.run(first)
+    assert "Compute stands still" in tab.run("document.querySelector('#code').textContent")
+    tab.open(pages["two"])
+    assert tab.run("state.event === state.parting[0]")
+    assert "A and B do not share" in tab.run(first)
 
 
 def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:

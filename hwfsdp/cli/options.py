@@ -22,6 +22,19 @@ def add_implementation(parser: argparse.ArgumentParser, text: str) -> None:
     )
 
 
+def add_reshard(parser: argparse.ArgumentParser, text: str = "") -> None:
+    parser.add_argument(
+        "--reshard-after-forward",
+        choices=("yes", "no"),
+        help=f"{text}free parameters after the forward (default: yes, except for the root)",
+    )
+
+
+def reshard_of(args: argparse.Namespace) -> bool | None:
+    """What `fully_shard` is given; None: its own default."""
+    return {None: None, "yes": True, "no": False}[args.reshard_after_forward]
+
+
 def add_run_options(parser: argparse.ArgumentParser, steps: int, layers: int, dim: int, seq_len: int) -> None:
     add = parser.add_argument
     add("--steps", type=positive, default=steps, help=f"optimizer steps (default {steps})")

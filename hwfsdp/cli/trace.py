@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.cli.options import seconds, whole
+from hwfsdp.cli.options import add_reshard, seconds, whole
 from hwfsdp.launcher.fork_server import start_server
 
 
@@ -79,6 +79,7 @@ def _add_run(actions: Any) -> None:
         metavar="NAME|FILE.py",
         help="for the demo: hwfsdp (default), fsdp2, none, or your own Python file",
     )
+    add_reshard(run, "for the demo: ")
     add(
         "--out",
         type=Path,

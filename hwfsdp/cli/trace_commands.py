@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from hwfsdp.cli.options import reshard_of
 from hwfsdp.errors import UsageError
 from hwfsdp.launcher.steps import Steps, read_steps
 from hwfsdp.observe import comparison, findings_text
@@ -22,16 +23,17 @@ def run(args: Namespace) -> int:
 
     wanted = read_steps(args.steps) if args.steps else Steps()
     script = None if args.target == DEMO else Path(args.target)
-    if script is not None and args.implementation is not None:
-        raise UsageError(
-            f"--implementation {args.implementation}",
-            expected="the target demo",
-            got=f"the script {script}, which calls the fully_shard that it imports",
-            remedy="Import yours there, or record the demo's model: hwfsdp trace run demo.",
-        )
+    for option in ("implementation", "reshard_after_forward"):
+        if script is not None and (given := getattr(args, option)) is not None:
+            raise UsageError(
+                f"--{option.replace('_', '-')} {given}",
+                expected="the target demo",
+                got=f"the script {script}, which calls the fully_shard that it imports",
+                remedy="Say it there, or record the demo's model: hwfsdp trace run demo.",
+            )
     implementation = read_implementation(args.implementation or OURS)
     _check_writable(args.out)
-    asked = Target(script, tuple(args.script_arguments), wanted, implementation)
+    asked = Target(script, tuple(args.script_arguments), wanted, implementation, reshard_of(args))
     log = trace_run(asked, args.ranks, args.device, own_output=not args.json, timeout=args.timeout)
     log.save(args.out)
     found = examine(log)

@@ -46,11 +46,7 @@ def add_train(verbs: Any) -> None:
         choices=dtypes,
         help="dtype of gathers and compute (default float32)",
     )
-    add(
-        "--reshard-after-forward",
-        choices=("yes", "no"),
-        help="free parameters after the forward (default: yes, except for the root)",
-    )
+    options.add_reshard(train)
     add("--trace", type=Path, metavar="FILE", help="write a trace of the last two steps (JSON)")
     saving = train.add_argument_group("saving", "With any of these options, SIGTERM saves and ends the run.")
     saving.add_argument(
@@ -72,11 +68,10 @@ def _train(args: argparse.Namespace) -> int:
     from hwfsdp.observe.eventlog import EventLog
     from hwfsdp.train.loop import launch_blaming, train
 
-    reshard = {None: None, "yes": True, "no": False}[args.reshard_after_forward]
     config = options.config_of(
         args,
         param_dtype=args.param_dtype,
-        reshard_after_forward=reshard,
+        reshard_after_forward=options.reshard_of(args),
         record_last=min(2, args.steps) if args.trace else 0,
         snapshots=_snapshots(args),
     )

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length, subtract
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.tables import lay_out, ms, number_of, signed
 
@@ -77,6 +80,35 @@ class Comparison:
     def same_traffic(self) -> bool:
         """True if both logs have the same ranks, and the same calls and bytes of every op in a step."""
         return self.ranks[0] == self.ranks[1] and not self.differing_ops
+
+
+class StepTimes(NamedTuple):
+    """Times in µs, one for each recorded step, mean of the ranks: their means are those of `EventLog.summary`."""
+
+    step_us: list[float]
+    exposed_comm_us: list[float]
+
+
+def times_of_steps(log: EventLog) -> StepTimes:
+    """How long each step took: what a difference between two runs is held against."""
+    found = [_steps_of_rank(part) for part in log.by_rank().values() if part.events]
+    by_step = list(zip(*found, strict=False))
+    means = [[fmean(times[which] for times in ranks) for ranks in by_step] for which in (0, 1)]
+    return StepTimes(*means)
+
+
+def _steps_of_rank(log: EventLog) -> list[tuple[float, float]]:
+    """Of each step its time, and the part in which a collective ran and the rank computed nothing."""
+    optimizers = log.select("optimizer")
+    last: dict[int, float] = {}
+    for event in optimizers:
+        last[event.step] = max(last.get(event.step, event.end_us), event.end_us)
+    first = 0.0 if optimizers and log.clocks else min(e.start_us for e in log.events)
+    ends = sorted(last.values()) or [max(e.end_us for e in log.events)]
+    exposed = subtract(communicating(log.events), computing(log.events))
+    cuts = [-inf, *ends[:-1], inf]  # what is before the first step or after the last belongs to it
+    waits = [length(intersect(exposed, [cut])) for cut in pairwise(cuts)]
+    return [(end - start, wait) for (start, end), wait in zip(pairwise([first, *ends]), waits, strict=True)]
 
 
 def compare(a: EventLog, b: EventLog) -> Comparison:

@@ -32,13 +32,15 @@ class Target:
 
     Attributes:
         script: a file; None: the demo's model. arguments: what the script finds in `sys.argv`.
-        steps: which to record. implementation: what shards the demo's model (see `implementations`).
+        steps: which to record.
+        implementation, reshard_after_forward: of the demo, as in `TrainConfig`.
     """
 
     script: Path | None
     arguments: tuple[str, ...]
     steps: Steps
     implementation: str = OURS
+    reshard_after_forward: bool | None = None
 
 
 class Captured(NamedTuple):
@@ -136,8 +138,12 @@ def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: floa
         else:
             last = target.steps.first + 1 if target.steps.last is None else target.steps.last
             steps = last + 2  # the forward of the last one ends the recording
-            train(
-                TrainConfig(GPTConfig(), steps=steps, implementation=target.implementation, timeout=seconds),
-                device,
+            config = TrainConfig(
+                GPTConfig(),
+                steps=steps,
+                reshard_after_forward=target.reshard_after_forward,
+                implementation=target.implementation,
+                timeout=seconds,
             )
+            train(config, device)
     return Captured(capture.log, capture.steps)

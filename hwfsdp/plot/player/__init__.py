@@ -2,12 +2,13 @@
 
     packing     a log as columns of numbers, for the page
     sources     the functions that issued events, with their text
+    meanings    colors and hatches: one for each meaning
     page        the page: template, style, scripts and data in one text
 
 The page itself is `page.html`, `style.css`, and the scripts, which the browser runs one after the other, as they stand here:
 
     format      numbers as people read them
-    looks       colors and hatches
+    looks       areas filled with colors and hatches
     events      a log unpacked, with its indexes
     reasons     why compute stood still, in a sentence
     state       the cursor, the window of time, the chosen rank; tells the panes

@@ -59,10 +59,11 @@ class Code {
     const indent = Math.min(...found.lines.filter((text) => text.trim()).map((text) => text.search(/\S/)));
     const rows = found.lines.map((text, i) => {
       const number = found.first + i, isHere = number === line, isSaid = number >= first && number <= last;
-      const content = make(isHere ? "mark" : "span", isSaid ? { class: "said" } : {}, text.slice(indent) || " ");
+      const style = `padding-left: ${Math.max(0, text.search(/\S|$/) - indent) + 4}ch`; // what wraps stands four columns further in
+      const content = make(isHere ? "mark" : "span", { style, ...(isSaid ? { class: "said" } : {}) }, text.trim() || " ");
       return make("li", { value: number, ...(isHere ? { "aria-current": "true" } : {}) }, content);
     });
-    const promise = found.promise ? make("p", { class: "promise" }, found.promise) : null;
+    const promise = found.promise ? make("p", { class: "promise" }, ...prose(found.promise)) : null;
     return [...(promise ? [promise] : []), make("ol", { tabindex: "0", "aria-label": `Source of ${found.function}` }, ...rows)];
   }
 }

@@ -63,7 +63,6 @@ class Controls {
   draw() {
     const { state } = this, button = this.element("play"), { event } = state;
     button.textContent = state.playing ? "pause" : "play";
-    button.setAttribute("aria-pressed", String(state.playing));
     button.setAttribute("aria-label", state.playing ? "Pause" : "Play");
     this.element("clock").textContent = `${(state.t / 1e3).toFixed(3)} ms${event ? `, step ${event.step}` : ""}`;
     const through = this.element("steps-through");
@@ -125,6 +124,7 @@ class Controls {
     const { state } = this, isTyping = event.target.closest("select, input, textarea");
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === " " && event.target.closest("button, summary")) return;
+    if (/^(Arrow(Up|Down)|Home|End| )$/.test(event.key) && event.target.closest("#code ol")) return; // they scroll it
     const acts = {
       " ": () => this.play(!state.playing),
       ArrowLeft: () => (event.shiftKey ? state.pan(-0.2) : this.step(-1)),

@@ -13,6 +13,7 @@ class Log {
     Object.assign(this, { places, owners: packed.owners, closedForm: packed.closed_form });
     Object.assign(this, { worldSize: packed.world_size, torch: packed.torch, device: packed.device });
     this.clocksDiffer = packed.clocks_differ;
+    this.times = packed.times; // of each step, mean of the ranks
     this.events = this.unpack(packed.events);
     this.end = this.events.reduce((end, event) => Math.max(end, event.end), 1);
     this.byRank = new Map(this.ranks.map((rank) => [rank, { drawn: [], bySeq: new Map(), lanes: new Map() }]));
@@ -117,6 +118,9 @@ class Log {
     return Object.fromEntries(Object.entries(samples.kinds).map(([kind, column]) => [kind, column[place]]));
   }
 
+  /** Groups that the backward gathers again, since they were freed after the forward. */
+  get freedGroups() { return this.groups.filter((group) => group.gathered_again).length; }
+
   /** The sample of a rank with the most bytes: {us, total}; null without samples. */
   findPeak(rank) {
     const samples = this.samples.get(rank);
@@ -130,11 +134,11 @@ class Log {
     return best;
   }
 
-  /** The last event of a rank that has begun at a time, of all or of a group; null before the first. */
-  lastBegun(rank, t, owner = null) {
+  /** The last event of a rank that has begun at a time, of all or of a group, that fits; null before the first. */
+  lastBegun(rank, t, owner = null, fits = () => true) {
     const drawn = this.byRank.get(rank)?.drawn ?? [];
     for (let i = firstPlace(drawn, (event) => event.start > t) - 1; i >= 0; i -= 1) {
-      if (owner === null || drawn[i].owner === owner) return drawn[i];
+      if ((owner === null || drawn[i].owner === owner) && fits(drawn[i])) return drawn[i];
     }
     return null;
   }

@@ -20,6 +20,13 @@ function msText(us) {
   return size > 0 && size < 10 ? `${us.toFixed(1)} µs` : `${us < 0 ? "−" : ""}${threeDigits(size / 1e3)} ms`;
 }
 
+/** The least and the most of some times: "1.52 to 1.77 ms"; "" for fewer than two. */
+function rangeText(times) {
+  if (times.length < 2) return "";
+  const [least, most] = [Math.min(...times), Math.max(...times)].map(msText), unit = most.slice(most.lastIndexOf(" "));
+  return `${least.endsWith(unit) ? least.slice(0, -unit.length) : least} to ${most}`;
+}
+
 function countText(count) {
   return Math.round(count).toLocaleString("en-US");
 }
@@ -42,6 +49,11 @@ function make(tag, attributes = {}, ...children) {
   }
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+/** A sentence as elements: what stands between backticks is code. */
+function prose(text) {
+  return text.split("`").map((part, i, parts) => (i % 2 && i < parts.length - 1 ? make("code", {}, part) : i % 2 ? `\`${part}` : part));
 }
 
 /** The last parts of a dotted name that fit: "layers.0.block", "0.block", "block"; "" if none does. */

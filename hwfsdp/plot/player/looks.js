@@ -1,22 +1,16 @@
 "use strict";
-// Colors and hatches. Those of ops and kinds of memory come with the data: they are the ones of hwfsdp's pictures.
+// Areas filled with colors and hatches, which come with the data (meanings.py).
 
 const GREY_LOOK = { color: "#8C8C8C", hatch: "++" };
-const STATE_LOOKS = {
-  sharded: { color: "#56B4E9", hatch: "" },
-  freed: { color: "#56B4E9", hatch: "" },
-  gathering: { color: "#009E73", hatch: "..." },
-  full: { color: "#F0E442", hatch: "" },
-  reducing: { color: "#D55E00", hatch: "\\\\\\" },
-};
 const STATE_NAMES = { sharded: "sharded", freed: "sharded", gathering: "gathering", full: "whole", reducing: "reducing" };
 const ALL_MEMORY = "all memory"; // the one kind in a log where nobody says what tensors are for
 const TILE = 7; // pixels of a hatch
 
 class Looks {
-  constructor(ops, kinds) {
+  constructor({ looks: ops, kinds, states }) {
     this.ops = ops;
     this.kinds = kinds;
+    this.states = states;
     this.patterns = new Map();
     this.readTheme();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.readTheme());
@@ -58,7 +52,7 @@ class Looks {
       tile.width = tile.height = Math.round(TILE * scale);
       const pen = tile.getContext("2d");
       pen.scale(tile.width / TILE, tile.width / TILE);
-      pen.strokeStyle = pen.fillStyle = look.color === this.paper ? this.soft : this.edge(look.color, 0.45);
+      pen.strokeStyle = pen.fillStyle = look.color === this.paper ? this.soft : this.edge(look.color, 0.65);
       drawHatch(pen, look.hatch[0]);
       const pattern = context.createPattern(tile, "repeat");
       pattern.setTransform(new DOMMatrix().scale(TILE / tile.width));

@@ -6,10 +6,9 @@ let state = null;
 
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const looks = new Looks(data.looks, data.kinds), isPair = data.logs.length > 1;
+  const looks = new Looks(data), isPair = data.logs.length > 1;
   const logs = data.logs.map((packed, side) => new Log(packed, isPair ? side : null, data.places, looks));
   state = new State(logs);
-  if (data.start) state.visit(0, data.start.rank, data.start.us);
   const summary = new Summary(state, data.comparison ?? null, data.start ?? null);
   controls = new Controls(state);
   state.panes = [

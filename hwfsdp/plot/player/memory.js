@@ -4,6 +4,15 @@
 
 const CONSTANT = ["sharded_param", "optimizer_state", "sharded_grad"];
 const FLICKERING = ["unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer"];
+const KIND_WORDS = {
+  sharded_param: "this rank's rows of weights",
+  optimizer_state: "the optimizer's numbers",
+  sharded_grad: "gradients of these rows",
+  unsharded_param: "whole weights, gathered",
+  unsharded_grad: "gradients before reduction",
+  all_gather_buffer: "what a gather fills",
+  reduce_scatter_buffer: "what a reduction sends",
+};
 const PIXEL = 0.7; // pixels: samples nearer than this share a column
 const AXIS = { left: 58, right: 10, top: 32, bottom: 22 }; // pixels around a plot
 
@@ -179,23 +188,37 @@ class Memory {
     context.fillText(label, middle, y - 11);
   }
 
-  /** Kinds from the highest area to the lowest, with their bytes under the cursor. */
+  /** Kinds from the highest area to the lowest, with their bytes under the cursor; of two logs, side by side. */
   drawLegend() {
-    const { state, looks } = this, log = state.log, now = log.bytesAt(state.rank, state.t);
-    if (!now) return this.legend.replaceChildren();
-    const total = Object.values(now).reduce((sum, bytes) => sum + bytes, 0);
-    const keys = [...this.kinds].reverse().filter((kind) => kind in now).map((kind) =>
-      make("div", {}, looks.key(looks.ofKind(kind), kind), make("b", {}, bytesText(now[kind]))));
-    const head = make("div", { class: "sum" }, make("span", {}, `at ${msText(state.t)}`), make("b", {}, bytesText(total)));
-    const form = log.closedForm && "unsharded_param" in now
-      ? make("div", {}, make("span", { class: "key dashed" }, "unsharded_param at most, closed form"), make("b", {}, bytesText(log.closedForm)))
-      : null;
-    this.legend.replaceChildren(...[head, ...keys, form].filter(Boolean));
+    const { state, looks } = this, sides = this.shownSides();
+    if (!sides.length) return this.legend.replaceChildren();
+    const row = (first, says, more = {}) => make("tr", more, make("th", { scope: "row" }, first), ...sides.map((side) => make("td", {}, says(side))));
+    const total = (side) => Object.values(side.now).reduce((sum, bytes) => sum + bytes, 0);
+    const name = (kind) => {
+      const key = looks.key(looks.ofKind(kind), kind);
+      key.append(...(KIND_WORDS[kind] ? [make("small", {}, KIND_WORDS[kind])] : []));
+      return key;
+    };
+    const kinds = [...this.kinds].reverse().filter((kind) => sides.some(({ now }) => kind in now));
+    const heads = sides.length > 1 ? [make("tr", {}, make("td"), ...sides.map(({ log }) => make("th", { scope: "col" }, "AB"[log.side])))] : [];
+    const rows = kinds.map((kind) => row(name(kind), ({ now }) => bytesText(now[kind] ?? 0)));
+    const form = kinds.includes("unsharded_param") && sides.some(({ log }) => log.closedForm)
+      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most, closed form"), ({ log }) => (log.closedForm ? bytesText(log.closedForm) : "–"))] : [];
+    const sum = row(`at ${msText(state.t)}`, (side) => bytesText(total(side)), { class: "sum" });
+    this.legend.replaceChildren(make("table", {}, make("tbody", {}, ...heads, sum, ...rows, ...form)));
+  }
+
+  /** The chosen rank of each log, with its bytes under the cursor; without those that have no samples. */
+  shownSides() {
+    const { state } = this;
+    return state.logs.map((log, side) => ({ log, rank: state.ranks[side], now: log.bytesAt(state.ranks[side], state.t) })).filter(({ now }) => now);
   }
 
   said() {
-    const { state } = this, now = state.log.bytesAt(state.rank, state.t) ?? {};
-    const kinds = Object.entries(now).filter(([, bytes]) => bytes).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`);
-    return `Bytes alive on rank ${state.rank} at ${msText(state.t)}: ${kinds.join(", ") || "none known"}`;
+    const said = this.shownSides().map(({ log, rank, now }) => {
+      const kinds = Object.entries(now).filter(([, bytes]) => bytes).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`);
+      return `${log.side === null ? "" : `${"AB"[log.side]}, `}rank ${rank}: ${kinds.join(", ") || "nothing"}`;
+    });
+    return `Bytes alive at ${msText(this.state.t)}. ${said.join(". ") || "The log has no samples of memory"}`;
   }
 }

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.observe.comparison import as_json, compare
+from hwfsdp.observe.comparison import as_json, compare, times_of_steps
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
 from hwfsdp.observe.findings import expect_peak
 from hwfsdp.observe.lifetimes import STATES, find_lifetimes, find_reductions
 from hwfsdp.observe.memory import KINDS
 from hwfsdp.observe.run_info import GroupAbout, read_about
-from hwfsdp.plot import style
+from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.sources import Sources
 
 MOST_EVENTS = 400_000  # a page of 30 MB
@@ -25,7 +25,7 @@ GROUP_STATES = (*STATES, "reducing")
 
 
 class Start(NamedTuple):
-    """The moment at which a page opens, if its address names no other: of the first log.
+    """The moment of the first log at which a page opens, if its address names no other.
 
     Attributes:
         said: what is to be seen there. rank, us: the moment, in the log's time.
@@ -54,7 +54,7 @@ def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> di
     """What the page is given: one log, or two that it compares; JSON-ready.
 
     Args:
-        logs: each with its name. start: where the page opens; None: at the beginning.
+        logs: each with its name. start: where the page opens; None: the page chooses (`opening` in summary.js).
 
     Raises:
         UsageError: nothing is in one of them, or too much for a page.
@@ -64,8 +64,9 @@ def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> di
     sources = Sources()
     packed = {
         "logs": [_pack_log(name, log, sources) for name, log in logs],
-        "looks": {op: style.look_of_op(op)._asdict() for op in style.DRAWN_OPS},
-        "kinds": {kind: style.look_of_kind(kind)._asdict() for kind in KINDS},
+        "looks": {op: look._asdict() for op, look in meanings.OPS.items()},
+        "kinds": {kind: look._asdict() for kind, look in meanings.MEMORY.items()},
+        "states": {state: look._asdict() for state, look in meanings.STATES.items()},
         "places": sources.places,
         "functions": sources.functions,
     }
@@ -102,6 +103,7 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
         "device": about.device if about else None,
         "ranks": log.ranks,
         "groups": [_pack_group(g) for g in about.groups] if about else [],
+        "times": times_of_steps(log)._asdict(),
         "closed_form": expect_peak(about.groups) if about and about.groups else None,
         "summary": {**summary, "by_rank": {str(rank): found for rank, found in summary["by_rank"].items()}},
         "clocks_differ": len({clock.machine for clock in log.clocks.values()}) > 1,
@@ -118,6 +120,7 @@ def _pack_group(group: GroupAbout) -> dict[str, Any]:
         "fqn": group.fqn,
         "shards": group.shards,
         "replicas": group.replicas,
+        "gathered_again": group.gathered_again_from > 0,
         "params": params,
         "bytes": sum(p.padded_numel(group.shards) * p.gather_itemsize for p in group.sizes()),
     }

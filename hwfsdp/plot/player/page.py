@@ -55,7 +55,7 @@ def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) 
     """The page of one log, or of two side by side; each comes with its name. Raises what `packing.pack` does.
 
     Args:
-        start: where the page opens; None: at the beginning.
+        start: where the page opens; None: the page chooses.
     """
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
     data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)

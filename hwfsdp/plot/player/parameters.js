@@ -1,6 +1,6 @@
 "use strict";
-// A grid of parameter groups and ranks. A cell is the group's rows: the rank's own part where it is sharded, all of them where it is
-// whole, green while they are on their way. A stripe below says that gradients are being reduced.
+// A grid of parameter groups and ranks. A cell is the group's rows: the rank's own part, hatched, where it is sharded; all of them where
+// it is whole; green while they are on their way. A stripe below says that gradients are being reduced.
 
 const CELL = { head: 18, gap: 3 };
 
@@ -20,7 +20,7 @@ class Parameters {
     this.groups = [...new Set(state.logs.flatMap((log) => log.groupNames))];
     const shown = ["sharded", "gathering", "full", "reducing"];
     document.getElementById("parameters-legend").replaceChildren(
-      ...shown.map((name) => looks.key(STATE_LOOKS[name], STATE_NAMES[name])));
+      ...shown.map((name) => looks.key(looks.states[name], STATE_NAMES[name])));
   }
 
   /** Sizes; columns that do not fit are reached by choosing a rank: the grid shows those around it. */
@@ -97,14 +97,14 @@ class Parameters {
     context.fillStyle = looks.faint;
     context.fillRect(box.x, box.y, box.width, box.height);
     if (!found) return;
-    const share = this.shareOf(log, group, rank), look = STATE_LOOKS[found.params], own = STATE_LOOKS.sharded;
+    const share = this.shareOf(log, group, rank), look = looks.states[found.params], own = looks.states.sharded;
     const stripe = found.reducing ? Math.max(4, box.height * 0.32) : 0, height = box.height - stripe;
     if (found.params === "full" || found.params === "gathering") looks.fill(context, look, box.x, box.y, box.width, height);
     if (found.params !== "full") {
       const width = Math.max(2, share.length * box.width);
       looks.fill(context, own, box.x + Math.min(share.start * box.width, box.width - width), box.y, width, height);
     }
-    if (stripe) looks.fill(context, STATE_LOOKS.reducing, box.x, box.y + height, box.width, stripe);
+    if (stripe) looks.fill(context, looks.states.reducing, box.x, box.y + height, box.width, stripe);
     context.strokeStyle = looks.soft;
     context.strokeRect(box.x + 0.5, box.y + 0.5, box.width - 1, box.height - 1);
     if (box.width > 60 && box.height >= 13) this.drawState(context, found, box, height, share);
@@ -112,15 +112,14 @@ class Parameters {
 
   drawState(context, found, box, height, share) {
     const name = found.reducing && found.params !== "full" ? "reducing" : STATE_NAMES[found.params];
-    const face = { gathering: STATE_LOOKS.gathering.color, whole: STATE_LOOKS.full.color, reducing: STATE_LOOKS.reducing.color }[name];
-    const half = context.measureText(name).width / 2 + 4;
+    const { gathering, full, reducing } = this.looks.states;
+    const face = { gathering: gathering.color, whole: full.color, reducing: reducing.color }[name];
+    const half = context.measureText(name).width / 2 + 3;
     const isLeft = !face && share.start + share.length / 2 > 0.5; // beside the rank's own part
     const middle = face ? box.x + box.width / 2 : isLeft ? box.x + half + 4 : box.x + box.width - half - 4;
     const y = box.y + (name === "reducing" ? box.height - (box.height - height) / 2 : height / 2);
-    if (face) {
-      context.fillStyle = face;
-      context.fillRect(middle - half, y - 6, 2 * half, 12);
-    }
+    context.fillStyle = face ?? this.looks.faint;
+    context.fillRect(middle - half, y - 6, 2 * half, 12);
     context.textAlign = "center";
     context.fillStyle = face ? this.looks.inkOn(face) : this.looks.ink;
     context.fillText(name, middle, y + 0.5);

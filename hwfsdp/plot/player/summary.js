@@ -7,7 +7,9 @@ class Summary {
     Object.assign(this, { state, comparison, start });
     state.parting = this.findParting();
     document.getElementById("facts").replaceChildren(...(comparison ? this.compared() : this.described()));
+    document.getElementById("exact").textContent = this.exactness();
     document.getElementById("looks").replaceChildren(...this.moments());
+    document.getElementById("begin").replaceChildren(...prose(this.open()));
     document.querySelector("#tables .body").replaceChildren(...state.logs.flatMap((log, side) => this.tablesOf(log, side)));
   }
 
@@ -18,7 +20,8 @@ class Summary {
     const absent = (log.worldSize ?? 0) - log.ranks.length;
     const ranks = absent > 0 ? `${log.ranks.length} of ${numberOf(log.worldSize, "rank")}` : numberOf(log.ranks.length, "rank");
     const steps = numberOf(Math.max(1, log.steps.length), "step");
-    return [ranks, steps, log.torch && `torch ${log.torch}`, log.device].filter(Boolean).join(", ");
+    const groups = log.groups.length && `${log.freedGroups} of ${numberOf(log.groups.length, "group")} freed after the forward`;
+    return [ranks, steps, groups, log.torch && `torch ${log.torch}`, log.device].filter(Boolean).join(", ");
   }
 
   peakOf(log) {
@@ -28,36 +31,82 @@ class Summary {
 
   described() {
     const [log] = this.state.logs, { summary } = log, peak = this.peakOf(log);
-    const number = (value, name, title) => make("div", { class: "number", title }, make("b", {}, value), make("span", {}, name));
+    const number = (value, name, title, times = []) => make("div", { class: "number", title }, make("b", {}, value),
+      make("span", {}, times.length > 1 ? `${name} (${rangeText(times)})` : name));
     const hidden = Object.keys(summary.count_by_op).length ? percentText(summary.overlap_fraction) : "–";
     return [
       make("div", { class: "title" }, make("h1", {}, log.name), make("div", { class: "soft" }, this.runOf(log))),
-      number(msText(summary.step_us), "a step"),
-      number(msText(summary.exposed_comm_us), "exposed communication", "Communication of a step while the rank computes nothing; mean of the ranks"),
+      number(msText(summary.step_us), "a step", "Mean of the ranks and steps", log.times.step_us),
+      number(msText(summary.exposed_comm_us), "exposed communication", "Communication of a step while the rank computes nothing; mean of the ranks", log.times.exposed_comm_us),
       number(hidden, "of communication hidden", "The part of the communication that runs beside compute; mean of the ranks"),
-      ...(peak ? [number(bytesText(peak.total), "at most alive on a rank", "Parameters, gradients, optimizer state, buffers; no activations")] : []),
+      ...(peak ? [number(bytesText(peak.total), "at most alive on a rank, without activations", "Parameters, gradients, optimizer state, buffers; no activations")] : []),
     ];
   }
 
   compared() {
     const { state: { logs }, comparison } = this, peaks = logs.map((log) => this.peakOf(log)?.total ?? 0);
     const gathered = comparison.per_step.all_gather, whole = comparison.peak_bytes_by_kind.unsharded_param;
+    const groups = logs.every((log) => log.groups.length) ? logs.map((log) => log.freedGroups) : [0, 0];
+    const times = (which) => logs.map((log) => log.times[which]);
     const rows = [
-      ["step", comparison.step_us.a, comparison.step_us.b, msText],
-      ["exposed communication", comparison.exposed_comm_us.a, comparison.exposed_comm_us.b, msText],
+      ["step", comparison.step_us.a, comparison.step_us.b, msText, times("step_us")],
+      ["exposed communication", comparison.exposed_comm_us.a, comparison.exposed_comm_us.b, msText, times("exposed_comm_us")],
       ["most bytes alive on a rank", ...peaks, bytesText],
       ...(whole ? [["most bytes of whole parameters", whole.a, whole.b, bytesText]] : []),
       ...(gathered ? [["gathered in a step, by all ranks", gathered.a.bytes, gathered.b.bytes, bytesText]] : []),
-    ].map(([name, a, b, say]) => {
+      ...(gathered ? [["gathers in a step, by all ranks", gathered.a.calls, gathered.b.calls, countText]] : []),
+      ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText]] : []),
+    ].map(([name, a, b, say, spread = null]) => {
       const less = b < a, share = a ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
       const difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a))}${share ? `, ${share}` : ""}`;
-      return [name, say(a), say(b), difference];
+      const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
+      return [name, beside(say(a), 0), beside(say(b), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
     });
     return [
       make("div", { class: "title" }, ...logs.map((log, side) =>
         make("h1", {}, `${"AB"[side]}: ${log.name} `, make("small", {}, this.runOf(log))))),
       table("", ["", "A", "B", "B − A"], rows),
     ];
+  }
+
+  /** Which figures another run would have, too. */
+  exactness() {
+    const { logs } = this.state, counts = [...new Set(logs.map((log) => log.times.step_us.length))].map(countText).join(" and ");
+    const spread = logs.some((log) => log.times.step_us.length > 1)
+      ? `Times are measured: in brackets, the least and the most of the ${counts} recorded steps. Another run has other times`
+      : "Times are measured, in one step: their spread is not known, and another run has other times";
+    return `${spread} (on virtual GPUs, the same). Bytes, counts and peaks are exact: every run has them.`;
+  }
+
+  /** Chooses the moment at which the page opens, and says in a sentence what it is and what to do. */
+  open() {
+    const { state, start } = this, [wait] = longestWaits(state.logs[0], 1, "all_gather"), parting = state.parting?.find(Boolean);
+    const peak = this.peakOf(state.logs[0]);
+    const opened = (where) => `Begin here: the cursor stands ${where}. Step on with “event ▶”, or play; or go to one of the moments above.`;
+    if (start) {
+      state.visit(0, start.rank, start.us);
+      return opened("at the first of the moments above");
+    }
+    if (/[#&]t=/.test(location.hash)) return opened("where the link points");
+    if (parting) {
+      state.choose(parting);
+      return opened("at the first event that A and B do not share; the table says what comes of it");
+    }
+    if (wait) {
+      state.choose(wait);
+      return opened(`at a wait of compute for a gather, ${state.logs.length > 1 ? "in A, " : ""}and the pane Code says why the gather is late`);
+    }
+    if (peak) {
+      state.visit(0, peak.rank, peak.us);
+      return opened("at the peak of memory, and the pane Memory says what it consists of");
+    }
+    return opened("at the beginning");
+  }
+
+  /** The kinds that hold the most at a time. */
+  largestAt(log, { rank, us }) {
+    const kinds = Object.entries(log.bytesAt(rank, us)).filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
+    return kinds.slice(0, 3).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`).join(", ");
   }
 
   /** The events at which two logs part, one of each side; null where a side has none. */
@@ -79,7 +128,9 @@ class Summary {
       if (peak) {
         const others = log.ranks.filter((rank) => rank !== peak.rank && log.peaks.get(rank)?.total === peak.total).length;
         const on = `on rank ${peak.rank}${others ? ` first, and as high on ${numberOf(others, "other rank")}` : ""}`;
-        const text = `${name}Memory peaks at ${msText(peak.us)}: ${bytesText(peak.total)} ${on}`;
+        const during = log.lastBegun(peak.rank, peak.us, null, (event) => ["forward", "backward"].includes(event.op) && event.owner);
+        const when = during ? `, in the ${during.op} of ${during.owner}` : "";
+        const text = `${name}Memory peaks at ${msText(peak.us)}${when}: ${bytesText(peak.total)} ${on}; most of it ${this.largestAt(log, peak)}`;
         found.push(moment(text, () => state.visit(side, peak.rank, peak.us)));
       }
       const waits = [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
@@ -109,28 +160,40 @@ class Summary {
     state.choose(event);
   }
 
+  /** "2: attn.weight [4 × 4], attn.bias [4]". */
+  paramsOf(group) {
+    const named = group.params.slice(0, 8).map((param) => `${param.fqn} [${param.shape.join(" × ")}]`);
+    return `${countText(group.params.length)}: ${named.join(", ")}${group.params.length > 8 ? ", …" : ""}`;
+  }
+
   tablesOf(log, side) {
     const { summary } = log, name = this.state.logs.length > 1 ? `${"AB"[side]}: ` : "";
     const ranks = Object.entries(summary.by_rank).map(([rank, found]) =>
       [`rank ${rank}`, msText(found.step_us), msText(found.exposed_comm_us), percentText(found.overlap_fraction)]);
     const ops = Object.entries(summary.count_by_op).map(([op, count]) => [op, countText(count), countText(summary.bytes_by_op[op])]);
     const kinds = Object.entries(summary.peak_bytes_by_kind).filter(([, bytes]) => bytes)
-      .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes)]);
+      .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes), KIND_WORDS[kind] ?? ""]);
     const waits = longestWaits(log, 10).map((wait) =>
       [msText(wait.start), `rank ${wait.rank}`, `step ${wait.step}, ${wait.phase}`, reasonsOf(wait).join(" ")]);
-    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), countText(g.params.length)]);
+    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), this.paramsOf(g)]);
     return [
       table(`${name}time of one step, mean`, ["rank", "step", "exposed communication", "hidden"], ranks),
       table(`${name}collectives of one rank, in the whole log`, ["", "calls", "bytes"], ops),
-      table(`${name}most bytes alive on any rank, by kind`, ["kind", "bytes"], kinds),
+      table(`${name}most bytes alive on any rank, by kind`, ["kind", "bytes", "what it is"], kinds),
       table(`${name}longest waits`, ["at", "rank", "when", "why"], waits),
       table(`${name}parameter groups`, ["group", "bytes when whole", "ranks", "parameters"], groups),
     ];
   }
 }
 
+/** Whether steps of the two logs took as long as each other. */
+function judged(a, b) {
+  if (Math.min(a.length, b.length) < 2) return "spread not known";
+  return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "within the spread" : "more than the spread";
+}
+
 function moment(text, onclick) {
-  return make("button", { class: "moment", onclick }, text);
+  return make("button", { class: "moment", onclick: () => { onclick(); controls.speak(); } }, ...prose(text));
 }
 
 function table(caption, heads, rows) {

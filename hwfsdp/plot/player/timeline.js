@@ -2,9 +2,8 @@
 // Ranks and their streams: a lane per stream, a bar per event. Only what is visible is drawn: rows by scrolling, events by search.
 // Wheel zooms, drag moves, a click chooses an event, the ruler above moves the cursor.
 
-const RULER = 22, GAP = 8, HEAD = 18; // pixels: the axis, between ranks, the heading of a log
+const RULER = 22, GAP = 8, HEAD = 18, TITLE = 15; // pixels: the axis, between ranks, the heading of a log, of a rank
 const MOVED = 4; // pixels from which a press is a drag
-const SHORT_NAMES = { reduce_scatter: "reduce_sc.", all_gather: "all_gather", all_reduce: "all_reduce" };
 
 class Timeline {
   constructor(state, looks) {
@@ -37,7 +36,13 @@ class Timeline {
 
   // --- where things are ---
 
-  get left() { return this.scroller.clientWidth < 560 ? 64 : 128; }
+  /** Room for the names of streams; for that of the rank beside them, if it does not stand above them. */
+  get left() {
+    this.widest ??= Math.max(...this.state.logs.flatMap((log) => log.streams.map((stream) => this.surface.context.measureText(stream).width)));
+    return Math.round(Math.max(60, this.widest + 14 + (this.isNarrow ? 0 : 48)));
+  }
+
+  get isNarrow() { return this.scroller.clientWidth < 560; }
   get right() { return this.scroller.clientWidth - 8; }
 
   x(t) {
@@ -53,8 +58,9 @@ class Timeline {
     const logs = this.state.logs, bands = logs.flatMap((log) => log.ranks.map((rank) => ({ log, rank })));
     const lanes = bands.map(({ log, rank }) => log.streams.filter((s) => log.byRank.get(rank).lanes.has(s)));
     const count = lanes.reduce((sum, streams) => sum + streams.length, 0), heads = logs.length > 1 ? logs.length : 0;
-    const room = this.scroller.clientHeight - RULER - GAP * bands.length - HEAD * heads - 4;
     const least = bands.length <= 8 ? 15 : 6; // of many ranks one sees the pattern, of few the names
+    const title = this.isNarrow && least > 11 ? TITLE : 0;
+    const room = this.scroller.clientHeight - RULER - (GAP + title) * bands.length - HEAD * heads - 4;
     this.laneHeight = Math.min(32, Math.max(least, Math.floor(room / Math.max(1, count))));
     this.rows = [];
     let y = RULER;
@@ -63,14 +69,19 @@ class Timeline {
         this.rows.push({ kind: "head", log, y, height: HEAD });
         y += HEAD;
       }
-      const top = y;
+      const start = y, top = y + title;
+      y = top;
       for (const stream of lanes[i]) {
         this.rows.push({ kind: "lane", log, rank, stream, y, height: this.laneHeight, top });
         y += this.laneHeight;
       }
-      this.rows.push({ kind: "band", log, rank, y: top, height: y - top });
+      this.rows.push({ kind: "band", log, rank, y: start, height: y - start });
       y += GAP;
     });
+    for (const log of logs) {
+      const own = this.rows.filter((row) => row.log === log), last = own[own.length - 1];
+      this.rows.push({ kind: "log", log, y: own[0].y, height: last.y + last.height - own[0].y });
+    }
     return y;
   }
 
@@ -115,7 +126,7 @@ class Timeline {
     context.clip();
     drawTimeAxis(context, looks, state, { left: this.left, right: this.right, y: -20, top: RULER, bottom: height });
     for (const row of this.visibleRows("lane")) this.drawLane(context, row);
-    this.drawStepEnds(context, height);
+    this.drawStepEnds(context);
     this.drawParting(context);
     for (const event of new Set([state.event, state.hovered])) if (event) this.drawOutline(context, event);
     if (state.hovered ?? state.event) this.drawArrows(context, state.hovered ?? state.event);
@@ -145,6 +156,7 @@ class Timeline {
       context.font = isFocus ? BOLD : FONT;
       context.fillStyle = isFocus ? looks.ink : looks.soft;
       if (this.laneHeight < 11) context.fillText(`rank ${row.rank}`, 8, row.y - top + row.height / 2);
+      else if (this.isNarrow) context.fillText(`rank ${row.rank}`, 9, row.y - top + TITLE / 2);
     }
     context.font = FONT;
     for (const row of this.visibleRows("lane")) {
@@ -152,15 +164,14 @@ class Timeline {
       context.fillStyle = looks.faint;
       context.fillRect(this.left, y + row.height - 1, width, 1);
       if (this.laneHeight < 11) continue;
-      const narrow = this.left < 100, isFocus = row.rank === state.ranks[state.logs.indexOf(row.log)];
-      const name = narrow ? "" : SHORT_NAMES[row.stream] ?? row.stream;
+      const isFocus = row.rank === state.ranks[state.logs.indexOf(row.log)];
       context.textAlign = "right";
       context.fillStyle = looks.soft;
-      context.fillText(name, this.left - 6, y + row.height / 2);
+      context.fillText(row.stream, this.left - 6, y + row.height / 2);
       context.textAlign = "left";
       context.font = isFocus ? BOLD : FONT;
       context.fillStyle = looks.ink;
-      if (isFirst) context.fillText(`rank ${row.rank}`, 9, y + row.height / 2);
+      if (isFirst && !this.isNarrow) context.fillText(`rank ${row.rank}`, 9, y + row.height / 2);
       context.font = FONT;
     }
     context.font = BOLD;
@@ -275,17 +286,31 @@ class Timeline {
     context.fill();
   }
 
-  drawStepEnds(context, height) {
-    const { state, looks } = this;
-    context.strokeStyle = looks.soft;
-    context.setLineDash([2, 3]);
-    for (const { us } of state.logs[0].stepEnds(state.ranks[0])) {
-      context.beginPath();
-      context.moveTo(this.x(us), RULER);
-      context.lineTo(this.x(us), height);
-      context.stroke();
+  /** Where each log's steps end, in its own rows. With two logs their steps have names there; with one they stand on the ruler. */
+  drawStepEnds(context) {
+    const { state, looks, scroller } = this, isPair = state.logs.length > 1;
+    context.textAlign = "left";
+    for (const row of this.visibleRows("log")) {
+      const y = row.y - scroller.scrollTop, letter = "AB"[row.log.side ?? 0], name = context.measureText(`${letter}: ${row.log.name}`).width * 1.1;
+      for (const { us, label } of this.stepsOf(row.log)) {
+        const x = this.x(us);
+        context.strokeStyle = looks.soft;
+        context.setLineDash(row.log.side ? [7, 3] : [2, 3]);
+        context.beginPath();
+        context.moveTo(x, y);
+        context.lineTo(x, y + row.height);
+        context.stroke();
+        context.fillStyle = looks.ink;
+        if (isPair) context.fillText(`${letter} ${label}`, Math.max(x + 4, us ? 0 : name + 20), y + HEAD / 2);
+      }
     }
     context.setLineDash([]);
+  }
+
+  /** The beginnings of a log's steps: [{us, label}]. */
+  stepsOf(log) {
+    const ends = log.stepEnds(this.state.ranks[this.state.logs.indexOf(log)]);
+    return log.steps.map((step, i) => ({ us: i ? ends[i - 1]?.us : 0, label: `step ${step}` })).filter(({ us }) => us !== undefined);
   }
 
   /** A flag on each side's first event that the other one does not have. */
@@ -309,10 +334,10 @@ class Timeline {
     const { state, looks, left, right } = this;
     context.fillStyle = looks.paper;
     context.fillRect(0, 0, this.surface.width, RULER);
-    const [log] = state.logs, ends = log.stepEnds(state.ranks[0]), taken = [];
+    const taken = [];
     context.textAlign = "left";
-    for (const { us, step } of log.steps.length ? [{ us: 0, step: null }, ...ends] : []) {
-      const x = this.x(us), label = `step ${log.steps[log.steps.indexOf(step) + 1]}`;
+    for (const { us, label } of state.logs.length > 1 ? [] : this.stepsOf(state.logs[0])) {
+      const x = this.x(us);
       if (x < left - 1 || x > right) continue;
       context.fillStyle = looks.soft;
       context.fillRect(x, 0, 1, RULER);
@@ -335,7 +360,7 @@ class Timeline {
   /** What a screen reader says of the cursor. */
   tellReader() {
     const { state, canvas } = this, { event } = state;
-    canvas.setAttribute("aria-label", "Time of the cursor; the arrow keys step through events");
+    canvas.setAttribute("aria-label", "Time of the cursor; left and right step through events, up and down through ranks");
     canvas.setAttribute("aria-valuemin", "0");
     canvas.setAttribute("aria-valuemax", (state.end / 1e3).toFixed(3));
     canvas.setAttribute("aria-valuenow", (state.t / 1e3).toFixed(3));
@@ -395,8 +420,10 @@ class Timeline {
   click(event) {
     const found = this.eventAt(event.offsetX, event.offsetY), under = event.offsetY + this.scroller.scrollTop;
     const band = this.rows.find((r) => r.kind === "band" && under >= r.y && under < r.y + r.height);
-    if (found) this.state.choose(found);
-    else if (band) {
+    if (found) {
+      tip.hide();
+      this.state.choose(found);
+    } else if (band) {
       this.state.lookAt(this.state.logs.indexOf(band.log), band.rank);
       if (event.offsetX >= this.left) this.state.seek(this.time(event.offsetX));
     }
@@ -417,7 +444,7 @@ class Timeline {
     const found = this.eventAt(event.offsetX, event.offsetY);
     this.canvas.style.cursor = found ? "pointer" : event.offsetY < RULER ? "ew-resize" : "grab";
     if (found !== this.state.hovered) this.state.change({ hovered: found });
-    if (!found) tip.hide();
+    if (!found || found === this.state.event || event.pointerType === "touch") tip.hide(); // the pane Code says it
     else tip.show([nameOf(found), ...factsOf(found), ...this.orderOf(found), ...reasonsOf(found)], event.clientX, event.clientY);
   }
 
