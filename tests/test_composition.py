@@ -46,6 +46,7 @@ from oracles import (
     theirs,
     wrap,
 )
+from together import Together
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BF16_FP32 = {"param_dtype": BF16, "reduce_dtype": FP32}
@@ -87,6 +88,7 @@ def changed(training: Training, change: Callable[[models.Model], None]) -> None:
 
 
 PROMISES = Promises()
+two = Together(2)
 
 
 def promise(text: str, cases: dict[str, Case], fast: Iterable[str] | None = None) -> None:
@@ -191,21 +193,19 @@ promise(
 )
 
 
-def test_a_registered_method_keeps_its_name_and_reshards_after_itself_and_has_to_be_there():
-    def on_a_rank() -> list[Any]:
-        training = Training(Methodical, ours)
-        register(training)
-        model = training.model
-        block = model.blocks[0]
-        model(*model.inputs(4, 0))
-        before = isinstance(block.up.weight, DTensor)
-        with torch.no_grad():
-            block.encode(torch.zeros(2, 8))
-        with pytest.raises(ValueError, match="embed.*Encoder|Encoder.*embed"):
-            hwfsdp.register_fsdp_forward_method(block, "embed")
-        return [block.encode.__name__, block.encode.__doc__, before, isinstance(block.up.weight, DTensor)]
-
-    assert launch(on_a_rank, 2, timeout=60) == [["encode", "Its own words.", True, True]] * 2
+@two.finds(["encode", "Its own words.", True, True])
+def a_registered_method_keeps_its_name_and_reshards_after_itself_and_has_to_be_there() -> list[Any]:
+    training = Training(Methodical, ours)
+    register(training)
+    model = training.model
+    block = model.blocks[0]
+    model(*model.inputs(4, 0))
+    before = isinstance(block.up.weight, DTensor)
+    with torch.no_grad():
+        block.encode(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="embed.*Encoder|Encoder.*embed"):
+        hwfsdp.register_fsdp_forward_method(block, "embed")
+    return [block.encode.__name__, block.encode.__doc__, before, isinstance(block.up.weight, DTensor)]
 
 
 def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing():
@@ -225,24 +225,21 @@ def contexts_of(module: Any) -> list[Any]:
     return [state.comm_ctx, *(group.comm_ctx for group in state.groups)]
 
 
-def test_roots_that_share_a_context_have_the_very_same_streams():
+@two.finds([False, True, False, True])
+def roots_that_share_a_context_have_the_very_same_streams() -> list[bool]:
     """So do all sharded modules below them, whether they had run before or not. `test_recovery` trains two of them."""
-
-    def on_a_rank() -> list[bool]:
-        found = []
-        for ran in (False, True):
-            first, second = (wrap(build(), ours) for build in (models.stem, models.wandering))
-            if ran:
-                step(first, second)
-            found.append(contexts_of(first)[0] is contexts_of(second)[0])
-            hwfsdp.share_comm_ctx([first, second])
+    found = []
+    for ran in (False, True):
+        first, second = (wrap(build(), ours) for build in (models.stem, models.wandering))
+        if ran:
             step(first, second)
-            parts = (part for model in (first, second) for part in (model, *model.blocks))
-            contexts = [context for part in parts for context in contexts_of(part)]
-            found.append(all(context is contexts[0] for context in contexts))
-        return found
-
-    assert launch(on_a_rank, 2, timeout=60) == [[False, True, False, True]] * 2
+        found.append(contexts_of(first)[0] is contexts_of(second)[0])
+        hwfsdp.share_comm_ctx([first, second])
+        step(first, second)
+        parts = (part for model in (first, second) for part in (model, *model.blocks))
+        contexts = [context for part in parts for context in contexts_of(part)]
+        found.append(all(context is contexts[0] for context in contexts))
+    return found
 
 
 def step(*models_: models.Model) -> None:
@@ -250,17 +247,15 @@ def step(*models_: models.Model) -> None:
         model(*model.inputs(4, 0)).sum().backward()
 
 
-def test_sharing_with_a_module_that_is_not_sharded_is_an_error():
-    def on_a_rank() -> bool:
-        assert hwfsdp.share_comm_ctx([]) is None
-        model = wrap(models.stem(), ours)
-        before = contexts_of(model)
-        for modules in ([model, nn.Linear(2, 2)], [nn.Linear(2, 2)]):
-            with pytest.raises(ValueError, match="Linear|FSDPModule"):
-                hwfsdp.share_comm_ctx(modules)
-        return contexts_of(model) == before
-
-    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+@two.finds(True)
+def sharing_with_a_module_that_is_not_sharded_is_an_error() -> bool:
+    assert hwfsdp.share_comm_ctx([]) is None
+    model = wrap(models.stem(), ours)
+    before = contexts_of(model)
+    for modules in ([model, nn.Linear(2, 2)], [nn.Linear(2, 2)]):
+        with pytest.raises(ValueError, match="Linear|FSDPModule"):
+            hwfsdp.share_comm_ctx(modules)
+    return contexts_of(model) == before
 
 
 # --- Transport ---------------------------------------------------------------------------------------------
@@ -350,20 +345,15 @@ promise(
 )
 
 
-def test_what_a_transport_cannot_do_is_refused_with_the_alternative():
-    def on_a_rank() -> tuple[str, str]:
-        model = wrap(models.stem(), ours)
-        with pytest.raises(NotImplementedError) as symmetric:
-            model.set_symm_mem_for_comm()
-        model(*model.inputs(4, 0)).sum().backward()
-        model.set_custom_all_gather(Transport(hwfsdp).all_gather)
-        with pytest.raises(hwfsdp.StateError) as allocated:
-            model.set_allocate_memory_from_process_group_for_comm(True)
-        return str(symmetric.value), str(allocated.value)
-
-    for symmetric, allocated in launch(on_a_rank, 2, timeout=60):
-        assert "symm" in symmetric and "set_allocate_memory_from_process_group_for_comm" in symmetric
-        assert "CountingAllGather" in allocated
+@two.finds(None)
+def what_a_transport_cannot_do_is_refused_with_the_alternative() -> None:
+    model = wrap(models.stem(), ours)
+    with pytest.raises(NotImplementedError, match="symm.*set_allocate_memory_from_process_group_for_comm"):
+        model.set_symm_mem_for_comm()
+    model(*model.inputs(4, 0)).sum().backward()
+    model.set_custom_all_gather(Transport(hwfsdp).all_gather)
+    with pytest.raises(hwfsdp.StateError, match="CountingAllGather"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
 # --- Tensors that travel in a form of their own ------------------------------------------------------------
@@ -806,3 +796,6 @@ def test_a_promise_is_kept(promise, ranks, case):
             "torch's inductor names its headers unquoted to the compiler: their path may have no space"
         )
     assert PROMISES.broken(promise, ranks, case) == []
+
+
+test_on_two_ranks = two.test()

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from figures import assert_texts_are_apart_and_on_the_sheet, training_log
-from hwfsdp import EventLog, UsageError
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
@@ -80,20 +79,3 @@ def test_events_are_those_of_the_rank_and_step_asked_for() -> None:
     assert (name_of_steps(events), name_of_steps(log.events)) == ("step 0", "steps 0 to 1")
     after = replace(log.select("all_gather")[-1], step=2)
     assert name_of_steps([*log.events, after]) == "steps 0 to 1" and name_of_steps([after]) == "step 2"
-
-
-@pytest.mark.parametrize(
-    ("log", "asked", "words"),
-    [
-        (training_log(2, 1), {"rank": 5}, r"draw\(rank=5\).*ranks \[0, 1\] and steps \[0, 1\]"),
-        (training_log(2, 1), {"rank": 0, "step": 9}, r"draw\(rank=0, step=9\).*none of \d+ events"),
-        (EventLog(), {}, r"draw\(\).*Record a step first"),
-    ],
-    ids=["rank", "step", "empty"],
-)
-def test_a_choice_without_events_is_refused_in_one_line(
-    log: EventLog, asked: dict[str, int], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words) as error:
-        chosen(log, "draw", **asked)
-    assert "\n" not in str(error.value)

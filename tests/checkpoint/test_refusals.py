@@ -6,6 +6,7 @@ load leaves the target alone and runs nothing from the files, a save creates not
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import os
@@ -289,6 +290,16 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(name: str, path: Path) -
 
 
 NO_NUMBERS = (-1, True, 64.0, "64", None, [64])
+NO_VALUES = (
+    *({}, [], {"type": "eval", "value": "1"}, {"type": "os.system", "value": "true"}),
+    *({"type": "dtype", "value": name} for name in ("load", "__class__", ["float32"])),
+    *(
+        {"type": "bytes", "value": "!"},
+        {"type": "Size", "value": "ab"},
+        {"type": "device", "value": "toaster"},
+    ),
+    *({"type": "float"}, {"type": ["float"], "value": "1"}, {"type": "complex", "value": ["0x1p0"]}),
+)
 WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a chunk's place": (lambda value: in_chunk(at=value), NO_NUMBERS),
     "a chunk's file": (lambda value: in_chunk(file=value), NO_NUMBERS),
@@ -305,7 +316,7 @@ WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a key": (lambda value: with_entry([value]), (1.5, None, True, ["a"])),
     "a path": (with_entry, ("a", None, {"a": 1})),
     "a dtype": (lambda value: in_a(dtype=value), ("nn", "load", None, ["float32"])),
-    "a value": (lambda value: with_entry(["v"], value=value), ([], {"type": "eval", "value": "1"})),
+    "a value": (lambda value: with_entry(["v"], value=value), NO_VALUES),
     "a kind": (lambda value: with_container(["set"], value), (None, ["dict"])),
     **{
         part: ((lambda value, part=part: at_top(**{part: value})), (None, 1, [1], [[]], {"a": 1}))
@@ -631,6 +642,8 @@ UNSAVABLE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a cycle": (cyclic, ["state_dict['x']['y']", "state_dict"]),
     "an object": (lambda: {"x": Odd()}, [KEY_X, "Odd"]),
     "a class": (lambda: {"x": Odd}, [KEY_X, "type"]),
+    "an enum": (lambda: {"x": enum.IntEnum("Color", "RED").RED}, [KEY_X, "Color"]),
+    "a range": (lambda: {"x": range(3)}, [KEY_X, "range"]),
     "a numpy number": (lambda: {"x": np.float32(1)}, [KEY_X, "float32"]),
     "a numpy array": (lambda: {"x": np.ones((3, 3))}, [KEY_X, "ndarray"]),
     "a number of 5000 digits": (lambda: {"x": 10**5000}, [KEY_X, "int"]),

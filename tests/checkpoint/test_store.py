@@ -151,6 +151,46 @@ def test_containers_keep_their_types_and_their_identity(tmp_path):
     assert repr(target) == repr(nested(2.0, "x", 5))
 
 
+VALUES = [
+    None,
+    True,
+    0,
+    -(10**30),
+    0.1,
+    -0.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    5e-324,
+    "",
+    "ä\ud800\x00\u2028",
+    b"",
+    b"\x00\xff",
+    bytearray(b"ab"),
+    1 - 2.5j,
+    complex(float("inf"), -0.0),
+    torch.Size([2, 3]),
+    torch.Size([]),
+    torch.bfloat16,
+    torch.device("cuda", 3),
+    torch.strided,
+    torch.channels_last,
+]
+
+
+def test_a_value_comes_back_as_itself(tmp_path):
+    checkpoint.save({"values": VALUES}, tmp_path)
+    found = checkpoint.load({"values": [None] * len(VALUES)}, tmp_path)["values"]
+    for value, read in zip(VALUES, found, strict=True):
+        assert type(read) is type(value) and repr(read) == repr(value)  # the sign of zero, too
+
+
+def test_subclasses_of_numbers_and_strings_come_back_as_those(tmp_path):
+    checkpoint.save({"n": type("Count", (int,), {})(3), "s": type("Name", (str,), {})("x")}, tmp_path)
+    found = checkpoint.load({"n": None, "s": None}, tmp_path)
+    assert (type(found["n"]), type(found["s"])) == (int, str) and found == {"n": 3, "s": "x"}
+
+
 def test_an_inspection_tells_what_is_in_a_save(tmp_path):
     save_id = checkpoint.save(
         {"w": torch.zeros(2, 3), "tied": {1: (w := torch.ones(4)), 2: w}, "lr": 0.1}, tmp_path
