@@ -19,7 +19,7 @@ except (ImportError, SyntaxError) as missing:
 lesson.begin()
 
 # %%
-EXERCISE = 1  # stations are 1 to 10 and 16, electives 11 to 15
+EXERCISE = 9  # stations are 1 to 10 and 16, electives 11 to 15
 SEED = 7  # of the inputs that checks draw
 
 # %% [markdown]
@@ -78,6 +78,18 @@ else:
 picture
 
 # %% [markdown]
+# The step player shows both logs on one clock: **A** is yours, **B** is the reference's. If they part, a flag marks the first event
+# that differs.
+
+# %%
+if logs:
+    mine, theirs = logs.values()
+    player = mine.view(theirs)
+else:
+    player = f"No log was recorded for {EXERCISE}."
+player
+
+# %% [markdown]
 # The log of an elective also shows each parameter group: when it was gathered, and when it was freed.
 
 # %%
@@ -90,7 +102,10 @@ if (
     and all(find_lifetimes(log.select(rank=0)) for log in logs.values())
 ):
     lifetimes = lesson.explore(
-        lambda whose: plot_lifetimes(logs[whose]), whose=list(logs)
+        lambda whose: plot_lifetimes(logs[whose]),
+        question="Where will the two pictures differ, if they do?",
+        answer="Look for a group that is gathered earlier or freed later than the reference's.",
+        whose=list(logs),
     )
 else:
     lifetimes = f"No lifetimes were recorded for {EXERCISE}."

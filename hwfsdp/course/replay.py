@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,10 @@ class Replay:
         return shown(self.verdict, self.path, Style())
 
     def logs(self) -> dict[str, EventLog]:
-        """The logs of one answer, by their author: the first log with a gather that differs, else the first; or none."""
+        """The logs of one answer, by their author: the first log with a gather that differs, else the first; or none.
+
+        The learner's events have their places in the code, the reference's have none.
+        """
         for replayed in self.runs:
             if replayed.mine is None or replayed.theirs is None:
                 continue
@@ -142,8 +145,16 @@ class Replay:
                 if theirs.select("all_gather", rank=0) and mine.select(
                     "forward", "backward", "all_gather", rank=0
                 ):
-                    return {self.whose: mine, _REFERENCE: theirs}
+                    return {
+                        self.whose: mine if self.begun else _unplaced(mine),
+                        _REFERENCE: _unplaced(theirs),
+                    }
         return {}
+
+
+def _unplaced(log: EventLog) -> EventLog:
+    """What happened and when, without the places in the code: these would tell an answer to somebody who plays the log."""
+    return EventLog([replace(event, code="") for event in log.events], log.samples, log.about)
 
 
 def replay(number: int, seed: int, course: Course | None = None) -> Replay:

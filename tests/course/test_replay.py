@@ -55,6 +55,8 @@ def test_recorded_answers_are_laid_beside_each_other(number: int, tmp_path: Path
     assert list(logs) == ["yours", "the reference"]
     gathers = [[event.owner for event in log.select("all_gather", rank=0)] for log in logs.values()]
     assert gathers[0] == gathers[1] != []
+    with_code = {whose for whose, log in logs.items() if any(event.code for event in log.events)}
+    assert with_code == {"yours"}  # the reference's places would tell its answer
 
 
 @pytest.mark.long
