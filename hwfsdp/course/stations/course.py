@@ -59,6 +59,7 @@ WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
 SHORTENED = Scenario(
     "micro-batches, of which the last leaves layers out", "shortened", micros=3, steps=2, sync_last=True
 )
+LOOKED_AT = Scenario("a frozen inlet, after a look at the loss", "frozen inlet", steps=2, peeked=True)
 ACCUMULATED = (SUMMED, KEPT, WHOLE, SHORTENED)
 
 
@@ -121,6 +122,7 @@ class Together(NamedTuple):
 
 NAIVE, BROKEN, CHANGED = Together((PLAIN, ADDED)), Together(BREAKING), Together((CHANGING,))
 PRECISE, GRADUAL = Together(PRECISIONS), Together(ACCUMULATED)
+LOOKED = Together((LOOKED_AT._replace(name="a frozen inlet", peeked=False), LOOKED_AT))
 
 
 def memory_of(ranks: Ranks, seed: int, scenario: Scenario, *others: Scenario) -> list[Any]:
@@ -307,3 +309,14 @@ def judge_fresh(ranks: Ranks, seed: int) -> None:
     """A wrong guess of what is needed next does no harm."""
     found = CHANGED.found(ranks, seed, CHANGING)
     laws.same_numbers(found, CHANGING, seed)
+
+
+# --- 10 Backward prefetch ----------------------------------------------------------------------------------
+
+
+def judge_backward_gathers(ranks: Ranks, seed: int) -> None:
+    """Gathers start early. A forward without a backward leaves nothing behind: the next backward gathers no more."""
+    machines.judge_backward_prefetch(ranks, seed)
+    plain, looked_at = (LOOKED.found(ranks, seed, scenario) for scenario in LOOKED.scenarios)
+    needed = len(laws.moved(plain[0], "backward", "all_gather"))
+    laws.counts(looked_at, LOOKED_AT, "backward", "all_gather", needed, "guessed-wrong", "not-gathered")

@@ -273,6 +273,14 @@ def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
     return built
 
 
+def _frozen_inlet(draw: random.Random) -> Built:
+    """The root's backward is over before the blocks'."""
+    built = _stack(Stack, Perceptron)(draw)
+    model: Any = built.model
+    model.inlet.requires_grad_(False)
+    return built
+
+
 def _nested(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
     model = _stack(Nesting, Nested, widths)(draw).model
     units: Units = []
@@ -334,6 +342,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "deep": _deep,
     "tied": partial(_gained, tied=True),
     "frozen": _frozen,
+    "frozen inlet": _frozen_inlet,
     "stack": _stack(Stack, Perceptron),
     "twice": _stack(Twice, Perceptron),
     "unused": _stack(Unused, Perceptron),
