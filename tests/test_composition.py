@@ -346,7 +346,7 @@ promise(
 
 
 @two.finds(None)
-def what_a_transport_cannot_do_is_refused_with_the_alternative() -> None:
+def a_transport_refuses_a_collective_that_it_lacks_and_names_the_alternative() -> None:
     model = wrap(models.stem(), ours)
     with pytest.raises(NotImplementedError, match="symm.*set_allocate_memory_from_process_group_for_comm"):
         model.set_symm_mem_for_comm()

@@ -81,7 +81,7 @@ def test_the_last_event_of_each_stream_is_known(recorder: Recorder) -> None:
     assert recorder.last_seq == {"compute": 2, "copy": 1}
 
 
-def test_what_was_waited_for_is_noted_at_the_next_event_of_that_stream_only(recorder: Recorder) -> None:
+def test_a_wait_is_noted_only_at_the_next_event_of_its_stream(recorder: Recorder) -> None:
     recorder.instant("copy_in", "copy")
     recorder.instant("reduce_scatter", "reduce_scatter")
     recorder.ordered_after("all_gather", 0)
@@ -92,7 +92,7 @@ def test_what_was_waited_for_is_noted_at_the_next_event_of_that_stream_only(reco
     assert [set(e.after) for e in finished(recorder)] == [set(), set(), set(), {0, 1}, set()]
 
 
-def test_who_waits_for_an_older_event_still_waits_for_the_newer_one(recorder: Recorder) -> None:
+def test_a_wait_for_an_older_event_does_not_hide_the_newer_one(recorder: Recorder) -> None:
     recorder.instant("copy_in", "compute")
     recorder.instant("copy_out", "compute")
     recorder.ordered_after("all_gather", 1)

@@ -96,7 +96,7 @@ def test_a_feature_imports_only_what_features_share(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))
-def test_what_features_share_imports_no_feature(name: str) -> None:
+def test_modules_that_features_share_import_no_feature(name: str) -> None:
     assert imports_of(name) <= SHARED
 
 

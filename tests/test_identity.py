@@ -112,7 +112,7 @@ def a_slice_of_a_sharded_sequential_is_plain() -> Any:
 
 
 @one.finds([True, True])
-def what_moves_or_casts_a_module_returns_it() -> list[bool]:
+def methods_that_move_or_cast_a_module_return_it() -> list[bool]:
     model = fully_shard(fresh(models.stem), mesh=cpu_mesh())
     return [model.to("cpu") is model, model.double() is model]
 

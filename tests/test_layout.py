@@ -112,7 +112,7 @@ def test_strided_shards_wait_for_the_cuts_before_theirs_and_other_mesh_dims_do_n
     assert explicit_order_placements(mesh, placements) == expected
 
 
-def test_what_is_not_a_shard_stays_in_its_place() -> None:
+def test_a_placement_that_is_not_a_shard_stays_in_its_place() -> None:
     placements = [Replicate(), strided(0, 2), Partial("max"), Shard(0), Replicate()]
     ordered = [(0, Replicate()), (2, Partial("max")), (3, Shard(0)), (1, Shard(0)), (4, Replicate())]
     assert explicit_order_placements((2, 3, 2, 2, 2), placements) == ordered

@@ -247,7 +247,7 @@ def test_mutants_of_a_method_with_unusual_characters_and_layout_are_placed_right
     assert found == list(mutants(original))
 
 
-def test_what_errors_and_assertions_say_stays() -> None:
+def test_mutants_keep_the_text_of_errors_and_assertions() -> None:
     line = "raise E('a' if a else 'b', c + 1, x=not c) if a else None"
     assert found_in(line) == {"drop statement": [plain("pass")]}
     assert found_in("assert a < 1, 'a' if a + 1 else c") == {}
@@ -260,12 +260,12 @@ def test_a_mutant_says_what_was_changed() -> None:
     assert "line 2, drop return value: `return f(a - b, # why c=1)` → `return None`" in found
 
 
-def test_what_python_warns_of_is_a_mutant_all_the_same() -> None:
+def test_code_that_python_warns_about_is_a_mutant_too() -> None:
     found = [mutant.operator for mutant in mutants(in_function("return a is 1"))]
     assert found == ["drop return value", "swap comparison", "change constant"]
 
 
-def test_what_is_not_python_is_refused() -> None:
+def test_a_file_that_is_not_python_is_refused() -> None:
     for text in ("def f(:\n    pass\n", "return 1\n"):
         with pytest.raises(SyntaxError):
             list(mutants(text))

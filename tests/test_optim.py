@@ -233,7 +233,7 @@ def a_state_that_is_a_partial_sum_becomes_laid_out_like_its_parameter() -> list[
 
 
 @on_ranks
-def what_local_parts_do_not_tell_about_goes_the_way_of_torch() -> list[str]:
+def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
     """One parameter without dimensions, and a differentiable step: as torch does it."""
     wrong = []
     for options, shapes in (({}, [(), (4, 2)]), ({"differentiable": True}, [(4, 2)])):
@@ -260,7 +260,7 @@ def what_local_parts_do_not_tell_about_goes_the_way_of_torch() -> list[str]:
 
 
 @on_ranks
-def what_torch_cannot_step_over_is_not_stepped_over() -> list[str]:
+def a_step_that_torch_refuses_is_refused_here_too() -> list[str]:
     """A parameter that is a partial sum, a gradient that is no DTensor: the same end as with torch, be it an error."""
 
     def end_of(make: Make, param: nn.Parameter, grad: Tensor) -> str:
@@ -608,12 +608,12 @@ REFUSED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_element_wise_is_refused_by_name(name):
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(name):
     with pytest.raises(UsageError, match=rf"optimizer {name}: expected .* got torch\.optim\.{name}, which"):
         hwfsdp.optim.local(getattr(torch.optim, name))
 
 
-def test_what_derives_from_a_refused_class_is_refused_too():
+def test_a_class_that_derives_from_a_refused_one_is_refused_too():
     class Mine(torch.optim.LBFGS):
         pass
 

@@ -105,7 +105,7 @@ def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> N
 
 
 @given(any_log)
-def test_what_nests_already_is_drawn_as_it_is(log: list[Event]) -> None:
+def test_events_that_nest_already_are_drawn_unchanged(log: list[Event]) -> None:
     apart = [Event(e.rank, e.seq, e.op, e.stream, start_us=100.0 * e.seq, dur_us=e.dur_us * 4) for e in log]
     inside = [
         Event(e.rank, e.seq + 100, e.op, e.stream, start_us=e.start_us + e.dur_us / 4, dur_us=e.dur_us / 2)

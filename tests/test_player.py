@@ -443,7 +443,7 @@ def test_a_page_of_one_rank_or_step_has_only_that(tmp_path: Path, capsys: pytest
     assert ({*packed["events"]["rank"]}, {*packed["events"]["step"]}) == ({2}, {1})
 
 
-def test_what_no_page_can_be_made_of_is_refused_in_one_line(
+def test_a_log_that_cannot_become_a_page_is_refused_in_one_line(
     files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty, foreign, half = tmp_path / "empty.json", tmp_path / "foreign.json", tmp_path / "half.json.gz"

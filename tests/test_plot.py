@@ -143,7 +143,7 @@ def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
     assert len(set.union(*middles.values())) == len(middles)
 
 
-def test_what_crosses_the_window_is_cut_there() -> None:
+def test_an_event_that_crosses_the_window_is_cut_there() -> None:
     log = [event(seq, "forward", "compute", at, at + 1000) for seq, at in enumerate((0, 1000, 3000))]
     drawn = bars(plot_timeline(EventLog(log), start_us=500, end_us=1250))
     found = {seq: (bar.get_x(), bar.get_width()) for (_, seq), bar in drawn.items()}

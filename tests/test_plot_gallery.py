@@ -205,7 +205,7 @@ REFUSED: list[tuple[Callable[[], Figure], str]] = [
 
 
 @pytest.mark.parametrize(("draw", "words"), REFUSED)
-def test_what_cannot_be_drawn_is_refused_in_one_line(draw: Callable[[], Figure], words: str) -> None:
+def test_a_log_that_cannot_be_drawn_is_refused_in_one_line(draw: Callable[[], Figure], words: str) -> None:
     with pytest.raises(UsageError, match=words) as refusal:
         draw()
     assert "\n" not in str(refusal.value)

@@ -202,7 +202,7 @@ def exchanged(request: Any) -> list[dict[str, tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_what_ranks_held_is_drawn_and_where_it_came_from(op: str, exchanged: Any) -> None:
+def test_the_rows_that_ranks_held_are_drawn_with_their_source(op: str, exchanged: Any) -> None:
     before, after = [held[op][0] for held in exchanged], [held[op][1] for held in exchanged]
     figure = plot_collective(op, before, after)
     found, ranks = boxes(figure), len(exchanged)

@@ -57,7 +57,7 @@ def test_a_step_shows_what_was_alive_in_its_time() -> None:
 
 
 @pytest.mark.parametrize(("step", "full"), [(0, (1.0, 2.5)), (1, (2.6, 3.0))])
-def test_what_lasts_longer_than_the_step_is_cut_there(step: int, full: tuple[float, float]) -> None:
+def test_an_event_that_outlasts_the_step_is_cut_there(step: int, full: tuple[float, float]) -> None:
     events = [replace(e, step=int(e.op == "free")) for e in gathered_and_freed(0, 0.0)]
     log = EventLog([*events, event(99, "backward", "compute", 2600, 3500, owner="other", step=1)])
     figure = plot_lifetimes(log, step=step)

@@ -137,7 +137,7 @@ READ = {**COPY_OUT, "after": (0,)}
         ([FORWARD, on("compute", "free", 5, writes=(7,))], "on compute it begins before the other has ended"),
     ],
 )
-def test_what_may_happen_is_said(rows: list[dict[str, Any]], said: str) -> None:
+def test_a_race_says_what_may_happen(rows: list[dict[str, Any]], said: str) -> None:
     (race,) = find_races(log_of(*rows))
     assert said in race.sentence
 

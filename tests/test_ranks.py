@@ -332,7 +332,7 @@ def untrusted(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list
     return run_ranks(call, 1, timeout, "cpu", write=lambda text: None, unpickle=None)
 
 
-def test_what_an_untrusted_rank_returns_stays_bytes(tmp_path: Path) -> None:
+def test_the_result_of_an_untrusted_rank_stays_bytes(tmp_path: Path) -> None:
     (returned,) = untrusted(lambda path: Evil(path), tmp_path / "evil")
     assert isinstance(returned, bytes)
     assert not (tmp_path / "evil").exists()
@@ -341,7 +341,7 @@ def test_what_an_untrusted_rank_returns_stays_bytes(tmp_path: Path) -> None:
     assert not (tmp_path / "evil").exists()
 
 
-def test_what_an_untrusted_rank_raises_is_text(tmp_path: Path) -> None:
+def test_the_error_of_an_untrusted_rank_is_text(tmp_path: Path) -> None:
     def fail(path: Path) -> None:
         error = ValueError("no")
         error.evil = Evil(path)  # type: ignore[attr-defined]

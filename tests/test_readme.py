@@ -119,7 +119,7 @@ def commands_in(path: Path, program: str) -> Iterator[list[str]]:
         yield [*verbs[0].split(), "--help"] if verbs else ["--help"]
 
 
-def test_what_make_is_told_on_a_page_is_a_target() -> None:
+def test_each_make_command_on_a_page_is_a_target() -> None:
     told = {words[0] for path in PAGES for words in commands_in(path, "make") if words}
     assert {word for word in told if word.islower() and word != "--help"} - TARGETS == set()
 

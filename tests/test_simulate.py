@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_cannot_be_simulated_is_said_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_a_run_that_cannot_be_simulated_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         simulate(**{"step_or_model": SMALL, **options})
     assert "\n" not in str(caught.value)

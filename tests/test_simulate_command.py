@@ -226,7 +226,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("args", REFUSED)
-def test_what_cannot_be_simulated_is_said_in_one_line(run: Run, args: str) -> None:
+def test_a_run_that_cannot_be_simulated_is_refused_in_one_line(run: Run, args: str) -> None:
     assert_refused(run(*args.split()), *REFUSED[args])
 
 

@@ -267,7 +267,7 @@ def refusal(call: Callable[[], Any]) -> str:
         "one that was reset",
     ]
 )
-def what_cannot_be_finalized_is_refused() -> list[str]:
+def a_module_that_cannot_be_finalized_is_refused() -> list[str]:
     model, rows = started(), rank_rows(models.stem().inputs(12, 0)[0])
     found = [
         refusal(lambda: model.blocks[0].set_manual_backward_finalization(True)),
@@ -347,7 +347,7 @@ def a_backward_that_another_model_has_broken_off_is_no_longer_open() -> bool:
 
 
 @two.finds(True)
-def what_a_broken_backward_left_is_dropped_and_the_next_iteration_is_right() -> bool:
+def the_next_iteration_after_a_broken_backward_drops_its_remains_and_is_right() -> bool:
     grads = []
     for broken in (True, False):
         model: Any = wrap(fresh(models.stem), ours)

@@ -252,7 +252,7 @@ def test_a_wait_for_a_stream_on_which_nothing_happened_names_no_event(recorder, 
     assert after(recorder) == {"wait on compute": ()}
 
 
-def test_what_a_stream_waited_for_is_passed_on_and_does_not_pile_up(recorder, gathers, compute):
+def test_waits_of_a_stream_are_passed_on_and_do_not_pile_up(recorder, gathers, compute):
     """Given many steps on one rank, where nothing is gathered: the copy-out comes after the last copy-in."""
     copies = gathers.streams.copy
     for _ in range(5):
@@ -510,7 +510,7 @@ def test_chains_of_two_collectives_are_independent_and_settling_both_streams_fin
     ]
 
 
-def test_what_a_failed_collective_should_have_fed_is_lost_and_nothing_else(host, diary):
+def test_a_failed_collective_loses_only_the_work_that_it_feeds(host, diary):
     diary.collective(host.reduce_scatter, "scatter 1", KeyError("lost"))
     with host.reduce_scatter.run():
         host.reduce_scatter.then(lambda: diary.collective(host.all_reduce, "all-reduce 1"))

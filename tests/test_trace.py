@@ -195,7 +195,7 @@ def test_a_script_written_for_torchrun_is_recorded_as_it_is(
     ],
     ids=["its own error", "an error of ours", "an exit", "no Python"],
 )
-def test_what_a_script_raises_is_one_line_with_its_rank_and_place_and_leaves_no_file(
+def test_an_error_of_a_script_is_one_line_with_its_rank_and_place_and_leaves_no_file(
     last_line: str, said: str, run: Run, tmp_path: Path
 ) -> None:
     path = script(tmp_path, f"train(1)\nif int(os.environ['RANK']) == 1:\n    {last_line}")
@@ -207,7 +207,7 @@ def test_what_a_script_raises_is_one_line_with_its_rank_and_place_and_leaves_no_
 
 
 @pytest.mark.parametrize("problem", ["missing", "folder", "too few steps"])
-def test_what_cannot_be_traced_is_refused_in_one_line(problem: str, tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_traced_is_refused_in_one_line(problem: str, tmp_path: Path) -> None:
     path = {"missing": tmp_path / "x.py", "folder": tmp_path}.get(problem) or script(tmp_path, "train(2)")
     with pytest.raises(UsageError) as refusal:
         traced(path, steps=Steps(7, 8), ranks=1)
@@ -316,7 +316,9 @@ def test_a_run_of_one_rank_that_ends_early_is_told_so_and_that_nothing_moves(
     assert "On one rank nothing travels" in describe(found, "x")
 
 
-def test_what_a_log_says_of_its_run_survives_its_file(logs: dict[str, EventLog], tmp_path: Path) -> None:
+def test_a_log_keeps_its_description_of_the_run_in_its_file(
+    logs: dict[str, EventLog], tmp_path: Path
+) -> None:
     for name, log in logs.items():
         log.save(tmp_path / f"{name}.json")
         read = EventLog.load(tmp_path / f"{name}.json")
@@ -593,7 +595,7 @@ def test_a_run_in_which_nothing_was_recorded_does_not_claim_no_races() -> None:
     assert "No races" not in said and "0%" not in said and "begins a collective" not in said
 
 
-def test_that_there_are_no_races_is_said_of_so_many_accesses(logs: dict[str, EventLog]) -> None:
+def test_a_clean_report_counts_the_accesses_that_were_checked(logs: dict[str, EventLog]) -> None:
     found = examine(logs["plain"])
     assert found.races == [] and not found.groups_unseen
     accesses = sum(len(e.reads) + len(e.writes) for e in logs["plain"].events)

@@ -57,7 +57,7 @@ def test_unusable_arguments_are_one_line_and_status_2(
         (["train", "--ranks", "x"], "got 'x'"),
     ],
 )
-def test_what_a_verb_does_not_know_is_refused_with_its_own_usage(
+def test_a_verb_refuses_an_unknown_argument_with_its_own_usage(
     argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = said_by(capsys, *argv)

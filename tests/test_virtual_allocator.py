@@ -106,6 +106,6 @@ def test_streams_reserve_for_themselves() -> None:
     assert (allocator.allocated, allocator.peak, allocator.reserved) == (0, 12 * MIB, 24 * MIB)
 
 
-def test_what_outlives_the_allocator_does_no_harm() -> None:
+def test_a_tensor_that_outlives_the_allocator_does_no_harm() -> None:
     tensor = seen(Allocator(), 100)
     del tensor

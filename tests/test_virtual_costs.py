@@ -164,7 +164,7 @@ def test_a_cast_reads_one_dtype_and_writes_another() -> None:
     assert cost(lambda: a.copy_(b)).nbytes == N * (4 + 2)
 
 
-def test_what_fills_its_out_does_not_read_it() -> None:
+def test_an_operator_that_fills_its_out_does_not_read_it() -> None:
     a, b, out = vector(), vector(), torch.empty(2 * N)
     assert cost(lambda: torch.cat([a, b], out=out)).nbytes == 2 * 2 * 4 * N
     half = out[:N]
@@ -242,7 +242,7 @@ def test_a_matrix_product_moves_its_operands_and_its_result_in_their_dtype() -> 
         assert (found.nbytes, found.dtype) == (dtype.itemsize * (35 + 21 + 15), str(dtype).split(".")[1])
 
 
-def test_what_has_no_tensors_costs_nothing() -> None:
+def test_an_operator_without_tensors_costs_nothing() -> None:
     enter = torch.ops.profiler._record_function_enter_new.default
     assert not cost_of(enter, ("step",), {}, object()).is_kernel
 

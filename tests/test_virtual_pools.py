@@ -110,7 +110,7 @@ def test_small_blocks_fill_a_segment_to_its_last_512_bytes() -> None:
 
 
 @pytest.mark.parametrize(("rest", "is_kept"), [(MIB, False), (MIB + 512, True)])
-def test_what_is_left_of_a_large_block_stays_a_hole_only_above_a_mebibyte(rest: int, is_kept: bool) -> None:
+def test_the_rest_of_a_large_block_stays_a_hole_only_above_a_mebibyte(rest: int, is_kept: bool) -> None:
     pools = Pools()
     block = pools.allocate(30 * MIB, "compute")
     pools.free(block)

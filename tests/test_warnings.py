@@ -125,7 +125,7 @@ def one_over_ignored_parameters_does_not_warn() -> Messages:
 
 
 @two.finds([])
-def what_torch_does_with_its_own_models_is_torchs_business() -> Messages:
+def models_sharded_by_torch_do_not_warn() -> Messages:
     wrap(models.stem(), ours)
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)

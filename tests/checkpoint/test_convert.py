@@ -129,7 +129,7 @@ def test_a_target_that_exists_is_replaced_only_if_asked(originals, tmp_path):
         ({"x": torch.zeros(1)}, "zip", "one of"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(state, to, match, tmp_path):
+def test_a_value_that_a_format_cannot_hold_is_refused_and_leaves_nothing(state, to, match, tmp_path):
     checkpoint.save(state, tmp_path / "store")
     with pytest.raises(UsageError, match=match):
         convert(tmp_path / "store", tmp_path / "x", to=to)
@@ -147,7 +147,7 @@ def test_damage_in_the_source_is_found(name, originals, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     for got, path in (("nothing", tmp_path / "x"), ("none of them", tmp_path)):
         with pytest.raises(UsageError, match=f"got {got}"):
             convert(path, tmp_path / "y", to="store")

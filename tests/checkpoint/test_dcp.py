@@ -138,7 +138,7 @@ def shared(name: str, directory: Path) -> Path:
 
 
 @on_ranks
-def what_torch_saved_is_loaded_into_our_model_and_optimizer(directory: Path) -> None:
+def a_checkpoint_of_torch_is_loaded_into_our_model_and_optimizer(directory: Path) -> None:
     model, optimizer = fresh(hwfsdp)
     init_optimizer_state(optimizer)
     state = blank(state_of(model, optimizer))
@@ -150,7 +150,7 @@ def what_torch_saved_is_loaded_into_our_model_and_optimizer(directory: Path) -> 
 
 
 @on_ranks
-def what_we_saved_is_loaded_by_torch_into_its_model(directory: Path) -> None:
+def our_checkpoint_is_loaded_by_torch_into_its_model(directory: Path) -> None:
     state = blank(state_of(*fresh(fsdp)))
     torchs.load(state, checkpoint_id=directory / "hwfsdp")
     assert_same(gather_state_dict(state), whole_of(directory))
@@ -251,7 +251,7 @@ def ranks_may_have_keys_of_their_own_and_meshes_of_a_part_of_them(directory: Pat
 
 
 @on_ranks
-def what_one_rank_cannot_do_is_raised_on_all_and_nothing_has_changed(directory: Path) -> None:
+def a_failure_on_one_rank_is_raised_on_all_and_nothing_has_changed(directory: Path) -> None:
     path, last = shared("errors", directory), dist.get_world_size() - 1
     odd = torch.zeros(2, 2) if is_last() else torch.zeros(4)
     assert f"torch.float32 [2, 2] on rank {last}" in raised(lambda: dcp.save({"a": odd}, path))
@@ -404,7 +404,7 @@ def test_missing_and_unexpected_keys_are_named_and_left_out_only_on_request(tmp_
     ],
     ids=["collision", "tuple", "module", "read-only", "meta", "sparse"],
 )
-def test_what_could_not_be_loaded_again_is_not_saved(
+def test_a_value_that_could_not_be_loaded_again_is_not_saved(
     state: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as info:
@@ -418,7 +418,7 @@ def test_an_expanded_tensor_cannot_be_loaded_into(tmp_path: Path) -> None:
         dcp.load({"a": torch.zeros(1, 3).expand(4, 3)}, tmp_path / "c")
 
 
-def test_what_is_no_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     dcp.save({"a": 1}, tmp_path / "c")  # an empty directory
     (tmp_path / "d").mkdir()

@@ -435,7 +435,7 @@ def a_bit_of_everything_arrives(fill: Callable[..., None]) -> None:
     assert local["optimizer"]["state"][0]["exp_avg"] is weight
 
 
-def what_is_on_the_meta_device_gets_memory(fill: Callable[..., None]) -> None:
+def tensors_on_the_meta_device_get_memory(fill: Callable[..., None]) -> None:
     full = {"w": numbered(7, 3), "plain": numbered(2), "step": torch.tensor(1.0), "tied": numbered(7, 3)}
     meta = dtensor(torch.empty(2, 3, device="meta"), line(), [Shard(0)], (7, 3), (3, 1))
     local = {
@@ -459,7 +459,7 @@ def an_expanded_tensor_is_replaced(fill: Callable[..., None]) -> None:
     assert_holds(local, {"a": numbered(3)})
 
 
-def what_one_side_alone_has_is_left_as_it_is(fill: Callable[..., None]) -> None:
+def keys_of_one_side_alone_are_left_unchanged(fill: Callable[..., None]) -> None:
     local = {"a": torch.zeros(2), "mine": {"b": [torch.zeros(1), "x"]}, "empty": {}}
     fill({"a": numbered(2), "theirs": numbered(3), "empty": {0: numbered(1)}}, local)
     assert_holds(local, {"a": numbered(2), "mine": {"b": [torch.zeros(1), "x"]}, "empty": {}})
@@ -487,9 +487,9 @@ def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
 BOTH = [
     every_rank_gets_its_part,
     a_bit_of_everything_arrives,
-    what_is_on_the_meta_device_gets_memory,
+    tensors_on_the_meta_device_get_memory,
     an_expanded_tensor_is_replaced,
-    what_one_side_alone_has_is_left_as_it_is,
+    keys_of_one_side_alone_are_left_unchanged,
     dtypes_are_cast_if_asked_for,
 ]
 for fill in (broadcast, distribute):

@@ -384,7 +384,7 @@ def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_pa
     assert folder_of(tmp_path / "c").name == ids[1]
 
 
-def test_what_cannot_be_staged_is_told_by_wait(tmp_path: Path) -> None:
+def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
     handle = async_save({"x": torch.ones(3, device="meta")}, tmp_path / "c")
     error = error_of(handle.wait)
     assert isinstance(error, FSDPError) and "state_dict['x']" in str(error)

@@ -591,7 +591,7 @@ class Buffered(nn.Module):
         self.scale = torch.ones(2)
 
 
-def test_what_no_checkpoint_has_is_named_until_it_is_initialized() -> None:
+def test_a_tensor_that_no_checkpoint_has_is_named_until_it_is_initialized() -> None:
     model = on_meta(Buffered)
     with pytest.raises(StateError) as info:
         check_materialized(model)
@@ -634,7 +634,7 @@ def test_state_of_an_optimizer_on_meta_is_named_and_initialized_in_place() -> No
     ],
     ids=["sparse", "lazy"],
 )
-def test_what_cannot_get_memory_is_refused_before_anything_has_changed(
+def test_a_tensor_that_cannot_get_memory_is_refused_before_anything_has_changed(
     value: Tensor, kind: type[Exception], text: str
 ) -> None:
     first = torch.empty(2, device="meta")

@@ -282,7 +282,7 @@ def one_tensor_at_a_time_is_whole(directory: Path) -> None:
 
 
 @on_ranks
-def what_large_tensors_have_many_of_is_cut_and_the_rest_dealt_out(directory: Path) -> None:
+def large_tensors_are_cut_and_small_ones_dealt_out(directory: Path) -> None:
     model = {f"large {i}": numbered(40) for i in range(3)} | {f"small {i}": numbered(4) for i in range(8)}
     parts.save(directory / "c", model)
     mine = torch.load(directory / "c" / f"PART_{dist.get_rank():03d}.pt", weights_only=True)
@@ -502,7 +502,7 @@ def written(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("count, omit_empty", [(1, True), (2, False), (7, True), (7, False)])
-def test_what_other_writers_wrote_is_loaded(tmp_path: Path, count: int, omit_empty: bool) -> None:
+def test_files_of_other_writers_are_loaded(tmp_path: Path, count: int, omit_empty: bool) -> None:
     model, optimizer = zoo_state()
     original_parts.write(
         tmp_path / "c", [model], [optimizer], {"e": 1}, count=count, large_bytes=LARGE, omit_empty=omit_empty
@@ -579,7 +579,7 @@ def test_an_option_that_would_run_code_is_refused(written: Path, options: dict[s
 
 
 @pytest.mark.parametrize("nthreads", [-1, 1.0, True])
-def test_what_is_no_number_of_threads_is_refused(written: Path, nthreads: Any) -> None:
+def test_an_impossible_number_of_threads_is_refused(written: Path, nthreads: Any) -> None:
     with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 0 or more"):
         parts.load(written, nthreads)
 
@@ -625,7 +625,7 @@ def test_a_group_is_a_process_group(tmp_path: Path, group: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [defaultdict(list), lambda: 1, range(3)], ids=lambda v: type(v).__name__)
-def test_what_could_not_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
+def test_a_value_that_cannot_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
     for model, others, key in (
         ({"a": 1}, {"step": 1, "args": {"x": [0, value]}}, "['args']['x'][1]"),
         ({"_extra_state": value}, {}, "['model'][0]['_extra_state']"),
@@ -672,7 +672,7 @@ class Labelled(Tensor):
         ({}, [{}], "optimizer[0]: expected an optimizer's state dict"),
     ],
 )
-def test_what_is_no_model_or_optimizer_is_refused(
+def test_an_object_that_is_no_model_or_optimizer_is_refused(
     tmp_path: Path, model: Any, optimizer: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
@@ -971,7 +971,7 @@ def test_a_model_and_its_optimizer_are_loaded_in_one_process(tmp_path: Path) -> 
     assert target.head.weight is target.embed.weight
 
 
-def test_what_was_loaded_does_not_lie_in_the_file(tmp_path: Path) -> None:
+def test_loaded_tensors_do_not_share_memory_with_the_file(tmp_path: Path) -> None:
     """The file is mapped into memory while it is loaded; who overwrites it in place must not change the model."""
     saved, target = (Remembering(4, 4) for _ in range(2))
     saved.extra, target.extra = [numbered(30)], None
@@ -1026,7 +1026,9 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
         (None, stepped(adamw(nn.Linear(3, 2))), "['state'][0]['exp_avg']: expected shape (2, 3)"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    tmp_path: Path, model: Any, optimizer: Any, message: str
+) -> None:
     saved = nn.Linear(2, 2)
     parts.save(tmp_path / "c", saved, stepped(adamw(saved)))
     targets = [target for target in (model, optimizer) if hasattr(target, "state_dict")]

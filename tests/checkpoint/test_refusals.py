@@ -655,7 +655,7 @@ UNSAVABLE: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", UNSAVABLE)
-def test_what_cannot_be_saved_is_refused_and_nothing_is_created(
+def test_a_value_that_cannot_be_saved_is_refused_and_nothing_is_created(
     name: str, path: Path, tmp_path: Path
 ) -> None:
     make, words = UNSAVABLE[name]
@@ -668,7 +668,7 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_created(
     assert not (tmp_path / "new").exists() and contents_of(path) == before
 
 
-def test_what_is_there_is_not_overwritten_unless_asked_for(path: Path, tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_overwritten_unless_asked_for(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory" / "thesis.tex").write_bytes(b"mine")

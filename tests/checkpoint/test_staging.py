@@ -375,7 +375,7 @@ def free_and_allocate(source: Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [write_in_place, free_and_allocate])
-def test_what_happens_to_the_source_is_not_seen_in_the_copy(change: Callable[[Tensor], None]) -> None:
+def test_a_change_of_the_source_is_not_seen_in_the_copy(change: Callable[[Tensor], None]) -> None:
     source, stager = torch.arange(5.0), StateDictStager()
     first = stager.stage({"a": source})["a"]
     change(source)
@@ -654,7 +654,7 @@ class Unsparse(WithMemo):
         return made
 
 
-def test_what_an_object_leaves_out_of_its_copy_need_not_be_copied() -> None:
+def test_an_attribute_that_an_object_leaves_out_of_its_copy_is_not_copied() -> None:
     weight = torch.ones(2)
     staged = stage({"w": weight, "k": Unsparse(weight, None)})
     assert staged["k"].first is staged["w"] and staged["k"].hidden == []
@@ -663,7 +663,7 @@ def test_what_an_object_leaves_out_of_its_copy_need_not_be_copied() -> None:
         stage({"k": source})
 
 
-def test_what_contains_itself_is_copied_with_its_circles() -> None:
+def test_an_object_that_contains_itself_is_copied_with_its_circles() -> None:
     weight = torch.ones(3, requires_grad=True)
     looped: dict[str, Any] = {"a": {"t": weight * 2}, "node": SimpleNamespace(list=[])}
     looped["a"]["back"] = looped
@@ -726,7 +726,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_staged_is_refused_by_its_path_before_anything_is_copied(
+def test_an_object_that_cannot_be_staged_is_refused_by_its_path_before_a_copy(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, error, got = REFUSED[name]
@@ -758,7 +758,7 @@ class Fails:
         raise RuntimeError("not today")
 
 
-def test_what_is_refused_in_an_object_is_named_by_the_path_through_it() -> None:
+def test_a_refused_attribute_is_named_by_the_path_through_its_object() -> None:
     sparse = torch.eye(2).to_sparse()
     with pytest.raises(UnsupportedError, match=r"^state_dict\[0\]\.other\[1\]: .*got torch.sparse_coo"):
         stage([Slots(None, (1, sparse))])

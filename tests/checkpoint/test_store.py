@@ -298,7 +298,7 @@ def test_the_newest_saves_are_kept_and_each_can_be_loaded(tmp_path):
     assert checkpoint.load({"step": -1}, tmp_path)["step"] == 5
 
 
-def test_what_dead_saves_left_is_swept_by_the_next(tmp_path):
+def test_the_next_save_sweeps_the_remains_of_dead_ones(tmp_path):
     first = checkpoint.save({"step": 0}, tmp_path)
     dead = tmp_path / "000002-01234567"
     dead.mkdir()

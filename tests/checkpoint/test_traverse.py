@@ -195,7 +195,7 @@ def test_a_plain_dict_of_torchs_is_a_mapping(state_dict: dict[Any, Any]) -> None
     assert unflatten_state_dict(flat, mapping) == torchs._unflatten_state_dict(flat, mapping)
 
 
-def test_what_is_missing_leaves_containers_of_their_types() -> None:
+def test_missing_items_leave_containers_of_their_types() -> None:
     state_dict = OrderedDict(
         state={0: {"m": 1, "v": 2}, 10: {"m": 3}},
         pair=Pair(1, [2, 3]),
@@ -269,7 +269,7 @@ def test_a_cycle_is_an_error_with_both_paths(where: str, go: Any) -> None:
     assert "\n" not in str(info.value)
 
 
-def test_what_is_shared_without_a_cycle_stays_shared() -> None:
+def test_an_object_that_is_shared_without_a_cycle_stays_shared() -> None:
     tensor, inner = torch.ones(2), {"x": 1}
     state_dict = {"a": inner, "b": [inner, inner], "t": tensor, "u": (tensor,)}
     copied = map_leaves(
@@ -288,7 +288,7 @@ def test_a_shared_container_is_visited_at_each_of_its_paths() -> None:
 # --- Containers --------------------------------------------------------------------------------------------
 
 
-def test_what_a_container_carries_besides_its_items_is_kept() -> None:
+def test_attributes_of_a_container_are_kept() -> None:
     state_dict = nn.Sequential(nn.Linear(1, 1)).state_dict()
     factory = defaultdict(dict, a=1)
     copied = map_leaves(lambda path, leaf, _: 0, {"model": state_dict, "d": factory})

@@ -95,7 +95,7 @@ def is_worthless(result: Grade, misconception: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", fast_are(["endless loop", "sys.exit", "killed"], WORTHLESS))
-def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) -> None:
+def test_a_file_that_does_not_load_scores_nothing_and_is_told_why(name: str) -> None:
     text, misconception, words = WORTHLESS[name]
     options = QUICK if misconception == "endless" else Options(seed=1)
     is_worthless(graded(ROWS, COURSE, text, options), misconception, words)
@@ -126,7 +126,7 @@ TOO_DEEP = {"sums": "x = " + "1+" * 20_000 + "1\n", "signs": "x = " + "-" * 50_0
 
 
 @pytest.mark.parametrize("name", TOO_DEEP)
-def test_what_the_parser_cannot_take_is_not_python(name: str) -> None:
+def test_a_text_that_the_parser_refuses_is_not_python(name: str) -> None:
     result = graded(ROWS, COURSE, TOO_DEEP[name])
     is_worthless(result, "not-python", ROWS.file_name)
 
@@ -162,7 +162,7 @@ def test_escapes_and_surrogates_that_are_printed_do_not_reach_the_terminal() -> 
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
-def test_what_is_no_file_of_moderate_size_cannot_be_read(kind: str, tmp_path: Path) -> None:
+def test_only_a_file_of_moderate_size_can_be_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / ROWS.file_name
     make: dict[str, Callable[[], object]] = {
         "fifo": lambda: os.mkfifo(path),
@@ -194,7 +194,7 @@ def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(n
 
 @pytest.mark.long
 @pytest.mark.parametrize("line", [FORK, DAEMON], ids=["child", "daemon"])
-def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
+def test_processes_that_a_rank_leaves_behind_are_ended(line: str) -> None:
     once = f"import os\n    if 'done' not in os.environ: os.environ['done'] = '1'; {line}"
     graded(ROWS, COURSE, with_line(once))
     server = server_pid()
@@ -202,7 +202,7 @@ def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
 
 
 @pytest.mark.long
-def test_what_was_printed_is_kept_up_to_a_limit() -> None:
+def test_output_is_kept_up_to_a_limit() -> None:
     result = graded(ROWS, COURSE, with_line("print('hello', n)"))
     assert result.status == "passed"
     assert result.printed.startswith("hello 0\n") and len(result.printed) <= 4000
@@ -225,7 +225,7 @@ def test_a_folder_without_exercises_is_refused(folder: str, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_what_hangs_is_run_once_and_not_once_for_every_check(tmp_path: Path) -> None:
+def test_an_answer_that_hangs_is_run_once_and_not_once_for_every_check(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class CountingRanks(Ranks):

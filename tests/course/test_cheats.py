@@ -193,7 +193,7 @@ def test_a_cheat_scores_nothing_and_leaves_nothing_and_is_told(
 
 
 @pytest.mark.parametrize("line", ["from signal import signal", "f.f_back", "from hwfsdp import course"])
-def test_what_no_answer_needs_is_found_in_the_text(line: str) -> None:
+def test_a_call_that_no_answer_needs_is_found_in_the_text(line: str) -> None:
     use = find_digging(f"def f():\n    pass\n\n\n{line}\n")
     assert use is not None and use.line == 5
 
@@ -353,7 +353,7 @@ def refuse(what: str) -> NoReturn:
 
 
 @pytest.mark.parametrize("text", [text for texts in REACHES.values() for text in texts])
-def test_what_is_reached_for_is_refused_however_it_is_spelled(text: str) -> None:
+def test_a_forbidden_name_is_refused_however_it_is_spelled(text: str) -> None:
     doors = Doors(refuse, alone=True)
     doors.close()
     with pytest.raises(Refused):

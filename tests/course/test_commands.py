@@ -92,7 +92,7 @@ def without_torch(course: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1", "lab", "lab 1"])
-def test_what_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
+def test_a_command_that_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
     ran = without_torch(course, line)
     assert (ran.returncode, ran.stderr) == (0, "") and ran.stdout
 
@@ -126,7 +126,7 @@ def test_an_error_is_wrapped_for_a_terminal_alone(
     assert wrapped.split() == line.split()
 
 
-def test_what_is_not_started_names_what_to_read(course: Path) -> None:
+def test_an_exercise_that_is_not_started_names_its_readme(course: Path) -> None:
     exercise = find_course().exercise(1)
     text = shown(Grade(exercise, [], "not_started"), exercise.path, Style())
     assert f"Read {Path('exercises', exercise.directory, 'README.md')}" in text

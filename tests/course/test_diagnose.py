@@ -198,7 +198,7 @@ def test_a_gather_too_many_is_told_with_its_unit_and_phase() -> None:
         laws.carried([facts], Scenario("plain"), "backward 0", "all_gather", 0, ("gathered-again", "missing"))
 
 
-def test_what_is_shown_is_one_line_of_moderate_length() -> None:
+def test_values_are_shown_in_one_line_of_moderate_length() -> None:
     finding = Finding("wrong-value", "…", torch.arange(100), list(range(1000)))
     assert str(finding.expected).startswith("[0, 1, 2, 3, 4, 5, 6, 7]… (100,)")
     assert len(str(finding.actual)) <= 300

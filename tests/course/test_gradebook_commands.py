@@ -114,7 +114,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert not out.exists() and out.with_name("grades.csv.journal").exists()
 
 
-def test_what_the_grader_could_not_grade_is_told_as_its_own_fault(
+def test_a_failure_of_the_grader_is_told_as_its_own_fault(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exercises = [{**each, "score": 0, "status": "not_started"} for each in fake.made[0].exercises]
@@ -126,7 +126,7 @@ def test_what_the_grader_could_not_grade_is_told_as_its_own_fault(
     assert out.endswith("0 of 10 points\n")
 
 
-def test_what_is_apart_is_shown_for_a_class(
+def test_a_part_with_points_of_its_own_is_shown_for_a_class(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = {"capstone": {"score": 7, "max_score": 10, "bonus": 2, "max_bonus": 3, "status": "failed"}}
@@ -192,7 +192,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_what_cannot_be_done_is_one_line_and_status_2(
+def test_an_impossible_request_is_one_line_and_status_2(
     name: str,
     fake: type[FakeRun],
     here: Path,

@@ -111,7 +111,7 @@ def checks_of(exercise: dict[str, Any]) -> dict[str, str | None]:
 
 
 @pytest.mark.long
-def test_what_is_solved_gets_its_points_and_what_is_not_begun_none_and_no_error(
+def test_solved_exercises_get_their_points_and_untouched_ones_none_and_no_error(
     book: dict[str, dict[str, Any]],
 ) -> None:
     assert [(name, each["errors"]) for name, each in book.items()] == [
@@ -140,7 +140,7 @@ def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[s
 
 
 @pytest.mark.long
-def test_who_hangs_is_told_the_collective_and_loses_that_exercise_alone(
+def test_a_hang_names_its_collective_and_loses_that_exercise_alone(
     here: Path, book: dict[str, dict[str, Any]]
 ) -> None:
     rows, rings = book["zoe"]["exercises"]

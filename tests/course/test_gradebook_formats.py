@@ -331,7 +331,7 @@ def test_a_penalty_is_taken_for_each_begun_unit_and_never_more_than_what_was_ear
 
 
 @pytest.mark.parametrize("rule", ["", "10%", "ten/day", "10%/year", "-1/h", "1/h max", "10%/day 5"])
-def test_what_is_no_rule_is_refused(rule: str) -> None:
+def test_a_text_that_is_no_rule_is_refused(rule: str) -> None:
     with pytest.raises(UsageError, match="--late"):
         parse_rule(rule)
 

@@ -126,7 +126,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_was_graded_otherwise_is_graded_again(
+def test_a_submission_that_was_graded_with_other_settings_is_graded_again(
     name: str, handed: Path, course: Course, settings: Settings, log: Path
 ) -> None:
     hand_in(handed, "ada", first="# ada")
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_is_replaced_and_what_it_did_is_repeated(
     assert [check["passed"] for check in found["bob"].exercises[0]["checks"]].count(None) > 0
 
 
-def test_what_is_late_in_a_crowd_is_repeated_alone_before_it_counts(
+def test_a_timeout_in_a_crowd_is_repeated_alone_before_it_counts(
     handed: Path, course: Course, settings: Settings, log: Path
 ) -> None:
     for index in range(3):
@@ -207,7 +207,7 @@ def test_what_is_late_in_a_crowd_is_repeated_alone_before_it_counts(
     assert sorted(begun(log)[-2:]) == ["late once 01", "late twice 01"]
 
 
-def test_what_is_late_alone_counts(handed: Path, course: Course, settings: Settings, log: Path) -> None:
+def test_a_timeout_alone_counts(handed: Path, course: Course, settings: Settings, log: Path) -> None:
     hand_in(handed, "eve", first="# late once")
     (found,) = grade_class([handed], course, settings)
     assert found.score == 0 and begun(log) == ["late once 01"]
@@ -219,7 +219,9 @@ def test_the_graders_own_fault_is_told(handed: Path, course: Course, settings: S
     assert found.errors == ("exercise 01 was not graded: ValueError: the grader is broken",)
 
 
-def test_what_is_not_graded_in_time_says_so(handed: Path, course: Course, settings: Settings) -> None:
+def test_a_submission_that_is_not_graded_in_time_says_so(
+    handed: Path, course: Course, settings: Settings
+) -> None:
     hand_in(handed, "ada", first="# blocks", second="# ada")
     (found,) = grade_class([handed / "ada"], course, replace(settings, time_limit=0.2))
     assert len(found.errors) == 2 and all("time for everything was over" in error for error in found.errors)
@@ -276,7 +278,7 @@ def test_nothing_of_a_submission_is_left_on_disk(handed: Path, course: Course, s
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "anew"])
-def test_what_a_killed_run_has_left_on_disk_goes_with_the_next_one(
+def test_the_next_run_removes_the_files_of_a_killed_one(
     resume: bool, handed: Path, course: Course, settings: Settings
 ) -> None:
     hand_in(handed, "ada", first="# ada")

@@ -132,7 +132,7 @@ def test_a_path_without_submissions_is_refused(name: str, tmp_path: Path) -> Non
         find_submissions([tmp_path / name], EXERCISES)
 
 
-def test_what_the_grader_writes_among_submissions_is_none(tmp_path: Path) -> None:
+def test_files_of_the_grader_among_submissions_are_no_submissions(tmp_path: Path) -> None:
     ours = [tmp_path / name for name in ("grades.csv", "grades.csv.journal", "reports", "out/book.html")]
     for path in (
         "ada/x",
@@ -379,7 +379,7 @@ def torn(make: Callable[[Path, Files], None], path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_BAD)
-def test_what_cannot_be_read_at_all_is_told_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+def test_an_unreadable_submission_is_told_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     make, words = ALL_BAD[name]
     make(tmp_path / "in")
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES, limits=SMALL)

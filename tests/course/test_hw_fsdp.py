@@ -116,7 +116,7 @@ def misused() -> dict[str, Any]:
     }
 
 
-def test_what_cannot_be_sharded_is_refused_by_name_and_what_is_sharded_shows() -> None:
+def test_a_module_that_cannot_be_sharded_is_refused_by_name() -> None:
     found = launch(misused, 1)[0]
     scalar, mixed, twice, listed, named = found["refused"]
     assert "scale" in scalar and "scalar" in scalar

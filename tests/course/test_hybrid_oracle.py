@@ -26,7 +26,7 @@ SETTINGS = [  # FSDP2 leaves partial gradients of a skipped layer where they are
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_what_replicas_have_is_what_fsdp2_gives_them(setting: hybrid_sharding_runs.Setting) -> None:
+def test_replicas_have_the_values_that_fsdp2_gives_them(setting: hybrid_sharding_runs.Setting) -> None:
     theirs = reference(hybrid_sharding_runs.probe_fsdp2, 4, seed=20, replicas=2)[setting.name]
     parts = hybrid_sharding_runs.parts_of(setting, 20, 4)
     for micro, whole in enumerate(hybrid_sharding_gradients.oracle(parts, setting, 2)):

@@ -298,7 +298,7 @@ def test_a_folder_in_place_of_the_file_is_an_error(course: Course, tmp_path: Pat
 @pytest.mark.parametrize(
     "chosen", ["Z", "AB", "1", "__import__('os')._exit(1)", "\x1b[2J".encode("unicode_escape").decode()]
 )
-def test_what_is_no_letter_is_said_to_be_none(
+def test_an_answer_that_is_no_letter_is_refused(
     chosen: str, sealed: Course, measured: dict[str, str], tmp_path: Path
 ) -> None:
     table = answer(BUGS[0], measured[BUGS[0].directory], cause=chosen.replace("\\", "\\\\"))

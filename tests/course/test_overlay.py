@@ -107,7 +107,7 @@ def test_methods_and_properties_are_the_learners_with_the_helpers_they_added() -
     assert on_a_rank(ANSWER, ask) == (("mine", "helps", True), ["a parameter"], "free")
 
 
-def test_what_is_no_hole_stays_the_packages() -> None:
+def test_a_function_that_is_no_hole_stays_the_packages() -> None:
     def ask() -> Any:
         from hwfsdp.core.param import FSDPParam
 

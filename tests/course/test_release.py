@@ -70,7 +70,7 @@ def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
     assert "hwfsdp check 1" in text and "hwfsdp lab" in text
 
 
-def test_what_is_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition: Path) -> None:
+def test_text_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition: Path) -> None:
     for page in [*edition.glob("*.md"), *edition.glob("docs/*.md")]:
         text, ours = page.read_text(), (COURSE.root / page.relative_to(edition)).read_text()
         assert "instructors" not in text, page.name
@@ -90,7 +90,7 @@ def test_its_pages_link_to_what_is_there(edition: Path) -> None:
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
-def test_what_must_not_travel_does_not(edition: Path) -> None:
+def test_secret_files_are_not_in_the_edition(edition: Path) -> None:
     names = {str(path.relative_to(edition)) for path in edition.rglob("*") if path.is_file()}
     assert not [
         name for name in names if name.startswith(("solutions", "tests/course/", ".git/", "benchmarks"))
@@ -186,7 +186,7 @@ from hwfsdp"""
 
 
 @pytest.mark.long
-def test_what_reads_compiled_bodies_reads_nothing_else(edition: Path) -> None:
+def test_the_reader_of_compiled_bodies_reads_nothing_else(edition: Path) -> None:
     brought = bodies.pack(compile("'brought'", "<hwfsdp.layout>", "exec")).hex()
     text = solution(STRIDED).replace("\nfrom hwfsdp", BRING.replace("COMPILED", brought), 1)
     with written(edition, STRIDED, text):

@@ -34,7 +34,7 @@ def test_an_answer_that_is_not_the_references_is_named(tmp_path: Path) -> None:
     assert found.logs() == {}
 
 
-def test_what_raises_is_not_given_and_says_why(tmp_path: Path) -> None:
+def test_a_question_that_raises_has_no_answer_and_says_why(tmp_path: Path) -> None:
     [run] = replayed(1, tmp_path, "raise ValueError('no idea')").runs
     assert "'padded' was not given" in str(run) and "no idea" in str(run)
 

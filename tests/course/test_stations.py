@@ -169,7 +169,7 @@ def test_a_report_names_the_stations_that_are_still_right(course: Course) -> Non
     assert line not in text and "✗ 01.padded" in text and "0/0" not in text
 
 
-def test_what_no_longer_works_is_told_without_points(course: Course) -> None:
+def test_an_earlier_station_that_no_longer_works_is_told_without_points(course: Course) -> None:
     text = stage(2).replace("return -(-n // world_size)", "return n // world_size")
     grade = graded(course.exercise(2), course, text, Options(mine=True, seed=SEED))
     assert (grade.status, grade.score) == ("failed", 6)
@@ -186,7 +186,7 @@ def caught(capsys: pytest.CaptureFixture[str], number: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_who_catches_up_gets_the_file_and_keeps_their_own(
+def test_catchup_writes_the_file_and_keeps_the_learners_own(
     course: Course, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = course.root / "exercises" / "my_fsdp.py"
@@ -200,9 +200,7 @@ def test_who_catches_up_gets_the_file_and_keeps_their_own(
     assert "You give up the points of 01, 02, 03." in capsys.readouterr().out
 
 
-def test_who_passed_earlier_stations_keeps_their_points(
-    course: Course, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_stations_keep_their_points(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
     noted(course, 1)
     assert caught(capsys, "3")["forgone"] == ["02"]
     text = (course.root / "exercises" / "my_fsdp.py").read_text()
