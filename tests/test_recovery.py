@@ -22,6 +22,7 @@ from hwfsdp import (
     FSDPCommContext,
     StateError,
     UsageError,
+    core,
     explain,
     fully_shard,
     init_shards,
@@ -125,6 +126,16 @@ def only_the_root_resets() -> bool:
     run(model, 0)
     with pytest.raises(StateError, match="root"):
         model[0].reset_iter_state()
+    return True
+
+
+@two.finds(True)
+def a_root_of_the_heart_refuses_modules_of_the_package() -> bool:
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model[0])
+    core.fully_shard(model)
+    with pytest.raises(StateError, match="forward of Sequential: expected one fully_shard"):
+        run(model, 0)
     return True
 
 

@@ -91,7 +91,13 @@ class RecoveringState(FSDPState):
     def head(self) -> RecoveringState:
         """The state of the root, or this one as long as there is no root."""
         head = self.root.states[0] if self.root.states else self
-        assert isinstance(head, RecoveringState)
+        if not isinstance(head, RecoveringState):
+            raise StateError(
+                f"forward of {head.fqn or 'the root module'}",
+                expected="one fully_shard for the whole model",
+                got="hwfsdp.core's for this module, hwfsdp's for a module in it",
+                remedy="Shard this module with hwfsdp.fully_shard, too.",
+            )
         return head
 
     # --- is something unfinished? ---
