@@ -200,3 +200,41 @@ def observed() -> tuple[list[str], dict[str, int]]:
         **alive,
         **sizes,
     }
+
+
+# --- How deep a collective is --------------------------------------------------------------------------------
+
+
+def frames_to_collectives() -> dict[str, list[str]]:
+    """For each collective of the second step, the longest way from torch's hook to it: the functions called, the collective's last."""
+    import sys
+    from unittest import mock
+
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        core.fully_shard(block)
+    core.fully_shard(model)
+    found: dict[str, list[str]] = {}
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def collective(*args: Any, **options: Any) -> Any:
+            way, frame = [name], sys._getframe(1)
+            while (
+                "/torch/nn/" not in frame.f_code.co_filename
+                and "/torch/autograd/" not in frame.f_code.co_filename
+            ):
+                way.insert(0, frame.f_code.co_qualname)
+                frame = frame.f_back  # type: ignore[assignment]
+            found[name] = max(found.get(name, []), way, key=len)
+            return real(*args, **options)
+
+        return mock.patch.object(dist, name, collective)
+
+    tokens = torch.arange(5)
+    model(tokens).sum().backward()
+    with counted("all_gather_single"), counted("reduce_scatter_single"):
+        model(tokens).sum().backward()
+    return found

@@ -58,6 +58,13 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
     assert block > 0
 
 
+def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective() -> None:
+    found = alone.run(programs.frames_to_collectives, 2)[0]
+    assert found.keys() == {"all_gather_single", "reduce_scatter_single"}
+    for way in found.values():
+        assert "Transport" in way[-2] and len(way) <= 9, way
+
+
 def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
     files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
     assert sorted(CHAPTERS) == files
