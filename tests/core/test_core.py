@@ -78,6 +78,17 @@ def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
         assert not re.search(r"^\s*(?:from|import) hwfsdp\.(?!core)", source, re.MULTILINE), chapter
 
 
+def test_station_ten_names_places_that_are_there() -> None:
+    """Its README says where the heart does what the learner's file does."""
+    (page,) = (HEART.parents[1] / "exercises").glob("10_*/README.md")
+    cells = re.findall(r"^\| \d\d(?:, \d\d)? \| (.+) \|$", page.read_text(), re.MULTILINE)
+    assert len(cells) == 9
+    for chapter, rest in (part.split(".py`", 1) for cell in cells for part in cell.split("; ")):
+        source = (HEART / f"{chapter.strip('`')}.py").read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", rest):
+            assert re.search(rf"(def|class) {name}\b", source), (chapter, name)
+
+
 def checked_only(source: str) -> str:
     """The imports that only a type checker makes."""
     found = re.search(r"^if TYPE_CHECKING:\n(?:    .*\n)+", source, re.MULTILINE)
