@@ -1239,7 +1239,7 @@ def _said_of_reshards() -> list[str]:
 
 def _said_of_overlaps() -> list[str]:
     theirs, ours = (computed_meanwhile(events) for events in overlaps().values())
-    return [f"{theirs} of 4 layers are computed while the next is gathered; with hwfsdp, {ours} are"]
+    return [f"{theirs} of 4 layers compute while the next layer is gathered; with hwfsdp, {ours} do"]
 
 
 def _said_of_scalings() -> list[str]:
