@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import time
 from typing import Any
 from unittest import mock
@@ -99,6 +100,11 @@ def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: st
             assert before.end_us <= after.start_us + slack
             assert after.start_us - before.end_us < AHEAD / 2
     assert min(e.start_us for e in first.events) >= 0 - slack
+
+
+def test_containers_of_one_host_name_are_told_apart_by_the_start_of_their_machine() -> None:
+    with mock.patch.object(socket, "gethostname", lambda: "node"):
+        assert clocks.this_machine() not in ("node", "")
 
 
 def test_ranks_outside_the_group_have_no_part_in_it() -> None:

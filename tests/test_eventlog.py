@@ -374,3 +374,4 @@ def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(
         EventLog.load(path)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    assert "ValueError" not in str(refusal.value)

@@ -156,6 +156,11 @@ def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals
         "model      10 parameters, 160 elements, 640 B",
         "this rank  320 B, and 2.00 KiB of padding",
     ]
+    text = Explanation(rows, [], Totals(10, 160, 1024, 1023, 0)).folded_text()
+    assert [line.split("  ")[-1] for line in text.splitlines()[-2:]] == [
+        "10 parameters, 160 elements, 1.00 KiB",
+        "1,023 B, and 0 B of padding",
+    ]
 
 
 # --- What is wrapped ---------------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import collectives, fully_shard, launch, record
+from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.comm import history
 from hwfsdp.comm.history import SIZE, SLOT, SLOTS, State
+from hwfsdp.streams import streams_for
 from hwfsdp.errors import CollectiveError
 
 
@@ -171,7 +173,9 @@ def users_collectives() -> list[tuple[str, int, int]]:
             work.wait()
             work.get_future().wait()
         fully_shard(nn.Linear(4, 4))(torch.ones(1, 4))
-    return [(f"{c.op} of {history.members_of(c.group)}", c.number, c.own_number) for c in own_calls()]
+    return [
+        (f"{c.op} of {history.members_of(c.group)}", c.number, c.own_number, c.state) for c in own_calls()
+    ]
 
 
 def steps_logged_and_noted(mesh: Any) -> tuple[list[Any], list[Any], set[State]]:
@@ -189,6 +193,14 @@ def steps_logged_and_noted(mesh: Any) -> tuple[list[Any], list[Any], set[State]]
     )
 
 
+def flat_collectives() -> list[tuple[str, str, str, int]]:
+    before, streams = len(own_calls()), streams_for("cpu")
+    part, whole = torch.ones(2, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    streams.compute.wait(all_gather_flat(whole, part, None, streams.all_gather, "unit"))
+    streams.compute.wait(reduce_scatter_flat(part, whole, None, streams.reduce_scatter, "unit"))
+    return [(c.op, c.owner, c.dtype, c.nbytes) for c in own_calls()[before:]]
+
+
 def on_a_rank() -> dict[str, Any]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s"))["s"]
@@ -197,6 +209,7 @@ def on_a_rank() -> dict[str, Any]:
         "all": steps_logged_and_noted(None),
         "hybrid": steps_logged_and_noted(grid),
         "alone": steps_logged_and_noted(alone),
+        "flat": flat_collectives(),
     }
 
 
@@ -214,15 +227,36 @@ def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are
         assert states == {State.DONE}
 
 
+def test_a_world_of_one_rank_has_nothing_to_exchange(ring: Any) -> None:
+    begin()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert history.exchange() == {}
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_rank_alone_notes_nothing() -> None:
     assert [rank["alone"] for rank in noted()] == [([], [], set())] * 4
 
 
 def test_the_users_collectives_are_noted_while_recording_and_numbered_with_those_of_fsdp() -> None:
     for rank, found in enumerate(noted()):
-        broadcast = [("broadcast of [0, 2]", 1, 0)] if rank in (0, 2) else []
+        broadcast = [("broadcast of [0, 2]", 1, 0, State.DONE)] if rank in (0, 2) else []
         everyone = "all_reduce of [0, 1, 2, 3]", "all_gather of [0, 1, 2, 3]"
-        assert found["of the user"] == [(everyone[0], 1, 0), *broadcast, (everyone[1], 2, 1)]
+        assert found["of the user"] == [
+            (everyone[0], 1, 0, State.DONE),
+            *broadcast,
+            (everyone[1], 2, 1, State.DONE),
+        ]
+
+
+def test_the_flat_collectives_are_noted_with_their_owner_dtype_and_bytes_of_the_whole() -> None:
+    for rank in noted():
+        assert rank["flat"] == [
+            ("all_gather", "unit", "float64", 64),
+            ("reduce_scatter", "unit", "float64", 64),
+        ]
 
 
 SCRIPT = """

@@ -439,7 +439,7 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
     assert tab.run("document.querySelector('#code').textContent.length") > 20
     parting: Any = tab.run("state.parting.map((event) => event && [event.log.side, event.op, event.owner])")
     assert parting[0] != parting[1] and [each[0] for each in parting] == [0, 1]
-    assert f"A {parting[0][1]} of {parting[0][2]}" in head
+    assert f"in A it is the {parting[0][1]} of {parting[0][2]}" in head
     tab.run("document.querySelector('.moment').click()")
     tab.drawn()
     mark = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--cursor').trim()")
@@ -477,8 +477,8 @@ def test_steps_and_bytes_of_two_logs_are_told_apart(tab: Tab, pages: dict[str, s
 def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
     tab: Tab, pages: dict[str, str]
 ) -> None:
-    judged = {"[1, 3], [2, 5]": "within the spread", "[1, 3], [4, 5]": "more than the spread"}
-    judged |= {"[4, 5], [1, 3]": "more than the spread", "[1], [2, 5]": "spread not known"}
+    judged = {"[1, 3], [2, 5]": "the brackets overlap", "[1, 3], [4, 5]": "the brackets do not overlap"}
+    judged |= {"[4, 5], [1, 3]": "the brackets do not overlap", "[1], [2, 5]": "spread not known"}
     for given, said in judged.items():
         assert tab.run(f"judged({given})") == said, given
     assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
@@ -486,12 +486,12 @@ def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
         "5.0 µs to 1.50 ms",
         "",
     ]
-    assert "spread is not known" in tab.run("document.querySelector('#exact').textContent")
+    assert "the spread of its times is not known" in tab.run("document.querySelector('#exact').textContent")
     tab.open(pages["two"])
     assert "spread not known" in tab.run("document.querySelector('#facts').textContent")
     tab.open(pages["steps"])
     said = tab.run("document.querySelector('#head').textContent")
-    assert "of the 2 recorded steps" in said and "peaks are exact" in said
+    assert "of the 2 recorded steps" in said and "peaks are the same in every run" in said
     times = tab.run("state.logs[0].times.step_us")
     assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
 
@@ -530,6 +530,71 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
 def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(f"{pages['start']}#t=0.0100&rank=0&log=b")
     assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
+
+
+def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
+    tab: Tab, log: EventLog
+) -> None:
+    peak = max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values()))
+    [block] = [e for e in log.select("backward", rank=0) if e.end_us == pytest.approx(peak.us) and e.owner]
+    tab.run("document.querySelector('.moment').click()")
+    begin = min(e.start_us for e in log.events)
+    assert tab.run("state.t") == pytest.approx(peak.us - begin, abs=0.1)
+    assert tab.run("[state.event.op, state.event.seq]") == ["backward", block.seq]
+    said = tab.run("document.querySelector('.moment').textContent")
+    assert f"at the end of the backward of {block.owner}" in said
+    stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
+    assert f"{tab.run(f'bytesText({stays})')} that stay" in said
+    for kind in ("all_gather_buffer", "unsharded_param", "unsharded_grad"):
+        assert f"{kind} {tab.run(f'bytesText({peak.bytes_by_kind[kind]})')}" in said
+
+
+def test_a_peak_that_an_allocation_makes_leads_to_the_last_one_before_it(tab: Tab, log: EventLog) -> None:
+    last = [e for e in log.select("alloc", rank=0) if e.owner == "blocks.1" and e.phase == "backward"][-1]
+    begin = min(e.start_us for e in log.events)
+    peak = f"{{us: {last.start_us - begin + 0.05}, since: {last.start_us - begin - 5}}}"
+    assert tab.run(f"state.log.causeOf(0, {peak}).seq") == last.seq
+
+
+def test_on_a_narrow_screen_a_button_scrolls_to_the_pane_that_shows_its_moment(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(*NARROW)
+    tab.open(pages["one"])
+    for number, pane in ((0, "memory"), (1, "timeline")):
+        tab.run("scrollTo(0, 0)")
+        tab.run(f"document.querySelectorAll('.moment')[{number}].click()")
+        controls, top = box(tab, "#controls"), box(tab, f"#{pane}")[1]
+        assert 0 <= top - (controls[1] + controls[3]) < 40, pane
+
+
+# --- Ranks that wait for each other ------------------------------------------------------------------------
+
+
+def test_a_collective_has_begun_when_its_last_rank_joins_and_the_wait_says_what_that_rank_does(
+    tab: Tab, log: EventLog
+) -> None:
+    event = "state.log.events.find((e) => e.op === 'all_gather' && e.rank === 0)"
+    assert tab.run(f"state.log.joinedAt({event}) - {event}.start") == tab.run(
+        f"Math.min({APART}, {event}.end - {event}.start)"
+    )
+    assert tab.run(f"latestPartner({event}).rank") == 1
+    last = event.replace("rank === 0", "rank === 1")
+    assert tab.run(f"state.log.joinedAt({last}) - {last}.start") == 0
+    busy = "state.log.doneIn(1, {0}.start, {0}.end, (e) => e.op === 'forward')"
+    block = "state.log.events.find((e) => e.op === 'forward' && e.owner === 'blocks.1' && e.rank === 1)"
+    assert tab.run(f"{busy.format(block)} === {block}")
+
+
+def test_ranks_of_a_hybrid_mesh_wait_only_for_those_of_their_own_group(tab: Tab) -> None:
+    of = "state.log.ranksOf({op: '%s', owner: 'g', rank: %d})"
+    tab.run("(() => { state.log.worldSize = 4; state.log.sizes.set('g', {shards: 2, replicas: 2}); })()")
+    assert [tab.run(of % ("all_gather", rank)) for rank in range(4)] == [0, 0, 1, 1]
+    assert [tab.run(of % ("all_reduce", rank)) for rank in range(4)] == [0, 1, 0, 1]
+    tab.run("state.log.worldSize = 8")  # the other ranks hold other parts: the log does not say which
+    assert tab.run(of % ("all_gather", 0)) is None
+    tab.run("state.log.sizes.get('g').shards = 8")
+    assert tab.run(of % ("all_gather", 5)) == "all"
 
 
 # --- Memory in few pixels ----------------------------------------------------------------------------------

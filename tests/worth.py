@@ -59,13 +59,14 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
         " observe/recording.py observe/collectives.py observe/races.py observe/eventlog.py",
         "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_races.py"
         " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py test_history.py"
-        " test_divergence.py",
+        " test_divergence.py test_player.py",
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (
         "layout/*.py core/form.py core/sharding.py core/ranks.py features/layouts.py features/smaller_mesh.py",
         "core/test_core.py test_layout.py test_explain.py test_sharding.py test_start.py test_hsdp.py test_resharding.py"
-        " test_tensor_parallel.py test_plot_layouts.py checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
+        " test_tensor_parallel.py test_plot_layouts.py test_groups.py test_misuse.py checkpoint/test_boxes.py"
+        " checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
     ),
     "grader": (
         "course/*.py course/stations/*.py course/gradebook/*.py course/capstone/*.py course/lab/*.py course/release/*.py",

@@ -167,6 +167,9 @@ def test_a_report_names_the_stations_that_are_still_right(course: Course) -> Non
     before[0].passed, before[0].finding = False, Finding("wrong-value", "It is another one.")
     text = shown(grade, station.path, Style(io.StringIO()))
     assert line not in text and "✗ 01.padded" in text and "0/0" not in text
+    assert "The station is not passed: 01 no longer holds." in text
+    before.append(CheckResult(checks_of(course.exercise(3))[0], passed=True))
+    assert "passed: 01 no longer holds." in shown(grade, station.path, Style(io.StringIO()))
 
 
 def test_an_earlier_station_that_no_longer_works_is_told_without_points(course: Course) -> None:

@@ -8,7 +8,7 @@ const KEYS = [
   ["space", "play, pause"],
   ["← →", "previous, next event"],
   ["↑ ↓", "rank before, after"],
-  ["g", "step through this group's events only, or the rank's again"],
+  ["g", "step through the events of this group only; once more: of the rank"],
   ["+ −", "zoom in, out, around the cursor (also w, s)"],
   ["a d", "move the window (also shift ← →)"],
   ["0", "all of it"],

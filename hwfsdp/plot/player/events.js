@@ -5,6 +5,7 @@ const COLLECTIVES = new Set([
   "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv", "reduce", "gather",
   "scatter", "barrier",
 ]);
+const PAIRWISE = new Set(["send", "recv"]);
 const TOUCHING = 0.11; // µs: times are rounded to a tenth
 
 class Log {
@@ -25,11 +26,11 @@ class Log {
     for (const found of this.byRank.values()) this.layOut(found);
     this.streams = packed.events.tables.streams.filter((stream) =>
       this.ranks.some((rank) => this.byRank.get(rank).lanes.has(stream)));
+    this.sizes = new Map(this.groups.map((group) => [group.fqn, group]));
     this.link();
     this.samples = new Map(Object.entries(packed.samples).map(([rank, found]) => [Number(rank), found]));
     this.peaks = new Map(this.ranks.map((rank) => [rank, this.findPeak(rank)]));
     this.states = this.unpackStates(packed.states);
-    this.sizes = new Map(this.groups.map((group) => [group.fqn, group]));
     this.steps = [...new Set(this.events.filter((e) => e.op === "optimizer").map((e) => e.step))].sort((a, b) => a - b);
   }
 
@@ -61,6 +62,15 @@ class Log {
     found.drawn.sort((a, b) => a.start - b.start || a.seq - b.seq);
   }
 
+  /** A name of the ranks that take part in a collective; null where the log does not tell them. In a hybrid group neighbors share
+   *  the parameters, and ranks that are as far apart as there are shards hold the same ones. */
+  ranksOf(event) {
+    const group = this.sizes.get(event.owner);
+    if (!group || group.shards === this.worldSize) return "all";
+    if (group.shards * group.replicas !== this.worldSize) return null;
+    return event.op === "all_reduce" ? event.rank % group.shards : Math.floor(event.rank / group.shards);
+  }
+
   /** Turns numbers of events into events, both ways; what is not in the log is left out. */
   link() {
     const counts = new Map();
@@ -68,10 +78,10 @@ class Log {
       const bySeq = this.byRank.get(event.rank).bySeq;
       event.waitsFor = event.waitsFor.map((seq) => bySeq.get(seq)).filter(Boolean);
       for (const other of event.waitsFor) other.waitedForBy.push(event);
-      if (COLLECTIVES.has(event.op)) { // the n-th of its kind is the same collective on every rank
-        const kind = `${event.rank} ${event.op} ${event.owner}`;
+      if (COLLECTIVES.has(event.op) && !PAIRWISE.has(event.op)) { // the n-th of its kind is the same collective on every rank
+        const kind = `${event.rank} ${event.op} ${event.owner}`, ranks = this.ranksOf(event);
         counts.set(kind, (counts.get(kind) ?? 0) + 1);
-        event.meeting = `${event.op} ${event.owner} ${counts.get(kind)}`;
+        if (ranks !== null) event.meeting = `${event.op} ${event.owner} ${counts.get(kind)} ${ranks}`;
       }
     }
     this.meetings = new Map();
@@ -121,17 +131,38 @@ class Log {
   /** Groups that the backward gathers again, since they were freed after the forward. */
   get freedGroups() { return this.groups.filter((group) => group.gathered_again).length; }
 
-  /** The sample of a rank with the most bytes: {us, total}; null without samples. */
+  /** The sample of a rank with the most bytes, what is in it, and when the one before it was taken. */
   findPeak(rank) {
     const samples = this.samples.get(rank);
     if (!samples) return null;
     const columns = Object.values(samples.kinds);
-    let best = null;
-    samples.us.forEach((us, i) => {
-      const total = columns.reduce((sum, column) => sum + column[i], 0);
-      if (!best || total > best.total) best = { us, total };
-    });
-    return best;
+    const totals = samples.us.map((_, i) => columns.reduce((sum, column) => sum + column[i], 0));
+    const total = totals.reduce((most, each) => Math.max(most, each), 0);
+    const place = totals.indexOf(total);
+    const kinds = Object.entries(samples.kinds).map(([kind, column]) => [kind, column[place]]);
+    return { us: samples.us[place], total, kinds, since: samples.us[place - 1] ?? 0 };
+  }
+
+  /** What makes memory as high as a peak: since the sample before it, the last allocation, or else the block that has ended last. */
+  causeOf(rank, peak) {
+    const within = (us) => us > peak.since && us <= peak.us + TOUCHING, own = this.events.filter((event) => event.rank === rank);
+    const made = own.filter((event) => event.op === "alloc" && within(event.start));
+    const ended = own.filter((event) => ["forward", "backward"].includes(event.op) && within(event.end));
+    return made.pop() ?? ended.sort((a, b) => a.end - b.end).pop() ?? null;
+  }
+
+  /** What a rank mostly does from one time to another: of the events that last half of it or more, the shortest; null if none does. */
+  doneIn(rank, from, to, fits) {
+    const shared = (event) => Math.min(event.end, to) - Math.max(event.start, from);
+    const found = (this.byRank.get(rank)?.drawn ?? []).filter((event) => fits(event) && shared(event) >= 0.5 * (to - from));
+    return found.reduce((best, event) => (!best || event.end - event.start < best.end - best.start ? event : best), null);
+  }
+
+  /** When the last rank joins a collective; its own start where clocks cannot be compared. */
+  joinedAt(event) {
+    if (!event.meeting || this.clocksDiffer) return event.start;
+    event.joined ??= Math.min(event.end, this.meetings.get(event.meeting).reduce((last, other) => Math.max(last, other.start), event.start));
+    return event.joined;
   }
 
   /** The last event of a rank that has begun at a time, of all or of a group, that fits; null before the first. */

@@ -26,7 +26,9 @@ function reasonsOf(wait) {
   const said = [`Compute stands still for ${msText(length)}, until the ${nameOf(source)} is over.`];
   const late = latestPartner(source), asked = askedAt(source), apart = late ? late.start - source.start : 0;
   if (apart > 0.25 * length) {
-    said.push(`It takes ${msText(source.end - source.start)}. For ${msText(apart)} of them it waits for rank ${late.rank}, which joins last.`);
+    said.push(`The ${source.op} takes ${msText(source.end - source.start)}; for ${msText(apart)} of this time it waits for rank ${late.rank}, which joins last.`);
+    const isWork = (event) => event.op !== "wait" && event !== late, other = source.log.doneIn(late.rank, source.start, late.start, isWork);
+    if (other) said.push(`Rank ${late.rank} is in its ${nameOf(other)} meanwhile, until ${msText(other.end)}.`);
     if (apart > 0.5 * length) return said; // when it was asked for matters less
   }
   const before = predecessor(source);

@@ -48,16 +48,17 @@ class Summary {
     const gathered = comparison.per_step.all_gather, whole = comparison.peak_bytes_by_kind.unsharded_param;
     const groups = logs.every((log) => log.groups.length) ? logs.map((log) => log.freedGroups) : [0, 0];
     const times = (which) => logs.map((log) => log.times[which]);
+    const ofOneRank = (what) => ["a", "b"].map((side, i) => gathered[side][what] / logs[i].ranks.length);
     const rows = [
       ["step", comparison.step_us.a, comparison.step_us.b, msText, times("step_us")],
       ["exposed communication", comparison.exposed_comm_us.a, comparison.exposed_comm_us.b, msText, times("exposed_comm_us")],
       ["most bytes alive on a rank", ...peaks, bytesText],
       ...(whole ? [["most bytes of whole parameters", whole.a, whole.b, bytesText]] : []),
-      ...(gathered ? [["gathered in a step, by all ranks", gathered.a.bytes, gathered.b.bytes, bytesText]] : []),
-      ...(gathered ? [["gathers in a step, by all ranks", gathered.a.calls, gathered.b.calls, countText]] : []),
-      ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText]] : []),
-    ].map(([name, a, b, say, spread = null]) => {
-      const less = b < a, share = a ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
+      ...(gathered ? [["gathered in a step, by one rank", ...ofOneRank("bytes"), bytesText]] : []),
+      ...(gathered ? [["gathers in a step, by one rank", ...ofOneRank("calls"), countText]] : []),
+      ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText, null, false]] : []),
+    ].map(([name, a, b, say, spread = null, isShared = true]) => {
+      const less = b < a, share = a && isShared ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
       const difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a))}${share ? `, ${share}` : ""}`;
       const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
       return [name, beside(say(a), 0), beside(say(b), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
@@ -73,9 +74,9 @@ class Summary {
   exactness() {
     const { logs } = this.state, counts = [...new Set(logs.map((log) => log.times.step_us.length))].map(countText).join(" and ");
     const spread = logs.some((log) => log.times.step_us.length > 1)
-      ? `Times are measured: in brackets, the least and the most of the ${counts} recorded steps. Another run has other times`
-      : "Times are measured, in one step: their spread is not known, and another run has other times";
-    return `${spread} (on virtual GPUs, the same). Bytes, counts and peaks are exact: every run has them.`;
+      ? `Brackets hold the shortest and the longest of the ${counts} recorded steps.`
+      : "One step was recorded, so the spread of its times is not known.";
+    return `${spread} On real machines times differ from run to run. Bytes, counts and peaks are the same in every run.`;
   }
 
   /** Chooses the moment at which the page opens, and says in a sentence what it is and what to do. */
@@ -97,16 +98,25 @@ class Summary {
       return opened(`at a wait of compute for a gather, ${state.logs.length > 1 ? "in A, " : ""}and the pane Code says why the gather is late`);
     }
     if (peak) {
-      state.visit(0, peak.rank, peak.us);
+      this.visitPeak(0, peak);
       return opened("at the peak of memory, and the pane Memory says what it consists of");
     }
     return opened("at the beginning");
   }
 
-  /** The kinds that hold the most at a time. */
-  largestAt(log, { rank, us }) {
-    const kinds = Object.entries(log.bytesAt(rank, us)).filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
-    return kinds.slice(0, 3).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`).join(", ");
+  /** What is alive at a peak: in one sum what stays, by kind what comes and goes. */
+  contentOf(peak) {
+    const kinds = peak.kinds.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
+    const stays = kinds.reduce((sum, [kind, bytes]) => sum + (CONSTANT.includes(kind) ? bytes : 0), 0);
+    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`);
+    return [stays && `${bytesText(stays)} that stay`, ...goes].filter(Boolean).join(", ");
+  }
+
+  /** Moves the cursor to a peak, and chooses the allocation that makes it. */
+  visitPeak(side, peak) {
+    const { state } = this, cause = state.logs[side].causeOf(peak.rank, peak);
+    state.visit(side, peak.rank, peak.us);
+    if (cause) state.change({ event: cause });
   }
 
   /** The events at which two logs part, one of each side; null where a side has none. */
@@ -127,11 +137,11 @@ class Summary {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
       if (peak) {
         const others = log.ranks.filter((rank) => rank !== peak.rank && log.peaks.get(rank)?.total === peak.total).length;
-        const on = `on rank ${peak.rank}${others ? ` first, and as high on ${numberOf(others, "other rank")}` : ""}`;
-        const during = log.lastBegun(peak.rank, peak.us, null, (event) => ["forward", "backward"].includes(event.op) && event.owner);
-        const when = during ? `, in the ${during.op} of ${during.owner}` : "";
-        const text = `${name}Memory peaks at ${msText(peak.us)}${when}: ${bytesText(peak.total)} ${on}; most of it ${this.largestAt(log, peak)}`;
-        found.push(moment(text, () => state.visit(side, peak.rank, peak.us)));
+        const on = `on rank ${peak.rank}${others ? `, and as much at another time on ${numberOf(others, "other rank")}` : ""}`;
+        const cause = log.causeOf(peak.rank, peak), isMade = cause?.op === "alloc" && cause.owner;
+        const when = isMade ? `, ${cause.phase}, when ${cause.owner} becomes whole` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
+        const text = `${name}Memory peaks at ${msText(peak.us)}${when}: ${bytesText(peak.total)} ${on}: ${this.contentOf(peak)}`;
+        found.push(moment(text, () => this.visitPeak(side, peak), "memory"));
       }
       const waits = [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
       for (const wait of new Set(waits)) {
@@ -147,8 +157,8 @@ class Summary {
   partingMoment() {
     const { orders_part: parting } = this.comparison;
     if (!parting) return make("span", { class: "soft" }, "The same events in the same order, on every rank.");
-    const said = (event) => (event ? `${event.op}${event.owner ? ` of ${event.owner}` : ""}` : "nothing more");
-    const text = `They part at event ${parting.number} of rank ${parting.rank}: A ${said(parting.a)}, B ${said(parting.b)}`;
+    const said = (event) => (event ? `the ${nameOf(event)}` : "missing");
+    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a)}, in B ${said(parting.b)}`;
     const event = this.state.parting.find(Boolean);
     return moment(text, () => { if (event) this.jump(event); });
   }
@@ -174,14 +184,14 @@ class Summary {
     const kinds = Object.entries(summary.peak_bytes_by_kind).filter(([, bytes]) => bytes)
       .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes), KIND_WORDS[kind] ?? ""]);
     const waits = longestWaits(log, 10).map((wait) =>
-      [msText(wait.start), `rank ${wait.rank}`, `step ${wait.step}, ${wait.phase}`, reasonsOf(wait).join(" ")]);
-    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), this.paramsOf(g)]);
+      [msText(wait.start), countText(wait.rank), `${countText(wait.step)}, ${wait.phase}`, reasonsOf(wait).join(" ")]);
+    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), g.gathered_again ? "freed" : "kept", this.paramsOf(g)]);
     return [
       table(`${name}time of one step, mean`, ["rank", "step", "exposed communication", "hidden"], ranks),
       table(`${name}collectives of one rank, in the whole log`, ["", "calls", "bytes"], ops),
       table(`${name}most bytes alive on any rank, by kind`, ["kind", "bytes", "what it is"], kinds),
-      table(`${name}longest waits`, ["at", "rank", "when", "why"], waits),
-      table(`${name}parameter groups`, ["group", "bytes when whole", "ranks", "parameters"], groups),
+      table(`${name}longest waits`, ["at", "rank", "step", "why"], waits),
+      table(`${name}parameter groups`, ["group", "bytes when whole", "ranks", "after the forward", "parameters"], groups),
     ];
   }
 }
@@ -189,16 +199,30 @@ class Summary {
 /** Whether steps of the two logs took as long as each other. */
 function judged(a, b) {
   if (Math.min(a.length, b.length) < 2) return "spread not known";
-  return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "within the spread" : "more than the spread";
+  return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "the brackets overlap" : "the brackets do not overlap";
 }
 
-function moment(text, onclick) {
-  return make("button", { class: "moment", onclick: () => { onclick(); controls.speak(); } }, ...prose(text));
+/** A button that leads to a moment. Where panes stand below each other, the page scrolls to the one that shows it. */
+function moment(text, onclick, pane = "timeline") {
+  const go = () => {
+    onclick();
+    controls.speak();
+    if (!matchMedia("(max-width: 900px)").matches) return;
+    const section = document.getElementById(pane), bar = document.getElementById("controls");
+    section.style.scrollMarginTop = `${bar.offsetHeight + 6}px`; // they stay at the top
+    section.scrollIntoView();
+  };
+  return make("button", { class: "moment", onclick: go }, ...prose(text));
+}
+
+/** The text, in which no line ends between a number and its unit. */
+function whole(text) {
+  return text.replace(/(\d) (?=(?:µs|ms|[KMGT]i?B|B)\b)/g, "$1\u00a0");
 }
 
 function table(caption, heads, rows) {
   const head = make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)));
   const body = rows.map(([first, ...rest]) =>
-    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, text))));
+    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, whole(text)))));
   return make("table", {}, caption ? make("caption", {}, caption) : null, make("thead", {}, head), make("tbody", {}, ...body));
 }

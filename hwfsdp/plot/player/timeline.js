@@ -28,8 +28,11 @@ class Timeline {
     const used = new Set(this.state.logs.flatMap((log) => log.events.map((event) => event.op)));
     const names = { wait: "wait: compute stands still" };
     const keys = Object.keys(this.looks.ops).filter((op) => used.has(op));
+    const said = [];
+    if (this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer)) said.push("pale: a collective waits for its last rank");
+    if (this.state.parting) said.push("flag: the first event that A and B do not share");
     const drawKeys = () => document.getElementById("timeline-legend").replaceChildren(
-      ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)));
+      ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)), ...said.map((text) => make("span", {}, text)));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(drawKeys));
     drawKeys();
   }
@@ -203,13 +206,19 @@ class Timeline {
     const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
     const isPale = event.depth === 0 && inner.length > 0;
     context.globalAlpha = state.group !== null && event.owner !== state.group ? 0.25 : isPale ? 0.45 : 1;
-    looks.fill(context, look, x, place.y, width, place.height);
+    const alone = Math.min(width, this.x(event.log.joinedAt(event)) - x); // pixels for which it waits for another rank
+    if (alone > 3) {
+      context.globalAlpha *= 0.35;
+      looks.fill(context, look, x, place.y, alone, place.height);
+      context.globalAlpha /= 0.35;
+      if (width > alone) looks.fill(context, look, x + alone, place.y, width - alone, place.height);
+    } else looks.fill(context, look, x, place.y, width, place.height);
     if (width > 3) {
       context.strokeStyle = look.color === looks.paper ? looks.soft : looks.edge(look.color, 0.8);
       context.strokeRect(x + 0.5, place.y + 0.5, width - 1, place.height - 1);
     }
     context.globalAlpha = 1;
-    if (width > 24 && place.height >= 11 && event.owner) this.drawName(context, event, look, place, isPale, this.widestGap(x, width, inner));
+    if (width > 24 && place.height >= 11 && event.owner) this.drawName(context, event, look, place, isPale || alone > width / 2, this.widestGap(x, width, inner));
   }
 
   placeInRow(row, event) {
@@ -345,8 +354,9 @@ class Timeline {
       context.fillText(label, x + 4, 9);
       taken.push([x - 2, x + context.measureText(label).width + 10]);
     }
-    drawTimeAxis(context, looks, state, { left, right, y: 9, top: RULER - 5, bottom: RULER, taken });
     const x = this.x(state.t);
+    taken.push([x - 6, x + 6]);
+    drawTimeAxis(context, looks, state, { left, right, y: 9, top: RULER - 5, bottom: RULER, taken });
     if (x < left - 1 || x > right + 1) return;
     drawCursor(context, looks, x, RULER - 8, height);
     context.fillStyle = looks.cursor;
