@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import EventLog, StateError, launch, record
 from hwfsdp.compat import functional_operators
-from hwfsdp.observe import events
+from hwfsdp.observe import collectives, events
 from models import Stem, stem
 from oracles import Library, objective, ours, theirs, wrap
 
@@ -580,3 +580,13 @@ def on_ranks(function: Callable[[], Any]) -> list[Any]:
     """What the function returned on each rank."""
     found = launched(ON_TWO, 2) if function in ON_TWO else launched(ON_THREE, 3)
     return [of_rank[function.__name__] for of_rank in found]
+
+
+def test_a_collective_that_is_watched_already_is_not_watched_twice() -> None:
+    plain = dist.all_reduce
+    with collectives.watch_collectives():
+        once = dist.all_reduce
+        with collectives.watch_collectives():
+            assert dist.all_reduce is once is not plain
+        assert dist.all_reduce is once
+    assert dist.all_reduce is plain

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 import hwfsdp
 import models
 from hwfsdp import explain, fully_shard, init_shards, launch
+from hwfsdp.core.ranks import default_mesh
 from oracles import (
     BITS,
     REGROUPING,
@@ -436,3 +437,12 @@ def test_explaining_a_plain_model_is_refused():
 
 
 test_on_two_ranks = two.test()
+
+
+def test_ranks_of_gloo_shard_on_the_cpu_even_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert default_mesh().device_type == "cpu"
+    finally:
+        dist.destroy_process_group()
