@@ -1,4 +1,4 @@
-"""All verbs of the command `hwfsdp`, and its exit status.
+"""The command `hwfsdp`: its verbs, from the table `verbs.toml`, and its exit status.
 
 Exit status: 0 when the requested result holds, 1 when it does not, 2 for unusable arguments. An error is one line on stderr;
 a terminal gets that line wrapped to its width. A verb imports torch only if it needs it, so that `--help` answers at once.
@@ -10,36 +10,25 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
 import re
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from hwfsdp import __version__
 from hwfsdp.cli.greeting import greet
+from hwfsdp.cli.options import add_options
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
+from hwfsdp.launcher.fork_server import start_server
 
-VERBS = (  # a module of this folder, and its function that adds a verb, in the order of the help
-    ("demo", "add_demo"),
-    ("doctor", "add_doctor"),
-    ("course", "add_course"),
-    ("student", "add_student_verbs"),
-    ("lab", "add_lab"),
-    ("explain", "add_explain"),
-    ("simulate", "add_simulate"),
-    ("trace", "add_trace"),
-    ("train", "add_train"),
-    ("swap", "add_swap"),
-    ("checkpoint", "add_checkpoint"),
-    ("grade", "add_grade"),  # not in a student's edition, and so is the next
-    ("release", "add_release"),
-)
 _VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # as help lists them
-_HEADINGS = {"demo": "begin", "course": "learn", "explain": "see", "train": "train", "grade": "teach"}
+_NO_OPTIONS = {"verb", "action", "parser", "does", "json"}  # not given by name
+_HERE = Path(__file__).parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(sys.argv[1:] if argv is None else argv)
         if args.verb is None:
             return greet()
-        return int(args.run(args))
+        return _run(args)
     except UsageError as error:
         return _fail(error, 2)
     except FSDPError as error:
@@ -110,6 +99,18 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _run(args: argparse.Namespace) -> int:
+    """Call what the table names for this verb."""
+    if args.does.get("server"):
+        start_server()
+    module, _, function = args.does["run"].rpartition(".")
+    run = getattr(importlib.import_module(f"hwfsdp.{module}"), function)
+    if module.startswith("cli."):
+        return int(run(args))
+    options = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
+    return int(run(**options, as_json=args.json))
+
+
 def build_parser() -> _Grouped:
     """Build the parser of all verbs and their options."""
     parser = _Grouped(
@@ -120,19 +121,34 @@ def build_parser() -> _Grouped:
         epilog="hwfsdp VERB --help shows the options of a verb.",
     )
     parser.add_argument("--version", action="version", version=f"hwfsdp {__version__}")
-    parser.verbs = verbs = parser.add_subparsers(
-        dest="verb",
-        title="verbs",
-        metavar=_Grouped.METAVAR,
-        prog="hwfsdp",
-        parser_class=_Parser,
+    table = tomllib.loads((_HERE / "verbs.toml").read_text(encoding="utf-8"))
+    rows = table.pop("rows")
+    parser.headings = {name: verb["heading"] for name, verb in table.items() if "heading" in verb}
+    parser.verbs = parser.add_subparsers(
+        dest="verb", title="verbs", metavar=_Grouped.METAVAR, prog="hwfsdp", parser_class=_Parser
     )
-    for module, add in VERBS:
-        if importlib.util.find_spec(f"hwfsdp.cli.{module}") is not None:
-            getattr(importlib.import_module(f"hwfsdp.cli.{module}"), add)(verbs)
-    for verb in verbs.choices.values():
-        verb.set_defaults(parser=verb)
+    for name, verb in table.items():
+        _add_verb(parser.verbs, name, verb, rows)
+    for each in parser.verbs.choices.values():
+        each.set_defaults(parser=each)
     return parser
+
+
+def _add_verb(to: Any, name: str, verb: dict[str, Any], rows: dict[str, str]) -> None:
+    """Add a verb or an action with its options, unless its module is missing, as in a student's edition."""
+    module = verb.get("run", "").split(".")
+    if module[0] == "cli" and not (_HERE / f"{module[1]}.py").exists():
+        return
+    text, epilog = verb["help"], verb.get("epilog", "").replace("{startup}", f"{_HERE.parent / 'startup'}")
+    about = verb.get("about", f"{text[0].upper()}{text[1:]}.")
+    parser = to.add_parser(name, help=text, description=about, usage=verb.get("usage"), epilog=epilog)
+    parser.set_defaults(does=verb)
+    add_options(parser, verb.get("options", ""), rows)
+    if "actions" in verb:
+        kind = _ParserWithScript if verb.get("script") else _Parser
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=kind)
+        for action, its in verb["actions"].items():
+            _add_verb(actions, action, its, rows)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,13 +160,28 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
+class _ParserWithScript(_Parser):
+    """Whatever follows the first `--` belongs to the script: it is put into `script_arguments`, unread."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(args or ())
+        cut = given.index("--") if "--" in given else len(given)
+        found, unknown = super().parse_known_args(given[:cut], namespace)
+        found.script_arguments = given[cut + 1 :]
+        return found, unknown
+
+
 class _Grouped(_Parser):
     """A parser whose help has headings between verbs.
 
     Attributes:
         verbs: the action whose `choices` are the parsers of the verbs.
+        headings: by the verb that each stands above.
     """
 
+    headings: dict[str, str]
     verbs: argparse._SubParsersAction[_Parser]
     METAVAR = "VERB [options]"  # as long as the longest verb, for the columns of the help; not shown there
 
@@ -158,8 +189,8 @@ class _Grouped(_Parser):
         lines = []
         for line in super().format_help().splitlines():
             verb = _VERB.match(line)
-            if verb and verb[1] in _HEADINGS:
-                lines.append(f"  {_HEADINGS[verb[1]]}:")
+            if verb and verb[1] in self.headings:
+                lines.append(f"  {self.headings[verb[1]]}:")
             if self.METAVAR not in line or line.startswith("usage"):
                 lines.append(line)
         return "\n".join(lines) + "\n"

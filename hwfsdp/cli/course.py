@@ -10,31 +10,15 @@ import argparse
 import json
 import shlex
 import shutil
-from pathlib import Path
-from typing import Any
 
+from hwfsdp.course.manifest import PACKAGE, carried_course, find_course
+from hwfsdp.course.refusals import check_new_folder
 from hwfsdp.errors import UsageError
 
 
-def add_course(verbs: Any) -> None:
-    """Add the verb `course`."""
-    course: argparse.ArgumentParser = verbs.add_parser(
-        "course",
-        help="write the course to a folder to work in",
-        description="Write the exercises, the homework and the lab to a new folder. Only an installed package needs this: a checkout "
-        "has them in exercises/.",
-    )
-    course.set_defaults(run=_course)
-    course.add_argument("out", type=Path, metavar="DIR", help="a new folder")
-    course.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _course(args: argparse.Namespace) -> int:
-    from hwfsdp.course.manifest import PACKAGE, carried_course, find_course
-    from hwfsdp.course.refusals import check_new_folder
-
-    course = carried_course()
-    if course is None:
+def course(args: argparse.Namespace) -> int:
+    carried = carried_course()
+    if carried is None:
         root = find_course(PACKAGE).root
         raise UsageError(
             f"course {args.out}",
@@ -44,14 +28,16 @@ def _course(args: argparse.Namespace) -> int:
         )
     check_new_folder("course", args.out)
     target = args.out / "exercises"
-    shutil.copytree(course.root / "exercises", target, ignore=shutil.ignore_patterns("__pycache__"))
-    first = course.exercises[0]
+    shutil.copytree(carried.root / "exercises", target, ignore=shutil.ignore_patterns("__pycache__"))
+    first = carried.exercises[0]
     if args.json:
         print(
-            json.dumps({"folder": str(args.out), "exercises": [e.number for e in course.exercises]}, indent=2)
+            json.dumps(
+                {"folder": str(args.out), "exercises": [e.number for e in carried.exercises]}, indent=2
+            )
         )
         return 0
-    print(f"{len(course.exercises)} exercises, the homework and the lab are in {target}.")
+    print(f"{len(carried.exercises)} exercises, the homework and the lab are in {target}.")
     print(f"First read {target / first.directory / 'README.md'}. Then:")
     print(f"  cd {shlex.quote(str(args.out))} && hwfsdp check {first.short_number}")
     return 0

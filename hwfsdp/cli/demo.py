@@ -6,41 +6,23 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hwfsdp.cli import options
-
+from hwfsdp.cli import training
 from hwfsdp.observe.tables import lay_out
-
-if TYPE_CHECKING:
-    from hwfsdp.train.demo import Result
+from hwfsdp.plot.loss import plot_losses
+from hwfsdp.plot.memory import plot_memory
+from hwfsdp.plot.timeline import plot_timeline
+from hwfsdp.train.demo import Result, run_demo
 
 _STEPS_TO_LEARN = 20  # with fewer steps, the loss need not fall
 
 
-def add_demo(verbs: Any) -> None:
-    """Add the verb `demo`."""
-    demo = verbs.add_parser(
-        "demo",
-        help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
-        description="Train the same byte-level GPT three times on the CPU: with hwfsdp, with torch's FSDP2, and unsharded. Compare "
-        "losses, bytes and memory, and draw pictures.",
-    )
-    demo.set_defaults(run=_demo)
-    add = demo.add_argument
-    add("--ranks", type=options.positive, default=2, help="processes to shard over (default 2)")
-    add("--out", type=Path, default=Path("runs/demo"), help="folder for results (default runs/demo)")
-    options.add_implementation(demo, "compare hwfsdp, or your own Python file (default hwfsdp)")
-    options.add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
-
-
-def _demo(args: argparse.Namespace) -> int:
-    from hwfsdp.train.demo import run_demo
-
+def demo(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)  # raises here, before the work begins
-    config = options.config_of(args)
-    on_step = options.quiet if args.json else options.progress(args.steps, "demo")
-    with options.prints_of_ranks(args.json):
+    config = training.config_of(args)
+    on_step = training.quiet if args.json else training.progress(args.steps, "demo")
+    with training.prints_of_ranks(args.json):
         result = run_demo(args.ranks, config, on_step)
     summary = result.summary
     _write(result, args.out)
@@ -54,10 +36,6 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _write(result: Result, out: Path) -> None:
     """Write `summary.json`, `trace.json` and the figures."""
-    from hwfsdp.plot.loss import plot_losses
-    from hwfsdp.plot.memory import plot_memory
-    from hwfsdp.plot.timeline import plot_timeline
-
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(result.summary, indent=2) + "\n")
     result.log.save(out / "trace.json")

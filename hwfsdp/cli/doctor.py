@@ -19,34 +19,7 @@ if TYPE_CHECKING:
 _WIDTH = 25  # columns before the text of a line
 
 
-def add_doctor(verbs: Any) -> None:
-    """Add the verb `doctor`."""
-    doctor: argparse.ArgumentParser = verbs.add_parser(
-        "doctor",
-        help="check whether this machine can train",
-        description="Check Python, torch, the network, ranks and GPUs, and say what to do if something is missing.",
-        epilog="Each line is ok, note (something optional is missing), or broken. Exit status: 1 if training does not work, "
-        "else 0.",
-    )
-    doctor.set_defaults(run=_doctor)
-    add = doctor.add_argument
-    add(
-        "--calibrate",
-        action="store_true",
-        help="measure this machine; hwfsdp simulate then takes it as a device (--device this-machine)",
-    )
-    add(
-        "--ranks",
-        type=int,
-        choices=range(1, 9),
-        metavar="N",
-        default=2,
-        help="processes to start, 1 to 8 (default 2)",
-    )
-    add("--json", action="store_true", help="print JSON instead of text")
-
-
-def _doctor(args: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     looks, limits = [], []
     for look in examine(args.ranks):
         looks.append(look)

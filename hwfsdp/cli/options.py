@@ -1,51 +1,62 @@
-"""Options that verbs share, and the progress line of a run."""
+"""Options, read from the rows of `verbs.toml`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Any
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from hwfsdp.train.loop import TrainConfig
-
-
-def add_implementation(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--implementation", default="hwfsdp", metavar="NAME|FILE.py", help=text)
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="time limit of a step with your own file (default 60), else of a collective (default 300)",
-    )
+_KIND = re.compile(r"([^=!]+)(!?)(?:=(.*))?")  # whether it must be given, and its default
+_MANY = ("...", "?", "*", "+")  # ends of the name of a value
+_MOST_GPUS = 1 << 16
 
 
-def add_reshard(parser: argparse.ArgumentParser, text: str = "") -> None:
-    parser.add_argument(
-        "--reshard-after-forward",
-        choices=("yes", "no"),
-        help=f"{text}free parameters after the forward (default: yes, except for the root)",
-    )
+def add_options(parser: argparse.ArgumentParser, rows: str, shared: Mapping[str, str]) -> None:
+    """Add an option for each row; `verbs.toml` says how a row is written.
+
+    Args:
+        shared: rows by their name, for "@name".
+    """
+    to: Any = parser
+    for row in _whole_rows(rows):
+        if row.startswith("@"):
+            add_options(to, shared[row[1:]], shared)
+        elif row.startswith("["):
+            title, _, text = row[1:].partition("]")
+            to = parser.add_argument_group(title, text.strip() or None) if title else parser
+        else:
+            names, kind, text = re.split(r" {2,}", row, maxsplit=2)
+            name, _, value = names.partition(" ")
+            to.add_argument(name, help=text, **_value(value), **_kind(kind))
 
 
-def reshard_of(args: argparse.Namespace) -> bool | None:
-    """What `fully_shard` is given; None: its own default."""
-    return {None: None, "yes": True, "no": False}[args.reshard_after_forward]
+def _whole_rows(rows: str) -> Iterator[str]:
+    """Each row in one line."""
+    return iter(re.sub(r"\n +", " ", textwrap.dedent(rows).strip()).splitlines())
 
 
-def add_run_options(parser: argparse.ArgumentParser, steps: int, layers: int, dim: int, seq_len: int) -> None:
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"optimizer steps (default {steps})")
-    add("--batch", type=positive, default=8, help="sequences per rank and step (default 8)")
-    add("--seq-len", type=positive, default=seq_len, help=f"bytes per sequence (default {seq_len})")
-    add("--layers", type=positive, default=layers, help=f"transformer blocks (default {layers})")
-    add("--dim", type=positive, default=dim, help=f"width of the model (default {dim})")
-    add("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
-    add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
-    add("--text", metavar="FILE", help="train on this text file (default: Python's help topics)")
-    add("--json", action="store_true", help="print JSON instead of text")
+def _value(name: str) -> dict[str, Any]:
+    """How often a value may come, and its name in the help."""
+    many = next((end for end in _MANY if name.endswith(end)), "")
+    found = {"nargs": argparse.REMAINDER if many == "..." else many, "metavar": name.removesuffix(many)}
+    return {key: value for key, value in found.items() if value}
+
+
+def _kind(text: str) -> dict[str, Any]:
+    """The type of an option's value, and whether it must be given or else its default."""
+    found = _KIND.fullmatch(text)
+    assert found is not None, text
+    kind, required, default = found.groups()
+    more: dict[str, Any] = {"required": True} if required else {}
+    if default is not None:
+        more["default"] = default  # argparse gives it the type
+    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", kind):
+        return {"type": whole(int(bounds[1]), int(bounds[2])), **more}
+    return {**(KINDS[kind] if kind in KINDS else {"choices": kind.split("|")}), **more}
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -61,9 +72,6 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-positive, natural = whole(1), whole(0)
-
-
 def seconds(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) <= 1e6:
@@ -71,35 +79,37 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most 1,000,000, got {text!r}")
 
 
-def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
-    from hwfsdp.train.data import draw_batch, load_text
-    from hwfsdp.train.loop import TrainConfig
-    from hwfsdp.train.models import GPTConfig
-
-    heads = getattr(args, "heads", None) or max(1, args.dim // 32)
-    model = GPTConfig(args.dim, args.layers, heads, args.seq_len)
-    draw_batch(load_text(args.text), args.seq_len, 1, 0, 0)  # raises here, before ranks start
-    options |= {"implementation": args.implementation, "timeout": args.timeout}
-    return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
+def names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
-def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float, float], None]:
-    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere."""
-
-    def show(step: int, loss: float, grad_norm: float) -> None:
-        line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
-        if sys.stdout.isatty():
-            print(f"\r{line}", end="\n" if step == steps else "", flush=True)
-        elif step == 1 or step % every == 0 or step == steps:
-            print(line, flush=True)
-
-    return show
+def reshard(text: str) -> bool | int:
+    if text in ("yes", "no"):
+        return text == "yes"
+    return whole(1, _MOST_GPUS)(text)
 
 
-def quiet(step: int, loss: float, grad_norm: float) -> None:
-    """Show no progress: the output is JSON."""
+def sweep(text: str) -> list[int]:
+    match = re.fullmatch(r"gpus=(\d+)\.\.(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= _MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"expected gpus=A..B with 1 ≤ A ≤ B ≤ 65536, got {text!r}")
+    found, last = [int(match[1])], int(match[2])
+    while found[-1] * 2 <= last:
+        found.append(found[-1] * 2)
+    return found
 
 
-def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:
-    """Send prints of the user's file to standard error if the output is JSON."""
-    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "flag": {"action": "store_true"},
+    "path": {"type": Path},
+    "int": {"type": int},
+    "float": {"type": float},
+    "few": {"type": int, "choices": range(1, 9)},
+    "positive": {"type": whole(1)},
+    "natural": {"type": whole(0)},
+    "seconds": {"type": seconds},
+    "names": {"type": names},
+    "reshard": {"type": reshard},
+    "sweep": {"type": sweep},
+}

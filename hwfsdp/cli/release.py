@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
+
+from hwfsdp.course.manifest import find_course
+from hwfsdp.course.release.edition import write_edition
 
 
-def add_release(verbs: Any) -> None:
-    """Add the verb `release`."""
-    release: argparse.ArgumentParser = verbs.add_parser(
-        "release",
-        help="write the student's edition, without the answers",
-        description="Write the student's edition of the course around the current folder: without solutions, and with the TODOs empty in "
-        "the package, too. Then search it for answers, and refuse if one is left.",
-    )
-    release.set_defaults(run=_release)
-    release.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    release.add_argument("--upto", type=int, metavar="N", help="leave out the exercises after N")
-    release.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _release(args: argparse.Namespace) -> int:
-    from hwfsdp.course.manifest import find_course
-    from hwfsdp.course.release.edition import write_edition
-
+def release(args: argparse.Namespace) -> int:
     course = find_course()
     files = write_edition(course, args.out, args.upto)
     exercises = sorted(path.name for path in (args.out / "exercises").glob("[0-9][0-9]_*"))

@@ -2,130 +2,118 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import json
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-from hwfsdp.cli.options import add_reshard, seconds, whole
-from hwfsdp.launcher.fork_server import start_server
-
-
-class _ParserWithScript(argparse.ArgumentParser):
-    """Whatever follows the first `--` belongs to the script: it is put into `script_arguments`, unread."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(args or ())
-        cut = given.index("--") if "--" in given else len(given)
-        found, unknown = super().parse_known_args(given[:cut], namespace)
-        found.script_arguments = given[cut + 1 :]
-        return found, unknown
+from hwfsdp.errors import UsageError
+from hwfsdp.launcher.steps import Steps, read_steps
+from hwfsdp.observe import comparison, findings_text
+from hwfsdp.observe.comparison import compare
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.findings import Findings, examine
+from hwfsdp.plot import export as pictures
 
 
-def add_trace(verbs: Any) -> None:
-    """Adds the verb `trace` and its actions."""
-    text = "record a training run, show what it moved, compare two runs"
-    trace = verbs.add_parser("trace", help=text, description=f"{text.capitalize()}.")
-    actions = trace.add_subparsers(
-        dest="action", required=True, metavar="ACTION", parser_class=_ParserWithScript
-    )
-    _add_run(actions)
-    show = _add(actions, "show", "show what a trace measured, beside closed forms")
-    show.add_argument("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
-    diff = _add(actions, "diff", "compare two traces; exit status 1 if counts or bytes differ")
-    diff.add_argument("a", type=Path, metavar="A", help="a trace")
-    diff.add_argument("b", type=Path, metavar="B", help="the trace to compare it with")
-    _add_export(actions)
+def run(args: Namespace) -> int:
+    """Records a run and shows what it finds there; 0 if no race is in it."""
+    from hwfsdp.cli.training import reshard_of
+    from hwfsdp.train.implementations import OURS, read_implementation
+    from hwfsdp.train.traced_run import DEMO, Target, trace_run
+
+    wanted = read_steps(args.steps) if args.steps else Steps()
+    script = None if args.target == DEMO else Path(args.target)
+    for option in ("implementation", "reshard_after_forward"):
+        if script is not None and (given := getattr(args, option)) is not None:
+            raise UsageError(
+                f"--{option.replace('_', '-')} {given}",
+                expected="the target demo",
+                got=f"the script {script}, which calls the fully_shard that it imports",
+                remedy="Say it there, or record the demo's model: hwfsdp trace run demo.",
+            )
+    implementation = read_implementation(args.implementation or OURS)
+    _check_writable(args.out)
+    asked = Target(script, tuple(args.script_arguments), wanted, implementation, reshard_of(args))
+    log = trace_run(asked, args.ranks, args.device, own_output=not args.json, timeout=args.timeout)
+    log.save(args.out)
+    found = examine(log)
+    status = _tell(found, str(args.out) if args.json else args.target, args.json)
+    if not args.json:
+        print(f"\nWritten to {args.out}; open it in https://ui.perfetto.dev")
+    return status
 
 
-def _add(actions: Any, action: str, text: str, **more: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        action, help=text, description=f"{text.capitalize()}.", **more
-    )
-    parser.set_defaults(run=_act)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
+def _check_writable(out: Path) -> None:
+    """Complains now if the file cannot be written; leaves no empty one behind, whatever ends the run."""
+    is_new = not out.exists()
+    with out.open("ab"):
+        pass
+    if is_new:
+        out.unlink()
 
 
-def _add_run(actions: Any) -> None:
-    run = _add(
-        actions,
-        "run",
-        "run a script on several ranks and record some of its steps",
-        usage="hwfsdp trace run SCRIPT|demo [options] [-- SCRIPT'S ARGUMENTS]",
-        epilog="The script needs no change: it runs as torchrun would run it.",
-    )
-    add = run.add_argument
-    add("target", metavar="SCRIPT", help="a script that trains with fully_shard, or demo: a small GPT")
-    ranks = whole(1, 1024)
-    add("--ranks", type=ranks, default=2, metavar="N", help="processes to run it on (default 2)")
-    add(
-        "--steps",
-        default="",
-        metavar="N|A..B",
-        help="record N optimizer steps after the first two (default 2), or steps A to B, counted from 0",
-    )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has a GPU, else cpu")
-    add(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="time limit of a collective (default: the script's, or 300)",
-    )
-    add(
-        "--implementation",
-        metavar="NAME|FILE.py",
-        help="for the demo: hwfsdp (default), fsdp2, none, or your own Python file",
-    )
-    add_reshard(run, "for the demo: ")
-    add(
-        "--out",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="file of the trace (default trace.json); .json.gz is smaller",
-    )
+def show(args: Namespace) -> int:
+    """Shows what a log says; 0 if no race is in it."""
+    return _tell(examine(load(args.file)), str(args.file), args.json)
 
 
-def _add_export(actions: Any) -> None:
-    export = _add(actions, "export", "write a trace in another format")
-    add = export.add_argument
-    add(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="a trace: .json or .json.gz; two traces for a page that compares them",
-    )
-    add(
-        "--to",
-        required=True,
-        choices=("html", "perfetto", "csv", "png", "svg"),
-        metavar="FORMAT",
-        help="html (a page that plays the step in any browser), perfetto, csv, png or svg",
-    )
-    add(
-        "--picture",
-        default="timeline",
-        choices=("timeline", "memory", "lifetimes", "overlap", "traffic"),
-        metavar="PICTURE",
-        help="for png and svg: timeline (default), memory, lifetimes, overlap or traffic",
-    )
-    add(
-        "--rank",
-        type=int,
-        metavar="R",
-        help="show only this rank (default: all; for memory and lifetimes: the first)",
-    )
-    add("--step", type=int, metavar="S", help="show only this step, counted from 0")
-    add("--out", type=Path, metavar="TARGET", help="file to write (default: FILE with another ending)")
+def _tell(found: Findings, name: str, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(findings_text.as_json(found, name), indent=2))
+    else:
+        print(findings_text.describe(found, name))
+    return 1 if found.races else 0
 
 
-def _act(args: argparse.Namespace) -> int:
-    if args.action == "run":
-        start_server()  # it imports torch, and so does the next line
-    from hwfsdp.cli import trace_commands
+def diff(args: Namespace) -> int:
+    """Compares two logs; 0 if they have the same counts and bytes."""
+    found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
+    if args.json:
+        print(json.dumps(comparison.as_json(found, names), indent=2))
+    else:
+        print(comparison.describe(found, names))
+    return 0 if found.same_traffic else 1
 
-    return int(getattr(trace_commands, args.action)(args))
+
+def export(args: Namespace) -> int:
+    """Writes a log, or a page of two, in another format, by default beside the first file, under its name."""
+    files, out = args.files, args.out
+    if len(files) > (2 if args.to == "html" else 1):
+        raise UsageError(
+            f"trace export --to {args.to}",
+            expected="one trace" + (", or two to compare" if args.to == "html" else ""),
+            got=f"{len(files)}",
+            remedy="Two traces side by side: hwfsdp trace export A B --to html.",
+        )
+    logs = [(file.name, load(file)) for file in files]
+    if out is None:
+        name = "-".join(file.name.removesuffix(".gz").removesuffix(".json") for file in files)
+        picture = f".{args.picture}" if args.to in ("png", "svg") else ""
+        out = files[0].with_name(f"{name}{picture}{pictures.FORMATS[args.to]}")
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UsageError(
+            "--out",
+            expected="a file other than the one that is read",
+            got=str(out),
+            remedy="Name another one.",
+        )
+    view = pictures.View(args.picture, args.rank, args.step)
+    if args.to == "html":
+        pictures.write_page(logs, out, view)
+    else:
+        pictures.export(logs[0][1], out, args.to, view)
+    print(json.dumps({"file": str(out), "format": args.to}) if args.json else f"Written to {out}")
+    return 0
+
+
+def load(file: Path) -> EventLog:
+    """The log in a file. Raises UsageError, in one line, if it is none, has nothing in it, or is of another version."""
+    log = EventLog.load(file)
+    if not log.events:
+        raise UsageError(
+            f"trace {str(file)!r}",
+            expected="events of at least one rank",
+            got="none",
+            remedy="Record a step: hwfsdp trace run demo.",
+        )
+    return log

@@ -9,69 +9,23 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hwfsdp.cli import options
+import torch
+
+from hwfsdp.cli import training
 from hwfsdp.errors import UsageError
-
-if TYPE_CHECKING:
-    from hwfsdp.train.snapshots import SnapshotConfig
-
-
-def add_train(verbs: Any) -> None:
-    """Add the verb `train`."""
-    train = verbs.add_parser(
-        "train",
-        help="train a byte-level GPT with hwfsdp, with FSDP2 or with your own file",
-        description="Train a byte-level GPT on several ranks. The command starts the ranks, unless torchrun has. It prints the loss, "
-        "averaged over all ranks, and the L2 norm of all gradients.",
-    )
-    train.set_defaults(run=_train)
-    add = train.add_argument
-    add(
-        "--ranks",
-        type=options.positive,
-        help="processes to shard over (default 2; under torchrun: all of its processes)",
-    )
-    options.add_implementation(
-        train,
-        "hwfsdp (default), fsdp2, none (every rank has the whole model), or a Python file with its own fully_shard",
-    )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
-    add("--heads", type=options.positive, help="attention heads (default: width / 32)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add(
-        "--param-dtype",
-        default="float32",
-        choices=dtypes,
-        help="dtype of gathers and compute (default float32)",
-    )
-    options.add_reshard(train)
-    add("--trace", type=Path, metavar="FILE", help="write a trace of the last two steps (JSON)")
-    saving = train.add_argument_group("saving", "With any of these options, SIGTERM saves and ends the run.")
-    saving.add_argument(
-        "--save-every", type=options.positive, metavar="N", help="save every N steps, and at the end"
-    )
-    saving.add_argument("--resume", action="store_true", help="continue from the last save, if there is one")
-    saving.add_argument(
-        "--keep", type=options.positive, metavar="N", help="how many saves to keep (default 2)"
-    )
-    saving.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="folder for saves (default runs/train/checkpoint)"
-    )
-    saving.add_argument("--wait-for-saves", action="store_true", help="stop training while a save is written")
-    options.add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+from hwfsdp.launcher.ranks import stoppable
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.train import loop
+from hwfsdp.train.snapshots import SnapshotConfig
 
 
-def _train(args: argparse.Namespace) -> int:
-    from hwfsdp.launcher.ranks import stoppable
-    from hwfsdp.observe.eventlog import EventLog
-    from hwfsdp.train.loop import launch_blaming, train
-
-    config = options.config_of(
+def train(args: argparse.Namespace) -> int:
+    config = training.config_of(
         args,
         param_dtype=args.param_dtype,
-        reshard_after_forward=options.reshard_of(args),
+        reshard_after_forward=training.reshard_of(args),
         record_last=min(2, args.steps) if args.trace else 0,
         snapshots=_snapshots(args),
     )
@@ -80,10 +34,10 @@ def _train(args: argparse.Namespace) -> int:
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
-    on_step = options.quiet if args.json else options.progress(args.steps, "train")
+    on_step = training.quiet if args.json else training.progress(args.steps, "train")
     device = _device(args)
-    with stoppable() if config.snapshots else nullcontext(), options.prints_of_ranks(args.json):
-        results = launch_blaming(config, train, ranks, config, device, on_step, device=device)
+    with stoppable() if config.snapshots else nullcontext(), training.prints_of_ranks(args.json):
+        results = loop.launch_blaming(config, loop.train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun the other ranks have nothing to add
     times = sorted(results[0].step_ms)
@@ -106,8 +60,6 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
-    from hwfsdp.train.snapshots import SnapshotConfig
-
     if not (args.save_every or args.resume or args.keep or args.checkpoint or args.wait_for_saves):
         return None
     path = args.checkpoint or Path("runs/train/checkpoint")
@@ -135,8 +87,6 @@ def _report(summary: dict[str, Any], path: str) -> str:
 
 
 def _device(args: argparse.Namespace) -> str:
-    import torch
-
     available = torch.cuda.is_available()
     if args.device == "cuda" and not available:
         raise UsageError(

@@ -1,0 +1,48 @@
+"""What verbs that train share: the run's settings, and its progress line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from typing import Any
+
+from hwfsdp.train.data import draw_batch, load_text
+from hwfsdp.train.loop import TrainConfig
+from hwfsdp.train.models import GPTConfig
+
+
+def reshard_of(args: argparse.Namespace) -> bool | None:
+    """What `fully_shard` is given; None: its own default."""
+    return {None: None, "yes": True, "no": False}[args.reshard_after_forward]
+
+
+def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
+    heads = getattr(args, "heads", None) or max(1, args.dim // 32)
+    model = GPTConfig(args.dim, args.layers, heads, args.seq_len)
+    draw_batch(load_text(args.text), args.seq_len, 1, 0, 0)  # raises here, before ranks start
+    options |= {"implementation": args.implementation, "timeout": args.timeout}
+    return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
+
+
+def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float, float], None]:
+    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere."""
+
+    def show(step: int, loss: float, grad_norm: float) -> None:
+        line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
+        if sys.stdout.isatty():
+            print(f"\r{line}", end="\n" if step == steps else "", flush=True)
+        elif step == 1 or step % every == 0 or step == steps:
+            print(line, flush=True)
+
+    return show
+
+
+def quiet(step: int, loss: float, grad_norm: float) -> None:
+    """Show no progress: the output is JSON."""
+
+
+def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:
+    """Send prints of the user's file to standard error if the output is JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
