@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hwfsdp import __version__
-from hwfsdp.cli.greeting import greet
 from hwfsdp.cli.options import add_options
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.launcher.fork_server import start_server
@@ -36,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parsed(sys.argv[1:] if argv is None else argv)
         if args.verb is None:
+            from hwfsdp.cli.greeting import greet
+
             return greet()
         return _run(args)
     except UsageError as error:

@@ -5,21 +5,17 @@
     some exercises passed                the first exercise that is not
     all passed                           the homework, then the lab
 
-It answers at once: nothing here imports torch. So it reads the verdicts in the file of `course.progress` without the rest of
-that module. An exercise whose file has a TODO again counts as not passed.
+It answers at once: nothing here imports torch. An exercise is passed if `hwfsdp status` says so.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hwfsdp import __version__
-from hwfsdp.course.manifest import Course, Exercise, carried_course, find_course
-from hwfsdp.course.stations.stages import is_given
+from hwfsdp.course.manifest import Course, carried_course, find_course
+from hwfsdp.course.progress import Progress
 from hwfsdp.errors import UsageError
 
 _DEMO = Path("runs", "demo", "summary.json")
@@ -39,16 +35,17 @@ def _proposal() -> Iterator[str]:
     except UsageError:
         yield from _without_course()
         return
-    grades = _grades(course)
-    if not grades and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
+    progress = Progress.load(course)
+    if not progress.grades and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
         yield from _demo(f"Then the course, exercises 1 to {len(course.exercises)}:\n  hwfsdp list")
         return
-    done = [exercise for exercise in course.exercises if _is_passed(exercise, grades)]
-    following = next((each for each in course.exercises if each not in done and not _is_forgone(each)), None)
-    yield f"{len(done)} of {len(course.exercises)} exercises passed."
-    if following is None:
+    standings = [progress.standing(exercise) for exercise in course.exercises]
+    yield f"{sum(s.status == 'passed' for s in standings)} of {len(standings)} exercises passed."
+    left = [s.exercise for s in standings if s.status not in ("passed", "forgone")]
+    if not left:
         yield from _after_the_exercises(course)
         return
+    following = left[0]
     yield f"Next, exercise {following.short_number}, {following.title.lower()}:"
     yield f"  read   {_shown(following.folder / 'README.md')}"
     yield f"  edit   {_shown(following.path)}"
@@ -83,35 +80,6 @@ def _after_the_exercises(course: Course) -> Iterator[str]:
         yield "  check  hwfsdp check capstone"
     if (course.root / "exercises" / "lab").is_dir():
         yield "Then the lab, scripts that train wrongly: hwfsdp lab"
-
-
-def _grades(course: Course) -> dict[str, Any]:
-    """The verdicts so far, by number. None if there is no readable file."""
-    try:
-        found = json.loads((course.root / ".hwfsdp" / "progress.json").read_text())["grades"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_passed(exercise: Exercise, grades: dict[str, Any]) -> bool:
-    known = grades.get(exercise.number)
-    if not isinstance(known, dict) or known.get("status") != "passed":
-        return False
-    try:
-        text = exercise.path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError):
-        return False
-    is_same = known.get("digest") == hashlib.sha256(text.encode()).hexdigest()
-    return is_same or f"TODO({exercise.number})" not in text
-
-
-def _is_forgone(exercise: Exercise) -> bool:
-    """Whether its points went to `hwfsdp catchup`."""
-    try:
-        return exercise.is_station and is_given(exercise.number, exercise.path.read_text(errors="replace"))
-    except OSError:
-        return False
 
 
 def _shown(path: Path) -> Path:
