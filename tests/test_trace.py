@@ -28,8 +28,7 @@ import suites
 from figures import events_of
 from hwfsdp import EventLog, MixedPrecisionPolicy, UsageError, fully_shard, launch, record
 from hwfsdp.cli import main
-from hwfsdp.launcher.capture import Capture
-from hwfsdp.launcher.steps import Steps, read_steps
+from hwfsdp.launcher.capture import Capture, Steps, read_steps
 from hwfsdp.observe import comparison
 from hwfsdp.observe.comparison import compare
 from hwfsdp.observe.events import Event, Sample

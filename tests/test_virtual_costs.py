@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hwfsdp.compat import DispatchMode, fake_tensors
-from hwfsdp.virtual.costs import Cost, cost_of, extent, tensors_in
+from hwfsdp.observe.collectives import tensors_in
+from hwfsdp.virtual.costs import Cost, cost_of, extent
 from hwfsdp.virtual.devices import DEVICES
 
 N = 24  # elements of what `vector` gives

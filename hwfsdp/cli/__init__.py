@@ -4,9 +4,7 @@
     demo       the same run three times, compared, and drawn
     health     what doctor looks at
     doctor     whether this machine can do what the package needs
-    course     a folder with the course to work in
-    student    check and watch
-    lab        the broken lab
+    course     a folder with the course to work in; check, watch, lab
     explain    how a model's parameters would lie over ranks
     simulate   a step on GPUs that are not there
     trace      record a run, show, compare, export

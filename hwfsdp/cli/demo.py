@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hwfsdp.cli import training
+from hwfsdp.cli.options import answer
 from hwfsdp.observe.tables import lay_out
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
@@ -19,19 +20,20 @@ _STEPS_TO_LEARN = 20  # with fewer steps, the loss need not fall
 
 
 def demo(args: argparse.Namespace) -> int:
+    """Run the demo; write and print what it found."""
     args.out.mkdir(parents=True, exist_ok=True)  # raises here, before the work begins
     config = training.config_of(args)
-    on_step = training.quiet if args.json else training.progress(args.steps, "demo")
     with training.prints_of_ranks(args.json):
-        result = run_demo(args.ranks, config, on_step)
+        result = run_demo(args.ranks, config, training.progress(args, "demo"))
     summary = result.summary
     _write(result, args.out)
-    print(json.dumps(summary, indent=2) if args.json else _report(summary, args.out))
     learned = summary["loss_last"] <= summary["loss_first"] - 0.5 or args.steps < _STEPS_TO_LEARN
+    ours = summary["implementation"] == "hwfsdp"
+    holds = learned and summary["equal_to_fsdp2" if ours else "agrees_with_fsdp2"]
+    status = answer(args, summary, _report(summary, args.out), holds)
     if not learned:
         print(f"hwfsdp: the loss fell by less than 0.5 in {args.steps} steps", file=sys.stderr)
-    ours = summary["implementation"] == "hwfsdp"
-    return 0 if learned and summary["equal_to_fsdp2" if ours else "agrees_with_fsdp2"] else 1
+    return status
 
 
 def _write(result: Result, out: Path) -> None:
@@ -78,7 +80,7 @@ def _report(summary: dict[str, Any], out: Path) -> str:
     )
 
 
-def _side_by_side(summary: dict[str, Any], every: int = 10) -> list[str]:
+def _side_by_side(summary: dict[str, Any]) -> list[str]:
     """Table of losses and gradient norms: the first three steps, every tenth, and the last."""
     runs, steps = list(summary["losses"]), summary["steps"]
     names = [run if len(run) <= 10 else f"{run[:9]}…" for run in runs]
@@ -86,7 +88,7 @@ def _side_by_side(summary: dict[str, Any], every: int = 10) -> list[str]:
     lines = [" " * 6 + f"{'loss':>10}" + " " * 33 + f"{'grad norm':>10}"]
     lines.append(f"{'step':>5} " + "".join(f"{name:>11}" if name else "  " for name in columns))
     for step in range(steps):
-        if step < 3 or (step + 1) % every == 0 or step == steps - 1:
+        if step < 3 or (step + 1) % 10 == 0 or step == steps - 1:
             values = [*(summary["losses"][run][step] for run in runs), None]
             values += [summary["grad_norms"][run][step] for run in runs]
             lines.append(f"{step + 1:>5} " + "".join("  " if v is None else f"{v:>11.4f}" for v in values))

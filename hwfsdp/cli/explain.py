@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from hwfsdp.cli.options import answer
 from hwfsdp.layout.blueprint import Blueprint, explain_on_paper
 from hwfsdp.train.builders import find_builder
 
 
 def explain(args: argparse.Namespace) -> int:
+    """Print the table; draw it if that was asked for."""
     found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
     if args.png is not None:
         from hwfsdp.plot.parameters import plot_parameters
 
         plot_parameters(found.explanation).savefig(args.png, format="png")
-    if args.json:
-        about = {"model": args.model, "ranks": args.ranks, "rank": args.rank, "wrapped": found.wrapped}
-        print(json.dumps({**about, **found.explanation.as_dict()}, indent=2))
-    else:
-        print(_report(found, args))
-    return 0
+    about = {"model": args.model, "ranks": args.ranks, "rank": args.rank, "wrapped": found.wrapped}
+    return answer(args, {**about, **found.explanation.as_dict()}, _report(found, args))
 
 
 def _report(found: Blueprint, args: argparse.Namespace) -> str:

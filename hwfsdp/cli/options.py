@@ -1,8 +1,9 @@
-"""Options, read from the rows of `verbs.toml`."""
+"""Options, read from the rows of `verbs.toml`, and the answer as text or JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -113,3 +114,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "reshard": {"type": reshard},
     "sweep": {"type": sweep},
 }
+
+
+# --- What verbs print --------------------------------------------------------------------------------------
+
+
+def answer(args: argparse.Namespace, found: Any, text: str, holds: bool = True) -> int:
+    """Print what a verb found: as text, or as JSON if that was asked for. Return the exit status: 0 if it holds, else 1."""
+    print(json.dumps(found, indent=2) if args.json else text, flush=True)
+    return 0 if holds else 1

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hwfsdp.cli.options import answer
 from hwfsdp.errors import UsageError
 from hwfsdp.train.builders import find_function, in_one_line
 from hwfsdp.virtual import run
@@ -23,19 +22,32 @@ from hwfsdp.virtual.report import report, sweep_report
 
 
 def simulate(args: argparse.Namespace) -> int:
+    """Simulate a step, or one for each number of GPUs in a sweep."""
     if args.sweep:
-        return _sweep(args)
-    found = _once(args, Choice(args.gpus, args.batch, args.checkpoint, args.hsdp))
-    if args.trace:
-        found.log.save(args.trace)
+        _check_sweep(args)
+    found = [*_simulations(args)]
     if args.png:
-        from hwfsdp.plot.timeline import plot_timeline
+        _draw(found, args)
+    if args.trace:
+        found[-1].log.save(args.trace)
+    if args.sweep:
+        fits = any(each.fits for each in found)
+        return answer(args, [each.as_dict() for each in found], sweep_report(found), fits)
+    status = answer(args, found[0].as_dict(), report(found[0]), found[0].fits)
+    if status:
+        _explain_misfit(args, found[0])
+    return status
 
-        plot_timeline(found.log).savefig(args.png, format="png")
-    print(json.dumps(found.as_dict(), indent=2) if args.json else report(found), flush=True)
-    if not found.fits:
-        _explain_misfit(args, found)
-    return 0 if found.fits else 1
+
+def _simulations(args: argparse.Namespace) -> Iterator[run.Simulation]:
+    """Simulate, and show on a terminal how far a sweep is."""
+    shown = args.sweep and sys.stderr.isatty()
+    for gpus in args.sweep or [args.gpus]:
+        yield _once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp))
+        if shown:
+            print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
+    if shown:
+        print("\r", end="", file=sys.stderr)
 
 
 def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
@@ -66,23 +78,6 @@ def _explain_misfit(args: argparse.Namespace, found: run.Simulation) -> None:
     print(f"hwfsdp: {said}", file=sys.stderr)
 
 
-def _sweep(args: argparse.Namespace) -> int:
-    _check_sweep(args)
-    found = []
-    for gpus in args.sweep:
-        found.append(_once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp)))
-        if sys.stderr.isatty():
-            print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print("\r", end="", file=sys.stderr)
-    if args.png:
-        _draw_sweep(found, args.png)
-    if args.trace:
-        found[-1].log.save(args.trace)
-    print(json.dumps([s.as_dict() for s in found], indent=2) if args.json else sweep_report(found))
-    return 0 if any(s.fits for s in found) else 1
-
-
 def _check_sweep(args: argparse.Namespace) -> None:
     """Raise what is wrong before anything is simulated."""
     if args.nodes is not None:
@@ -96,12 +91,15 @@ def _check_sweep(args: argparse.Namespace) -> None:
         run.placed(device_named(args.device), gpus, None)
 
 
-def _draw_sweep(found: Sequence[run.Simulation], path: Path) -> None:
+def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:
+    """Draw the curve of a sweep, or the streams of a step."""
     from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
+    from hwfsdp.plot.timeline import plot_timeline
 
     points = []
     for s in found:
         speed, exposed = s.tokens_per_second_per_gpu or 0.0, s.exposed_comm_fraction
         points.append(ScalingPoint(s.gpus, speed, s.step_seconds, s.peak_memory_gib, exposed))
-    title = f"{found[0].target} on {found[0].device.name}"
-    plot_scaling(points, title=title, caption=f"Predicted: {run.LIMITS}.").savefig(path, format="png")
+    title, caption = f"{found[0].target} on {found[0].device.name}", f"Predicted: {run.LIMITS}."
+    sweep = args.sweep and plot_scaling(points, title=title, caption=caption)
+    (sweep or plot_timeline(found[0].log)).savefig(args.png, format="png")

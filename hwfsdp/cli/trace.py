@@ -6,8 +6,9 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from hwfsdp.cli.options import answer
 from hwfsdp.errors import UsageError
-from hwfsdp.launcher.steps import Steps, read_steps
+from hwfsdp.launcher.capture import Steps, read_steps
 from hwfsdp.observe import comparison, findings_text
 from hwfsdp.observe.comparison import compare
 from hwfsdp.observe.eventlog import EventLog
@@ -37,7 +38,7 @@ def run(args: Namespace) -> int:
     log = trace_run(asked, args.ranks, args.device, own_output=not args.json, timeout=args.timeout)
     log.save(args.out)
     found = examine(log)
-    status = _tell(found, str(args.out) if args.json else args.target, args.json)
+    status = _tell(args, found, str(args.out) if args.json else args.target)
     if not args.json:
         print(f"\nWritten to {args.out}; open it in https://ui.perfetto.dev")
     return status
@@ -54,25 +55,19 @@ def _check_writable(out: Path) -> None:
 
 def show(args: Namespace) -> int:
     """Shows what a log says; 0 if no race is in it."""
-    return _tell(examine(load(args.file)), str(args.file), args.json)
+    return _tell(args, examine(load(args.file)), str(args.file))
 
 
-def _tell(found: Findings, name: str, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(findings_text.as_json(found, name), indent=2))
-    else:
-        print(findings_text.describe(found, name))
-    return 1 if found.races else 0
+def _tell(args: Namespace, found: Findings, name: str) -> int:
+    said = findings_text.describe(found, name)
+    return answer(args, findings_text.as_json(found, name), said, not found.races)
 
 
 def diff(args: Namespace) -> int:
     """Compares two logs; 0 if they have the same counts and bytes."""
     found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
-    if args.json:
-        print(json.dumps(comparison.as_json(found, names), indent=2))
-    else:
-        print(comparison.describe(found, names))
-    return 0 if found.same_traffic else 1
+    said = comparison.describe(found, names)
+    return answer(args, comparison.as_json(found, names), said, found.same_traffic)
 
 
 def export(args: Namespace) -> int:

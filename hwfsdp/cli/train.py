@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import sys
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from hwfsdp.cli import training
+from hwfsdp.cli.options import answer
 from hwfsdp.errors import UsageError
 from hwfsdp.launcher.ranks import stoppable
 from hwfsdp.observe.eventlog import EventLog
@@ -22,6 +22,7 @@ from hwfsdp.train.snapshots import SnapshotConfig
 
 
 def train(args: argparse.Namespace) -> int:
+    """Train, and tell how it went."""
     config = training.config_of(
         args,
         param_dtype=args.param_dtype,
@@ -34,7 +35,7 @@ def train(args: argparse.Namespace) -> int:
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
-    on_step = training.quiet if args.json else training.progress(args.steps, "train")
+    on_step = training.progress(args, "train")
     device = _device(args)
     with stoppable() if config.snapshots else nullcontext(), training.prints_of_ranks(args.json):
         results = loop.launch_blaming(config, loop.train, ranks, config, device, on_step, device=device)
@@ -52,11 +53,8 @@ def train(args: argparse.Namespace) -> int:
         log = EventLog.merge(result.log for result in results)
         log.save(args.trace)
         summary["trace"] = log.summary()
-    if args.json:
-        print(json.dumps(summary, indent=2))
-    else:
-        print(_report(summary, str(config.snapshots.path) if config.snapshots else ""))
-    return 0
+    said = _report(summary, str(config.snapshots.path) if config.snapshots else "")
+    return answer(args, summary, said)
 
 
 def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:

@@ -26,21 +26,20 @@ def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
     return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
 
 
-def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float, float], None]:
-    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere."""
+def progress(args: argparse.Namespace, label: str) -> Callable[[int, float, float], None]:
+    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere, nothing for JSON."""
+    steps = args.steps
 
     def show(step: int, loss: float, grad_norm: float) -> None:
         line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
+        if args.json:
+            return
         if sys.stdout.isatty():
             print(f"\r{line}", end="\n" if step == steps else "", flush=True)
-        elif step == 1 or step % every == 0 or step == steps:
+        elif step == 1 or step % 10 == 0 or step == steps:
             print(line, flush=True)
 
     return show
-
-
-def quiet(step: int, loss: float, grad_norm: float) -> None:
-    """Show no progress: the output is JSON."""
 
 
 def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:

@@ -6,8 +6,7 @@
     worker       what runs on each rank
     caller       the ranks of one call, as their caller sees them
     ranks        the public function: launch
-    steps        which optimizer steps of a run to record
-    capture      a script of yours on each rank, as torchrun would run it, recorded
+    capture      a script of yours on each rank, as torchrun would run it; which of its steps are recorded
 
 The folder is not called launch: `hwfsdp.launch` is a function.
 """

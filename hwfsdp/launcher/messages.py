@@ -29,8 +29,8 @@ class Inbox:
     so many bytes (`multiprocessing.connection`).
     """
 
-    def __init__(self, largest: int = LARGEST_MESSAGE) -> None:
-        self._data, self.largest = bytearray(), largest
+    def __init__(self) -> None:
+        self._data, self.largest = bytearray(), LARGEST_MESSAGE
 
     def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
         """Read what is there, which has to be something, and give the messages that are complete.

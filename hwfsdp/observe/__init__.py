@@ -17,8 +17,7 @@
 
     A recording
     hooks            hooks on all storages and optimizers
-    collectives      wrappers that log the collectives of torch.distributed
-    functional       wrappers that log functional collectives
+    collectives      wrappers that log the collectives of torch.distributed, and functional ones
     stream_clocks    the clock of each set of streams
     instrument       reports from the heart to a recording
     recording        puts the instruments in place, takes them away again

@@ -1,6 +1,10 @@
-"""Wrappers that log the collectives of `torch.distributed`, and the waits for their works.
+"""Wrappers that log the collectives of `torch.distributed`, functional collectives, and the waits for both.
 
 A recording puts wrappers around the functions; they log every call. `recording` lists the calls that they do not see.
+
+A functional collective returns its result at once, and a later wait completes it. DTensors use them for redistribution. They call
+no function of `torch.distributed`, so their operators are wrapped. An event begins when Python calls the operator, and ends after
+the wait for its result.
 """
 
 from __future__ import annotations
@@ -9,18 +13,29 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hwfsdp.comm import history
-from hwfsdp.compat import is_fake_work
+from hwfsdp.compat import functional_operators, is_fake_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
-from hwfsdp.observe.functional import OWN_STREAM, tensors_in
+
+OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of an argument or a result: itself, or those in lists and dicts, to any depth."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 class _Collective(NamedTuple):
@@ -173,17 +188,21 @@ def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder) -> Draft:
-    whole = tensors_in(arguments.get(collective.whole))
-    stream = recorder.stream or (collective.op if collective.op in OWN_STREAM else "compute")
-    return recorder.begin(
-        collective.op,
-        stream,
-        follows_stream=True,
-        dtype=str(whole[0].dtype).removeprefix("torch.") if whole else "",
-        bytes=sum(t.numel() * t.element_size() for t in whole),
-        reads=tensors_in(arguments.get(collective.reads)),
-        writes=tensors_in(arguments.get(collective.writes)),
-    )
+    draft = _begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder)
+    draft.writes = recorder.identify(tensors_in(arguments.get(collective.writes)))
+    _describe(draft, tensors_in(arguments.get(collective.whole)))
+    return draft
+
+
+def _begin_on(op: str, reads: list[Tensor], recorder: Recorder) -> Draft:
+    """Begin a collective on the current stream. Outside of streams, some collectives have their own."""
+    stream = recorder.stream or (op if op in OWN_STREAM else "compute")
+    return recorder.begin(op, stream, follows_stream=True, reads=reads)
+
+
+def _describe(draft: Draft, whole: list[Tensor]) -> None:
+    draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
+    draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
@@ -221,3 +240,82 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
 
     with mock.patch.object(dist.Work, "wait", wait):
         yield
+
+
+# --- Functional collectives --------------------------------------------------------------------------------
+
+
+_OPERATORS = {  # of torch.ops._c10d_functional, and what to log; each has some of these variants
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
+}
+_VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
+
+
+@contextmanager
+def watch_operators(recorder: Recorder) -> Iterator[None]:
+    """Log functional collectives, which DTensors use, where Python calls their operators."""
+    with ExitStack() as patches:
+        for namespace in functional_operators():
+            for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
+                if hasattr(namespace, name + variant):
+                    operator = _WatchedOperator(getattr(namespace, name + variant), recorder, op)
+                    patches.enter_context(mock.patch.object(namespace, name + variant, operator))
+            if hasattr(namespace, "wait_tensor"):
+                waiting = _WatchedWaiting(namespace.wait_tensor, recorder)
+                patches.enter_context(mock.patch.object(namespace, "wait_tensor", waiting))
+        yield
+
+
+class _Operator:
+    """An operator of torch that can be called, and has overloads, as before."""
+
+    def __init__(self, original: Any, recorder: Recorder) -> None:
+        self._original, self._recorder = original, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @property
+    def _is_seen(self) -> bool:
+        watched = events.active() is self._recorder and not self._recorder.inside_collective
+        return watched and not torch.compiler.is_compiling()
+
+
+class _WatchedOperator(_Operator):
+    """A functional collective. Its event begins with the call, and ends after the wait for its result."""
+
+    def __init__(self, original: Any, recorder: Recorder, op: str) -> None:
+        super().__init__(original, recorder)
+        self._op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_seen:
+            return self._original(*args, **kwargs)
+        recorder, given = self._recorder, tensors_in([*args, *kwargs.values()])
+        draft = _begin_on(self._op, given, recorder)
+        result = self._original(*args, **kwargs)
+        made = tensors_in(result)
+        draft.writes = recorder.identify(made)
+        _describe(draft, made if self._op == "all_gather" else given)
+        recorder.results |= dict.fromkeys(draft.writes, draft)
+        return result
+
+
+class _WatchedWaiting(_Operator):
+    """The operator that waits for the result of a functional collective."""
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if not self._is_seen:
+            return self._original(tensor)
+        (number,) = self._recorder.identify([tensor])
+        draft = self._recorder.results.pop(number, None)
+        if draft is None:
+            return self._original(tensor)
+        with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
+            result = self._original(tensor)
+            draft.close()
+        return result

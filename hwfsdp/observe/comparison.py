@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf
 from statistics import fmean
@@ -31,10 +31,10 @@ class PerStep(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """One number, for both logs."""
+    """What is compared: of log A, and of log B."""
 
-    a: float
-    b: float
+    a: Any
+    b: Any
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Comparison:
         step_us, exposed_comm_us, overlap: of both. peaks: by kind of memory, those that either has.
     """
 
-    ranks: tuple[list[int], list[int]]
-    steps: tuple[int, int]
-    ops: dict[str, tuple[PerStep, PerStep]]
+    ranks: Pair
+    steps: Pair
+    ops: dict[str, Pair]
     parting: Parting | None
     step_us: Pair
     exposed_comm_us: Pair
@@ -79,7 +79,7 @@ class Comparison:
     @property
     def same_traffic(self) -> bool:
         """True if both logs have the same ranks, and the same calls and bytes of every op in a step."""
-        return self.ranks[0] == self.ranks[1] and not self.differing_ops
+        return self.ranks.a == self.ranks.b and not self.differing_ops
 
 
 class StepTimes(NamedTuple):
@@ -113,21 +113,14 @@ def _steps_of_rank(log: EventLog) -> list[tuple[float, float]]:
 
 def compare(a: EventLog, b: EventLog) -> Comparison:
     """Compare collectives and computation of two logs. The number of waits does not matter."""
-    steps, totals = (_steps(a), _steps(b)), (_per_step(a), _per_step(b))
-    ops = {op: (totals[0][op], totals[1][op]) for op in sorted({*totals[0], *totals[1]})}
+    steps, totals = Pair(_steps(a), _steps(b)), Pair(_per_step(a), _per_step(b))
+    ops = {op: Pair(totals.a[op], totals.b[op]) for op in sorted({*totals.a, *totals.b})}
     first, second = a.summary(), b.summary()
-    most = first["peak_bytes_by_kind"], second["peak_bytes_by_kind"]
-    peaks = {kind: Pair(most[0].get(kind, 0), most[1].get(kind, 0)) for kind in {**most[0], **most[1]}}
-    return Comparison(
-        (a.ranks, b.ranks),
-        steps,
-        ops,
-        _first_parting(a, b, min(steps)),
-        Pair(first["step_us"], second["step_us"]),
-        Pair(first["exposed_comm_us"], second["exposed_comm_us"]),
-        Pair(first["overlap_fraction"], second["overlap_fraction"]),
-        {kind: pair for kind, pair in peaks.items() if any(pair)},
-    )
+    most = Pair(first["peak_bytes_by_kind"], second["peak_bytes_by_kind"])
+    peaks = {kind: Pair(most.a.get(kind, 0), most.b.get(kind, 0)) for kind in {**most.a, **most.b}}
+    times = [Pair(first[key], second[key]) for key in ("step_us", "exposed_comm_us", "overlap_fraction")]
+    peaks = {kind: pair for kind, pair in peaks.items() if any(pair)}
+    return Comparison(Pair(a.ranks, b.ranks), steps, ops, _first_parting(a, b, min(steps)), *times, peaks)
 
 
 def _is_work(event: Event) -> bool:
@@ -136,18 +129,18 @@ def _is_work(event: Event) -> bool:
 
 
 def _steps(log: EventLog) -> int:
-    return max(1, len({e.step for e in log.select("optimizer")}))
+    return max(1, len(log.finished_steps))
 
 
 def _per_step(log: EventLog) -> defaultdict[str, PerStep]:
-    totals: dict[str, list[float]] = {}
+    totals: defaultdict[str, PerStep] = defaultdict(lambda: PerStep(0, 0, 0.0))
+    ranks = len(log.ranks)
     for event in filter(_is_work, log.events):
-        total = totals.setdefault(event.op, [0, 0, 0.0])
-        total[0] += 1
-        total[1] += event.bytes
-        total[2] += event.dur_us / len(log.ranks)
-    means = {op: PerStep(*(value / _steps(log) for value in total)) for op, total in totals.items()}
-    return defaultdict(lambda: PerStep(0, 0, 0.0), means)
+        calls, nbytes, us = totals[event.op]
+        totals[event.op] = PerStep(calls + 1, nbytes + event.bytes, us + event.dur_us / ranks)
+    for op, total in totals.items():
+        totals[op] = PerStep(*(value / _steps(log) for value in total))
+    return totals
 
 
 def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
@@ -196,7 +189,7 @@ def _verdict(found: Comparison) -> str:
     steps = f" (A has {number_of(a, 'step')}, B {b}: means of a step are compared)" if a != b else ""
     if found.same_traffic:
         return f"Both did the same: as many events of each kind, over as many bytes{steps}."
-    if found.ranks[0] != found.ranks[1]:
+    if found.ranks.a != found.ranks.b:
         ranks_a, ranks_b = (", ".join(map(str, ranks)) for ranks in found.ranks)
         return f"They are of different ranks: {ranks_a} and {ranks_b}{steps}."
     return f"They did not do the same: {', '.join(found.differing_ops)} differ{steps}."
@@ -253,31 +246,16 @@ def _peaks(found: Comparison) -> list[str]:
 
 def as_json(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
     """The same with stable keys; times in µs."""
-
-    def both(pair: tuple[PerStep, PerStep] | Pair) -> dict[str, Any]:
-        return {
-            side: value._asdict() if isinstance(value, PerStep) else value
-            for side, value in zip("ab", pair, strict=True)
-        }
-
-    parting = found.parting
     return {
-        "a": names[0],
-        "b": names[1],
+        **Pair(*names)._asdict(),
         "same_traffic": found.same_traffic,
-        "same_order": parting is None,
-        "ranks": {"a": found.ranks[0], "b": found.ranks[1]},
-        "steps": {"a": found.steps[0], "b": found.steps[1]},
-        "orders_part": parting
-        and {
-            "rank": parting.rank,
-            "number": parting.number,
-            "a": parting.a and parting.a.as_dict(),
-            "b": parting.b and parting.b.as_dict(),
-        },
-        "per_step": {op: both(pair) for op, pair in found.ops.items()},
-        "step_us": both(found.step_us),
-        "exposed_comm_us": both(found.exposed_comm_us),
-        "overlap_fraction": both(found.overlap),
-        "peak_bytes_by_kind": {kind: both(pair) for kind, pair in found.peaks.items()},
+        "same_order": found.parting is None,
+        "ranks": found.ranks._asdict(),
+        "steps": found.steps._asdict(),
+        "orders_part": found.parting and asdict(found.parting),
+        "per_step": {op: Pair(a._asdict(), b._asdict())._asdict() for op, (a, b) in found.ops.items()},
+        "step_us": found.step_us._asdict(),
+        "exposed_comm_us": found.exposed_comm_us._asdict(),
+        "overlap_fraction": found.overlap._asdict(),
+        "peak_bytes_by_kind": {kind: pair._asdict() for kind, pair in found.peaks.items()},
     }

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ class EventLog:
             if (not ops or e.op in ops) and all(getattr(e, k) == v for k, v in attributes.items())
         ]
 
+    @property
+    def finished_steps(self) -> list[int]:
+        """The steps that an optimizer ended."""
+        return sorted({e.step for e in self.select("optimizer")})
+
     def collectives(self) -> list[Event]:
         """The collectives, in order of issue."""
         return self.select(*COLLECTIVES)
@@ -112,16 +118,13 @@ class EventLog:
         """
         parts = self.by_rank()
         times = {rank: _rank_times(part) for rank, part in parts.items()}
-        first = parts[min(parts)].collectives() if parts else []
-        counts, nbytes = Counter(e.op for e in first), Counter[str]()
-        for event in first:
-            nbytes[event.op] += event.bytes
+        traffic = traffic_of(parts[min(parts)].collectives()) if parts else {}
         peaks = self.peak_bytes_by_kind()
         communicated, exposed = sum(t.comm for t in times.values()), sum(t.exposed for t in times.values())
         return {
             "step_us": _mean([t.total / t.steps for t in times.values()]),
-            "bytes_by_op": dict(nbytes),
-            "count_by_op": dict(counts),
+            "bytes_by_op": {op: moved.bytes for op, moved in traffic.items()},
+            "count_by_op": {op: moved.calls for op, moved in traffic.items()},
             "exposed_comm_us": _mean([t.exposed / t.steps for t in times.values()]),
             "overlap_fraction": _hidden(exposed, communicated),
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
@@ -243,6 +246,25 @@ def clocks_about(clocks: Mapping[int, RankClock]) -> dict[str, Any]:
     return {"clocks": {str(rank): list(clock) for rank, clock in sorted(clocks.items())}} if clocks else {}
 
 
+class Traffic(NamedTuple):
+    """Calls of one op, and bytes of its whole tensors (see `accounting`)."""
+
+    calls: int
+    bytes: int
+
+
+TrafficByOp = dict[str, Traffic]
+
+
+def traffic_of(events: Iterable[Event]) -> TrafficByOp:
+    """What these events moved, by op, in the order of the first of each."""
+    found: TrafficByOp = {}
+    for event in events:
+        calls, nbytes = found.get(event.op, (0, 0))
+        found[event.op] = Traffic(calls + 1, nbytes + event.bytes)
+    return found
+
+
 class _Skew(NamedTuple):
     """Keys of `EventLog.summary`."""
 
@@ -270,7 +292,7 @@ def _rank_times(log: EventLog) -> _Times:
     total = max(e.end_us for e in optimizers or events) - first
     comm = communicating(events)
     exposed = length(comm) - length(intersect(comm, computing(events)))
-    return _Times(total, length(comm), exposed, max(1, len({e.step for e in optimizers})))
+    return _Times(total, length(comm), exposed, max(1, len(log.finished_steps)))
 
 
 def _hidden(exposed: float, communicated: float) -> float:
@@ -324,17 +346,8 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """Points of `a` that are not in `b`; both as `union` returns them."""
-    left: list[Interval] = []
-    for start, end in a:
-        for cut_start, cut_end in b:
-            if cut_end <= start or cut_start >= end:
-                continue
-            if cut_start > start:
-                left.append((start, cut_start))
-            start = max(start, cut_end)
-        if start < end:
-            left.append((start, end))
-    return left
+    edges = [-inf, *(us for interval in b for us in interval), inf]
+    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -110,7 +110,7 @@ class Mark(Protocol):
 
 
 class HostMark(float):
-    """Host time, in µs; `None` means now."""
+    """A time in µs that is known at once; None: the host's, now."""
 
     __slots__ = ()
 

@@ -13,23 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hwfsdp.observe.accounting import Strategy, strategy_traffic, unsharded_bytes
-from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.eventlog import EventLog, Traffic, TrafficByOp, traffic_of
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.races import find_races
 from hwfsdp.observe.run_info import About, GroupAbout, read_about
 
 REDUCED = ("reduce_scatter", "all_reduce")
 _SAID = {"ZERO1": "ZeRO-1", "ZERO2": "ZeRO-2", "ZERO3": "ZeRO-3"}
-
-
-class Traffic(NamedTuple):
-    """Calls of one collective in one step, and bytes of its whole tensors (see `accounting`)."""
-
-    calls: int
-    bytes: int
-
-
-TrafficByOp = dict[str, Traffic]
 
 
 class StrategyTraffic(NamedTuple):
@@ -162,18 +152,13 @@ def _races(log: EventLog, blind: bool) -> list[str] | None:
 def _by_step(log: EventLog, owners: set[str]) -> dict[int, TrafficByOp]:
     """Traffic of groups in each step that an optimizer ended. Without such a step, the whole log is one step."""
     events = [e for e in log.collectives() if e.owner in owners]
-    finished = sorted({e.step for e in log.select("optimizer")})
-    if not finished:
+    if not log.finished_steps:
         return {0: _traffic(events)} if log.events else {}
-    return {step: _traffic(e for e in events if e.step == step) for step in finished}
+    return {step: _traffic(e for e in events if e.step == step) for step in log.finished_steps}
 
 
 def _traffic(events: Iterable[Event]) -> TrafficByOp:
-    counts, nbytes = Counter[str](), Counter[str]()
-    for event in events:
-        counts[event.op] += 1
-        nbytes[event.op] += event.bytes
-    return {op: Traffic(counts[op], nbytes[op]) for op in sorted(counts)}
+    return dict(sorted(traffic_of(events).items()))
 
 
 def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hwfsdp.observe.findings import Findings, Traffic, TrafficByOp
+from hwfsdp.observe.eventlog import Traffic, TrafficByOp
+from hwfsdp.observe.findings import Findings
 from hwfsdp.observe.tables import lay_out, ms, number_of
 from hwfsdp.observe.validate import printable
 

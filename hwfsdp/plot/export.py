@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = {"perfetto": ".json", "csv": ".csv", "html": ".html", "png": ".png", "svg": ".svg"}
 PICTURES = ("timeline", "memory", "lifetimes", "overlap", "traffic")
+_OF_ONE_RANK = ("memory", "lifetimes")
 _DPI = 150
 
 
@@ -82,32 +84,18 @@ def _part(log: EventLog, view: View) -> EventLog:
 
 
 def draw(log: EventLog, view: View) -> Figure:
-    """The picture; its room of `plot` is imported now, as it takes a while."""
+    """The picture. The module that draws it is imported now, as that takes a while."""
     chosen(log, "trace export", rank=view.rank, step=view.step)
-    step, rank = view.step, view.rank
-    if rank is None and view.picture in ("memory", "lifetimes"):
-        rank = min(log.ranks)
+    rank = min(log.ranks) if view.rank is None and view.picture in _OF_ONE_RANK else view.rank
     log = log if rank is None else log.of_rank(rank)
+    module = importlib.import_module(f"hwfsdp.plot.{view.picture}")
+    plot: Callable[..., Figure] = getattr(module, f"plot_{view.picture}")
     if view.picture == "memory":
-        from hwfsdp.plot.memory import plot_memory
-
-        return plot_memory(log if step is None else _during(log, step), rank=rank or 0)
-    if view.picture == "lifetimes":
-        from hwfsdp.plot.lifetimes import plot_lifetimes
-
-        return plot_lifetimes(log, rank=rank or 0, step=step)
-    if view.picture == "overlap":
-        from hwfsdp.plot.overlap import plot_overlap
-
-        return plot_overlap(log, step=step)
+        return plot(log if view.step is None else _during(log, view.step), rank=rank)
     if view.picture == "traffic":
-        from hwfsdp.plot.traffic import plot_traffic
-
-        log = log if step is None else EventLog(log.select(step=step), {}, log.about)
-        return plot_traffic(log, _closed_forms(log))
-    from hwfsdp.plot.timeline import plot_timeline
-
-    return plot_timeline(log, step=step)
+        log = log if view.step is None else EventLog(log.select(step=view.step), {}, log.about)
+        return plot(log, _closed_forms(log))
+    return plot(log, step=view.step, **({"rank": rank} if view.picture in _OF_ONE_RANK else {}))
 
 
 def _during(log: EventLog, step: int) -> EventLog:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.eventlog import traffic_of as sums_by_op
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.plot import sheet, style
 
@@ -41,10 +42,8 @@ def traffic_of(log: EventLog, rank: int) -> dict[str, float]:
     events = log.select(rank=rank)
     steps = {e.step for e in events if e.op == "optimizer"}
     moving = [e for e in events if e.op in COLLECTIVES and (not steps or e.step in steps)]
-    totals: dict[str, float] = {}
-    for event in [e for e in moving if e.owner] or moving:
-        totals[event.op] = totals.get(event.op, 0) + event.bytes
-    return {op: total / max(1, len(steps)) for op, total in totals.items()}
+    moved = sums_by_op([e for e in moving if e.owner] or moving)
+    return {op: total.bytes / max(1, len(steps)) for op, total in moved.items()}
 
 
 def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Figure:

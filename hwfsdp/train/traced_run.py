@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp.errors import RankError, UsageError
-from hwfsdp.launcher.capture import Capture, run_script
+from hwfsdp.launcher.capture import Capture, Steps, run_script
 from hwfsdp.launcher.ranks import launch
-from hwfsdp.launcher.steps import Steps
 from hwfsdp.launcher.worker import init_process_group
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train.implementations import OURS, blamed

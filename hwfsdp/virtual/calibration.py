@@ -178,9 +178,9 @@ class Prediction(NamedTuple):
     measured: float
 
 
-def held_against_a_run(device: Device, ranks: int = 2, steps: int = 30) -> Prediction:
+def held_against_a_run(device: Device, ranks: int) -> Prediction:
     """The demo's step, predicted for this machine, and the median of a run on it."""
-    config = TrainConfig(steps=steps)
+    config = TrainConfig(steps=30)
     model = config.model
     found = simulate(model, ranks, device, batch=config.batch, seq=model.seq_len)
     times = sorted(launch(train, ranks, config)[0].step_ms)

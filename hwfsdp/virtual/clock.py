@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
 from hwfsdp.observe import events, stream_clocks
-from hwfsdp.observe.events import STREAMS
+from hwfsdp.observe.events import STREAMS, HostMark
 from hwfsdp.virtual.devices import Device
 
 _VIEW = 0.4  # of the time to launch a kernel, what the host needs for a view
@@ -65,18 +65,6 @@ class Clock:
         """The time is 0 again, and nothing is under way."""
         self.host = 0.0
         self.ends = dict.fromkeys(STREAMS, 0.0)
-
-
-class VirtualMark:
-    """A point in a stream's time, for the recorder."""
-
-    __slots__ = ("_us",)
-
-    def __init__(self, us: float) -> None:
-        self._us = us
-
-    def us(self) -> float:
-        return self._us
 
 
 class VirtualEvent(StreamEvent):
@@ -127,11 +115,11 @@ def virtual_streams(clock: Clock) -> StreamSet:
     return StreamSet(lambda name: VirtualStream(name, clock))
 
 
-def _clocks(streams: StreamSet) -> tuple[events.Clock, Callable[[], VirtualMark]]:
+def _clocks(streams: StreamSet) -> tuple[events.Clock, Callable[[], HostMark]]:
     """Memory is sampled when the device gets there."""
     assert isinstance(streams.compute, VirtualStream)
     clock = streams.compute.clock
-    return lambda name: VirtualMark(clock.now(name)), lambda: VirtualMark(clock.now("compute"))
+    return lambda name: HostMark(clock.now(name)), lambda: HostMark(clock.now("compute"))
 
 
 stream_clocks.register(VirtualStream, _clocks)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from hwfsdp.compat import arguments_of, storage_key
+from hwfsdp.observe.collectives import tensors_in
 from hwfsdp.virtual.devices import Device
 
 
@@ -83,7 +84,7 @@ def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> C
     name = op.name().partition("::")[2].partition(".")[0]
     if name in _RESERVES:
         return _NOTHING
-    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
     if not inputs and not outputs:
         return _NOTHING  # a profiler's note
     changed = list(_changed(op, args))
@@ -115,17 +116,6 @@ def _changed(op: Any, args: Sequence[Any]) -> Iterator[Tensor]:
 
 def _fills_out(op: Any) -> bool:
     return any(argument.is_written for argument in arguments_of(op))
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in the arguments or the result of an operator."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
 
 
 def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:

@@ -150,9 +150,9 @@ def calibration_file() -> Path:
     return Path(home) / "hwfsdp" / "this-machine.json"
 
 
-def save_calibration(device: Device, path: Path | None = None) -> Path:
+def save_calibration(device: Device) -> Path:
     """Keep a measured device for `device_named("this-machine")`; return where."""
-    path = path or calibration_file()
+    path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(device), indent=2) + "\n")
     return path

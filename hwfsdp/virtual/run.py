@@ -249,7 +249,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
         flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
         mfu = flops / seconds / device.peak(str(plan.param_dtype).removeprefix("torch."))
-    steps = max(1, len({e.step for e in log.select("optimizer")}))  # whose mean the summary gives
+    steps = max(1, len(log.finished_steps))  # whose mean the summary gives
     usable = _USABLE * device.memory
     return Simulation(
         target=name,

@@ -44,11 +44,12 @@ from hwfsdp import compat
 from hwfsdp.core.streams import StreamSet, backend
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.observe import events
+from hwfsdp.observe.collectives import tensors_in
 from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
 from hwfsdp.observe.stream_clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
-from hwfsdp.virtual.costs import cost_of, tensors_in
+from hwfsdp.virtual.costs import cost_of
 from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.kernels import device_kernels
 from hwfsdp.virtual.topology import collective_us, span_of
@@ -159,7 +160,7 @@ class Meter(compat.DispatchMode):
             with self:
                 return op.decompose(*args, **kwargs)
         out = call(op, args, kwargs)
-        made = list(tensors_in(out))
+        made = tensors_in(out)
         if made and all(tensor.is_meta for tensor in made):
             return out  # a model that has no memory yet
         for tensor in made:
@@ -208,7 +209,7 @@ class Meter(compat.DispatchMode):
 
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Note [What stays real]."""
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     return not any(map(compat.is_fake, tensors)) if tensors else _called_from(device_mesh.__name__)
 
 
