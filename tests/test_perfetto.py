@@ -23,7 +23,7 @@ from hwfsdp import launch, record
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
 from hwfsdp.observe.lifetimes import STATES, find_lifetimes
-from hwfsdp.observe.perfetto import from_trace, nested_intervals, to_trace
+from hwfsdp.observe.perfetto import draw, from_trace, to_trace
 
 Entry = dict[str, Any]
 Track = tuple[int, int]
@@ -97,10 +97,15 @@ def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arg
         assert entry["name"] == f"{event.op} {event.owner}".strip()
 
 
+def intervals(log: list[Event]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Where each event is drawn, by (rank, seq)."""
+    return {place: (each.start, each.end) for place, each in draw(log).items()}
+
+
 @given(any_log)
 def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> None:
     for event in log:
-        start, end = nested_intervals(log)[event.rank, event.seq]
+        start, end = intervals(log)[event.rank, event.seq]
         assert start == event.start_us <= end <= event.end_us
 
 
@@ -111,14 +116,14 @@ def test_events_that_nest_already_are_drawn_unchanged(log: list[Event]) -> None:
         Event(e.rank, e.seq + 100, e.op, e.stream, start_us=e.start_us + e.dur_us / 4, dur_us=e.dur_us / 2)
         for e in apart
     ]
-    found = nested_intervals([*apart, *inside])
+    found = intervals([*apart, *inside])
     assert all(found[e.rank, e.seq] == (e.start_us, e.end_us) for e in (*apart, *inside))
 
 
 def drawn(*rows: tuple[int, str, float, float]) -> list[tuple[float, float]]:
     """How slices are drawn, from rows (rank, stream, start, length)."""
     log = [Event(row[0], n, "forward", row[1], start_us=row[2], dur_us=row[3]) for n, row in enumerate(rows)]
-    return [nested_intervals(log)[e.rank, e.seq] for e in log]
+    return [intervals(log)[e.rank, e.seq] for e in log]
 
 
 def test_slices_are_cut_only_where_they_cross_an_end_on_their_track() -> None:

@@ -10,8 +10,8 @@
     run_info         the description of a run inside its log
 
     A log
-    lifetimes        when each parameter group was sharded, gathered, whole, freed
     races            accesses to the same memory whose order is not certain
+    lifetimes        when each parameter group was sharded, gathered, whole, freed
     perfetto         an event log as a file that ui.perfetto.dev opens
     eventlog         a finished recording: questions about it, and its file
 

@@ -21,6 +21,7 @@ from math import inf
 from typing import NamedTuple
 
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.races import by_rank
 
 STATES = ("sharded", "gathering", "full", "freed")
 # Whether the log has copy-outs → the states in which a group allocates its whole memory.
@@ -43,10 +44,7 @@ def find_lifetimes(events: Sequence[Event]) -> list[Lifetime]:
     The states of one group cover the time from the rank's first event to its last without gaps; none is empty.
     """
     found: list[Lifetime] = []
-    by_rank: dict[int, list[Event]] = {}
-    for event in sorted(events, key=lambda e: (e.rank, e.seq)):
-        by_rank.setdefault(event.rank, []).append(event)
-    for rank, of_rank in by_rank.items():
+    for rank, of_rank in by_rank(events).items():
         begin, end = min(e.start_us for e in of_rank), max(e.end_us for e in of_rank)
         for owner, changes in _changes(of_rank).items():
             found += _lifetimes(rank, owner, changes, begin, end)

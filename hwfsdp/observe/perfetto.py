@@ -19,7 +19,7 @@ Note [Times on a grid]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import floor, inf
 from typing import Any, NamedTuple
 
@@ -119,16 +119,24 @@ ROUNDING = 1e-6  # µs by which times that are equal may differ after a shift
 Place = tuple[int, int]  # rank, seq
 
 
+@dataclass(eq=False)
 class Drawn:
-    """A slice as drawn.
+    """An event as drawn.
 
     Attributes:
-        free_until: when the first slice on top of it begins, or its end. From then on, the viewer ties an arrow to
-            that slice, although it may be over.
+        start, end: where, in µs. depth: how many others it lies in. inner: those that lie directly in it, in their order.
     """
 
-    def __init__(self, start: float, end: float) -> None:
-        self.start, self.end, self.free_until = start, end, end
+    event: Event
+    start: float
+    end: float
+    depth: int
+    inner: list[Drawn] = field(default_factory=list)
+
+    @property
+    def free_until(self) -> float:
+        """When the first slice on top of it begins, or its end. From then on, the viewer ties an arrow to that slice."""
+        return self.inner[0].start if self.inner else self.end
 
     def last_moment(self, before: float) -> float:
         """The latest time, not after `before`, at which an arrow touches this slice."""
@@ -137,7 +145,7 @@ class Drawn:
 
 
 def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
-    """Return where to draw each event, by (rank, seq). On each track, intervals nest or are apart.
+    """Return where to draw each event, by (rank, seq), outer ones first. On each track, intervals nest or are apart.
 
     An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
 
@@ -154,8 +162,9 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
         start = event.start_us
         if open_ones:
             start = max(start, min(open_ones[-1].start + apart, open_ones[-1].end))
-            open_ones[-1].free_until = min(open_ones[-1].free_until, start)
-        slice_ = drawn[event.rank, event.seq] = Drawn(start, max(start, end))
+        slice_ = drawn[event.rank, event.seq] = Drawn(event, start, max(start, end), len(open_ones))
+        if open_ones:
+            open_ones[-1].inner.append(slice_)
         open_ones.append(slice_)
     return drawn
 
@@ -164,11 +173,6 @@ def _on_grid(event: Event) -> Event:
     """Move begin and end of the event to the grid, up to one step earlier. Intervals that nest or are apart stay so."""
     start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
     return replace(event, start_us=start, dur_us=end - start)
-
-
-def nested_intervals(events: Sequence[Event]) -> dict[Place, tuple[float, float]]:
-    """Return the intervals of `draw` alone."""
-    return {place: (slice_.start, slice_.end) for place, slice_ in draw(events).items()}
 
 
 def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:

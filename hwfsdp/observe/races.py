@@ -122,7 +122,7 @@ def _through(event: Event, past: Past) -> Past:
 
 def orders(events: Iterable[Event]) -> dict[int, Order]:
     """Return the order of each rank's events, by rank."""
-    return {rank: Order(of_rank) for rank, of_rank in _by_rank(events).items()}
+    return {rank: Order(of_rank) for rank, of_rank in by_rank(events).items()}
 
 
 def find_races(log: HasEvents) -> list[Race]:
@@ -135,7 +135,7 @@ def find_races(log: HasEvents) -> list[Race]:
         Races by rank, in order of issue of their second event. Of one memory, each event is found once as a second one.
     """
     found = []
-    for of_rank in _by_rank(log.events).values():
+    for of_rank in by_rank(log.events).values():
         order, memory = Order(of_rank), dict[int, _Accesses]()
         for event in of_rank:
             for storage in dict.fromkeys((*event.reads, *event.writes)):
@@ -147,7 +147,8 @@ def find_races(log: HasEvents) -> list[Race]:
     return found
 
 
-def _by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """Events of each rank, in order of issue."""
     found: dict[int, list[Event]] = {}
     for event in sorted(events, key=lambda e: (e.rank, e.seq)):
         found.setdefault(event.rank, []).append(event)

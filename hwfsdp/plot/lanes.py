@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from hwfsdp.observe.events import COLLECTIVES, STREAMS, Event
-from hwfsdp.observe.perfetto import ROUNDING, nested_intervals
+from hwfsdp.observe.perfetto import Drawn, draw
 from hwfsdp.plot import sheet, style
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
@@ -43,16 +43,6 @@ class Bands(NamedTuple):
 
     figure: Figure
     axes: list[Axes]
-
-
-class _Span(NamedTuple):
-    """An event as drawn: µs, how many others it lies in, and the intervals that inner ones cover."""
-
-    event: Event
-    start: float
-    end: float
-    depth: int
-    inner: tuple[tuple[float, float], ...]
 
 
 class _Row(NamedTuple):
@@ -128,13 +118,12 @@ def _frame_band(axes: Axes, lanes: _Lanes) -> None:
 
 def _draw_band(axes: Axes, lanes: _Lanes, events: Sequence[Event]) -> None:
     """Draws the events of one rank, and the arrows between them unless those are too many."""
-    spans = _spans(events)
-    for span in spans:
+    drawn = draw(events)
+    for span in drawn.values():
         _draw_span(axes, lanes, span)
     if not _arrows_left_out(events):
-        by_seq = {span.event.seq: span for span in spans}
         for source, target in _dependencies(events):
-            _draw_arrow(axes, lanes, by_seq[source.seq], by_seq[target.seq])
+            _draw_arrow(axes, lanes, drawn[source.rank, source.seq], drawn[target.rank, target.seq])
 
 
 def _arrows_left_out(events: Sequence[Event]) -> int:
@@ -163,29 +152,11 @@ def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
     return [*keys, arrow]
 
 
-def _spans(events: Sequence[Event]) -> list[_Span]:
-    """Where to draw each event of one rank; outer spans before the inner ones that cover them."""
-    drawn = nested_intervals(events)
-    spans: list[_Span] = []
-    outer: dict[str, list[int]] = {}  # stream → places in `spans` of those still open
-    for event in sorted(events, key=lambda e: (e.stream, e.start_us, -e.dur_us, e.seq)):
-        start, end = drawn[event.rank, event.seq]
-        stack = outer.setdefault(event.stream, [])
-        while stack and spans[stack[-1]].end <= start + ROUNDING:
-            stack.pop()
-        if stack:
-            parent = spans[stack[-1]]
-            spans[stack[-1]] = parent._replace(inner=(*parent.inner, (start, end)))
-        spans.append(_Span(event, start, end, len(stack), ()))
-        stack.append(len(spans) - 1)
-    return spans
-
-
-def _height(lanes: _Lanes, span: _Span) -> float:
+def _height(lanes: _Lanes, span: Drawn) -> float:
     return lanes.rows[span.event.stream].height * _INNER**span.depth
 
 
-def _draw_span(axes: Axes, lanes: _Lanes, span: _Span) -> None:
+def _draw_span(axes: Axes, lanes: _Lanes, span: Drawn) -> None:
     event, height = span.event, _height(lanes, span)
     look = style.look_of_op(event.op)
     face = style.mixed(look.color, style.WHITE, _PALE) if span.inner else look.color
@@ -195,7 +166,7 @@ def _draw_span(axes: Axes, lanes: _Lanes, span: _Span) -> None:
     _draw_label(axes, lanes, span, face)
 
 
-def _draw_label(axes: Axes, lanes: _Lanes, span: _Span, face: str) -> None:
+def _draw_label(axes: Axes, lanes: _Lanes, span: Drawn, face: str) -> None:
     """The owner, in the widest part of the bar that no inner one covers, if it fits there."""
     start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
     room = (end - start) * lanes.points_per_us - 4.0
@@ -205,11 +176,11 @@ def _draw_label(axes: Axes, lanes: _Lanes, span: _Span, face: str) -> None:
         style.draw_label(axes, ((start + end) / 2e3, middle), text, face)
 
 
-def _uncovered(span: _Span) -> Iterator[tuple[float, float]]:
+def _uncovered(span: Drawn) -> Iterator[tuple[float, float]]:
     at = span.start
-    for start, end in span.inner:
-        yield at, max(at, start)
-        at = max(at, end)
+    for inner in span.inner:
+        yield at, max(at, inner.start)
+        at = max(at, inner.end)
     yield at, max(at, span.end)
 
 
@@ -220,7 +191,7 @@ def _fitting(owner: str, room: float) -> str:
     return next((t for t in tails if style.text_width(t, style.SMALL_SIZE) <= room), "")
 
 
-def _draw_arrow(axes: Axes, lanes: _Lanes, source: _Span, target: _Span) -> None:
+def _draw_arrow(axes: Axes, lanes: _Lanes, source: Drawn, target: Drawn) -> None:
     """From the end of what was waited for to where the other could go on: a wait has begun before that."""
     rows = lanes.rows
     down = 1.0 if rows[target.event.stream].middle > rows[source.event.stream].middle else -1.0
