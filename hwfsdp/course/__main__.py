@@ -53,8 +53,8 @@ def _check(course: Course, chosen: Sequence[Exercise]) -> int:
     found = list(workbook.problems(course))
     for exercise in chosen:
         workbook.compiles_alone(exercise)
-    with grading_pool(course) as pool:
-        for problems in [pool.find_problems(exercise) for exercise in chosen]:
+    with grading_pool() as pool:
+        for problems in [pool.submit(workbook.grading_problems, course, exercise) for exercise in chosen]:
             found += problems.result()
     for problem in found:
         print(problem, file=sys.stderr)

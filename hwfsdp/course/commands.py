@@ -14,6 +14,7 @@ from hwfsdp.course.capstone.homework import FOLDER, read_homework
 from hwfsdp.course.filemap import file_map
 from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
 from hwfsdp.course.progress import Progress, replace_file
+from hwfsdp.course.refusals import unusable
 from hwfsdp.course.report import Style, listed, shown_path
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
 from hwfsdp.course.submission import starter
@@ -132,19 +133,9 @@ def catch_up(number: str, as_json: bool) -> int:
     course = find_course()
     station = course.exercise(number)
     if not station.is_station or station.number == "01":
-        raise UsageError(
-            f"catchup {number}",
-            expected="a station from 2 on",
-            got=station.title,
-            remedy="It needs no earlier station. Begin right away.",
-        )
+        raise unusable("student.catchup", number=number, title=station.title)
     if not SOURCE.exists():
-        raise UsageError(
-            f"catchup {number}",
-            expected="the instructor's edition, which has solutions",
-            got="a student's edition",
-            remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
-        )
+        raise unusable("student.no_catchup", number=number, file=OWN_FILE, station=station.number)
     old = station.path.read_text(errors="replace") if station.path.is_file() else ""
     theirs = {n for n in Progress.load(course).passed if not is_given(n, old)}
     text = caught_up(station.number, theirs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import cycle, product
 from pathlib import Path
@@ -27,7 +26,7 @@ from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
-from hwfsdp.course.verdict import Grade
+from hwfsdp.course.workbook import graded
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
 _TEMPLATE = Path(__file__).parent / "templates" / "grading.md"
@@ -65,15 +64,15 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
     texts |= {f"right answer {number}": text for number, text in enumerate(report.answers.right)}
     in_turn = cycle(texts.items())
     sizes = [WORLD_SIZE] if report.exercise.is_station else WORLD_SIZES
-    with grading_pool(course) as pool:
-        grades: list[tuple[str, Future[Grade]]] = []
+    with grading_pool() as pool:
+        grades = {}
         for world_size, seed in product(sizes, SEEDS):
             name, text = next(in_turn)
             options = Options(seed=seed, world_size=world_size, thorough=False)
             where = f"{name}, {world_size} ranks, seed {seed}"
-            grades.append((where, pool.submit(report.exercise, text, options)))
+            grades[where] = pool.submit(graded, report.exercise, course, text, options)
         report.runs = len(grades)
-        report.false_failures = [where for where, grade in grades if not grade.result().has_everything]
+        report.false_failures = [w for w, grade in grades.items() if not grade.result().has_everything]
 
 
 def answers_to(course: Course, exercise: Exercise) -> Answers:

@@ -21,7 +21,6 @@ import random
 import re
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,8 +31,7 @@ from hwfsdp.course.mutants import Mutant, mutants
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
-from hwfsdp.course.verdict import Grade
-from hwfsdp.course.workbook import SEED
+from hwfsdp.course.workbook import SEED, graded
 
 SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
 
@@ -128,14 +126,12 @@ def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> Ki
     for each in chosen:
         listed = (each.hole, each.mutant.before, each.mutant.after) in known
         (rate.equivalent if listed else rate.survived).append(each)
-    with grading_pool(course) as pool:
+    with grading_pool() as pool:
         for judge in judges:
             options = Options(judge is not exercise, SEED, seconds, repeat=False, thorough=False)
-            grades: list[tuple[HoleMutant, Future[Grade]]] = [
-                (each, pool.submit(judge, holes.splice(text, each.hole, each.mutant.text), options))
-                for each in rate.survived
-            ]
-            rate.survived = []
-            for each, grade in grades:
+            texts = [holes.splice(text, each.hole, each.mutant.text) for each in rate.survived]
+            grades = [pool.submit(graded, judge, course, mutated, options) for mutated in texts]
+            tried, rate.survived = rate.survived, []
+            for each, grade in zip(tried, grades, strict=True):
                 (rate.survived if grade.result().has_everything else rate.killed).append(each)
     return rate

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 import hwfsdp
 from hwfsdp.course.provided import Definition
-from hwfsdp.course.refusals import misread, refused
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import misread, refused, unusable
 
 PACKAGE = Path(hwfsdp.__file__).parent
 CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
@@ -140,12 +139,7 @@ class Course(NamedTuple):
             if is_named(str(number), exercise.number, exercise.directory):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
-        raise UsageError(
-            f"exercise {number}",
-            expected=f"one of {known}",
-            got=repr(str(number)),
-            remedy="See: hwfsdp list. For the homework: hwfsdp check capstone.",
-        )
+        raise unusable("manifest.exercise", number=str(number), known=known)
 
 
 def is_named(wanted: str, number: str, directory: str) -> bool:
@@ -161,7 +155,7 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
         UsageError: there is no such module.
     """
     path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    with refused(f"module {module!r} in a manifest", "one of hwfsdp", "See the list in hwfsdp/__init__.py."):
+    with refused("manifest.module", module=module):
         with path.open(newline="") as file:
             return file.read()
 
@@ -181,12 +175,7 @@ def find_course(start: Path | None = None) -> Course:
     for root in [here, *here.parents, PACKAGE.parent]:
         if (course := _course_in(root)) is not None:
             return course
-    raise UsageError(
-        "the course",
-        expected="a folder exercises/ here or above",
-        got=f"none from {here} up",
-        remedy="Go to the folder of the course, or write one: hwfsdp course DIR",
-    )
+    raise unusable("manifest.no_course", here=here)
 
 
 def carried_course() -> Course | None:
@@ -206,9 +195,7 @@ def read_manifest(path: Path) -> Exercise:
         UsageError: something is missing in it, or of the wrong kind.
     """
     number, _, topic = path.parent.name.partition("_")
-    expected = "title, points and hints; file of a station, or holes, perhaps calls (module:name)"
-    remedy = "Compare with the file of another exercise."
-    with misread(f"manifest {path.parent.name}/{path.name}", expected, remedy):
+    with misread("manifest.file", folder=path.parent.name, file=path.name):
         found = tomllib.loads(path.read_text())
         is_station = found.get("file") == OWN_FILE
         places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))

@@ -49,6 +49,7 @@ from hwfsdp.course.oracles import keep_only
 from hwfsdp.course.overlay import Overlay, install
 from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.processes import nothing_left_behind
+from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher import caller, ranks, worker
 from hwfsdp.launcher.messages import read_message
@@ -331,9 +332,7 @@ def patience() -> float:
     except ValueError:
         factor = 0.0
     if not 1 <= factor < float("inf"):
-        raise UsageError(
-            PATIENCE, expected="a number from 1 on", got=repr(text), remedy="Unset it, or write 3."
-        )
+        raise unusable("run.patience", text=text)
     return factor
 
 

@@ -85,8 +85,12 @@ def _restored(course: Course) -> Iterator[str]:
             yield f"{module} is not restored by the solutions. Run: make exercises"
 
 
-def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
+def grading_problems(course: Course, exercise: Exercise) -> list[str]:
     """Problems of grading an exercise's own files, one line each."""
+    return list(_grading_problems(course, exercise))
+
+
+def _grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
     started = graded(exercise, course, starter(exercise))
     if (started.status, started.score) != ("not_started", 0):
         yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."

@@ -62,7 +62,7 @@ def named(value: object) -> str | None:
 def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]:
     """By test, the grade that it asks for; several are being made at once."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # otherwise the other cores have tests of their own
-    with grading_pool(COURSE, WORKERS if alone else 1) as pool:
+    with grading_pool(WORKERS if alone else 1) as pool:
         chosen = [
             item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
         ]
@@ -71,7 +71,7 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
             exercise, *answers = item.callspec.params.values()
             for each in answers:
                 options = Options(seed=SEED, only=each.check if "." in each.check else None)
-                found[item.name] = pool.submit(exercise, text_of(exercise, each), options)
+                found[item.name] = pool.submit(graded, exercise, COURSE, text_of(exercise, each), options)
         yield found
 
 

@@ -66,9 +66,7 @@ def read_homework(course: Course) -> Homework:
         UsageError: it has none, or something is missing in its manifest.
     """
     path = course.root / "exercises" / FOLDER / "capstone.toml"
-    expected = "title, points, bonus, hints, and tasks with label and holes"
-    remedy = "Take the original exercises/capstone/ again."
-    with misread(f"manifest {FOLDER}/{path.name}", expected, remedy):
+    with misread("manifest.homework"):
         found = tomllib.loads(path.read_text())
         tasks = tuple(Task(str(task["label"]), tuple(map(str, task["holes"]))) for task in found["task"])
         hints = tuple(flowed(str(hint)) for hint in found["hints"])

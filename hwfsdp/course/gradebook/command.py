@@ -36,9 +36,8 @@ from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.refusals import refused, write_whole
+from hwfsdp.course.refusals import refused, unusable, write_whole
 from hwfsdp.course.report import MARKS, Style
-from hwfsdp.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,11 @@ class Output:
         """Raise UsageError if the results of so many submissions cannot be written so."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
-        expected, remedy = "a place that can be written", "Give another one; nothing has been graded."
         if self.out is not None:
-            with refused(f"--out {self.out}", expected, remedy):
+            with refused("grade.place", option="--out", path=self.out):
                 try_writing(self.out / "_" if self.folder else self.out)
         if self.reports is not None:
-            with refused(f"--reports {self.reports}", expected, remedy):
+            with refused("grade.place", option="--reports", path=self.reports):
                 try_writing(self.reports / "_")
 
 
@@ -93,12 +91,7 @@ def output(name: str | None, out: str | None, reports: Path | None) -> Output:
     path = Path(out)
     chosen = name or BY_SUFFIX.get(path.suffix.lower())
     if chosen is None:
-        raise UsageError(
-            f"--out {out}",
-            expected=f"a name that ends in one of {', '.join(BY_SUFFIX)}, or --format",
-            got="neither",
-            remedy=f"Formats: {', '.join(FORMATS)}.",
-        )
+        raise unusable("grade.no_format", out=out, suffixes=", ".join(BY_SUFFIX), formats=", ".join(FORMATS))
     return Output(chosen, path, out.endswith(("/", os.sep)) or path.is_dir(), reports)
 
 
@@ -173,12 +166,8 @@ def _saying_how_to_go_on(output: Output) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            str(error.filename or output.journal or "results"),
-            expected="free space, and permission to write",
-            got=error.strerror or type(error).__name__,
-            remedy=_way_on(output),
-        ) from None
+        file, got = error.filename or output.journal or "results", error.strerror or type(error).__name__
+        raise unusable("grade.write", file=file, got=got, remedy=_way_on(output)) from None
 
 
 def _way_on(output: Output) -> str:
@@ -198,13 +187,8 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
     (result,) = book.results()
     begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
     if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
-        first = book.course.exercises[0]
-        raise UsageError(
-            f"submission {path}",
-            expected=f"files such as {first.target}",
-            got=result.errors[0].partition("; expected")[0],
-            remedy="Give the folder or archive that holds the exercises.",
-        )
+        target, got = book.course.exercises[0].target, result.errors[0].partition("; expected")[0]
+        raise unusable("submission.nothing", path=path, target=target, got=got)
     _complain(result)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hwfsdp.course.confinement import Limit, limits_in_force
 from hwfsdp.course.manifest import PACKAGE
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import unusable
 
 
 def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
@@ -26,12 +26,7 @@ def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
     for path in sys.path if paths is None else paths:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
-            raise UsageError(
-                "grade",
-                expected=f"one copy of the package, {PACKAGE}",
-                got=f"a second one, {copy.absolute()}, which submissions could read",
-                remedy="Uninstall the second, or install the course in place: pip install --editable.",
-            )
+            raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())
 
 
 def limits(required: bool = False) -> list[Limit]:
@@ -45,12 +40,7 @@ def limits(required: bool = False) -> list[Limit]:
     """
     found = limits_in_force()
     if required and (missing := in_one_line(found)):
-        raise UsageError(
-            "--require-isolation",
-            expected="all limits of submissions in force",
-            got=f"not in force: {missing}",
-            remedy="See: hwfsdp doctor. Grade as root, on Linux 5.13 or later, or in a container that may do this.",
-        )
+        raise unusable("grade.isolation", missing=missing)
     return found
 
 

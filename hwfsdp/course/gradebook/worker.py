@@ -5,7 +5,7 @@
 reads orders from standard input and writes what it finds to standard output, JSON lines both. It ends when its input does,
 so that none outlives the process that started it.
 
-    {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "run_seconds": …, "repeat": …}
+    {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "repeat": …}
     → {"check": {…}} for each check, then {"done": {…}, "provisional": …}, or {"failed": "…"} if it is the grader that could not
 
 Stations of one submission that follow each other share what ranks report.
@@ -56,10 +56,11 @@ def _grade(order: dict[str, Any], course: Course, say: Any, runs: Runs) -> dict[
     from hwfsdp.course.grade import Options, grade
     from hwfsdp.course.gradebook.grading import unreadable
     from hwfsdp.course.lab.grading import grade_lab
+    from hwfsdp.course.run import WORLD_SIZE
     from hwfsdp.errors import UsageError
 
-    chosen = {name: order[name] for name in ("world_size", "run_seconds") if order.get(name) is not None}
-    options = Options(mine=order["mine"], seed=order["seed"], repeat=order["repeat"], **chosen)
+    size = order["world_size"] or WORLD_SIZE
+    options = Options(order["mine"], order["seed"], repeat=order["repeat"], world_size=size)
     folder = Path(order["folder"])
 
     def on_check(check: CheckResult) -> None:

@@ -33,6 +33,7 @@ from hwfsdp.course.lab.bugs import Bug
 from hwfsdp.course.lab.running import HANGS, SECONDS, Run, run_script
 from hwfsdp.course.lab.seals import Seal
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.observe.events import Event
 
@@ -125,17 +126,13 @@ def measure(bug: Bug, run: Run) -> str:
     arguments = dict(bug.evidence.measure)
     name = arguments.pop("measure", None)
     if name not in _MEASURES:
-        raise _unmeasured(bug, f"one of {', '.join(_MEASURES)}", repr(name))
+        expected = f"one of {', '.join(_MEASURES)}"
+        raise unusable("lab.evidence", directory=bug.directory, expected=expected, got=repr(name))
     try:
         return _MEASURES[name](run, arguments)
     except (ValueError, KeyError, ZeroDivisionError) as error:
-        raise _unmeasured(bug, f"something to measure by {name}", str(error)) from None
-
-
-def _unmeasured(bug: Bug, expected: str, got: str) -> UsageError:
-    return UsageError(
-        f"evidence of {bug.directory}", expected=expected, got=got, remedy="Look at bug.toml and the script."
-    )
+        expected = f"something to measure by {name}"
+        raise unusable("lab.evidence", directory=bug.directory, expected=expected, got=error) from None
 
 
 def _peak(run: Run, arguments: dict[str, Any]) -> str:

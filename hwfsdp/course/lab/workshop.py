@@ -19,7 +19,7 @@ from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, lab_folder, read_bugs
 from hwfsdp.course.lab.evidence import measure, run_to_the_end_or_hang
 from hwfsdp.course.lab.running import Run
 from hwfsdp.course.manifest import Course
-from hwfsdp.course.refusals import outdated, update
+from hwfsdp.course.refusals import outdated, unusable, update
 from hwfsdp.errors import UsageError
 
 _WIDTH = 120
@@ -38,12 +38,7 @@ def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
     bugs, key, folder = read_bugs(course), seals.read_key(course), lab_folder(course)
     for bug in bugs:
         if bug.directory not in key:
-            raise UsageError(
-                "the key of the lab",
-                expected=f"a table [{bug.directory}]",
-                got="none",
-                remedy="Add it to solutions/lab/key.toml.",
-            )
+            raise unusable("lab.no_key", directory=bug.directory)
         for question in CHOSEN:
             bug.letter(question, key[bug.directory][question])  # complains if there is no such choice
     sealed = [seals.seal(bug, values[bug.directory], key[bug.directory]) for bug in bugs]
