@@ -84,7 +84,7 @@ def hint(number: str, as_json: bool) -> int:
     style = Style()
     for index, text in enumerate(hints, 1):
         print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
-        print("\n".join(style.wrapped(text, "  ")))
+        print(style.wrapped(text, "  "))
     if not left:
         print(f"This is the last hint. The check shows evidence: hwfsdp check {exercise.short_number}")
     return 0

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.version
@@ -21,7 +20,7 @@ from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.grade import Options
 from hwfsdp.course.killrate import KillRate, hole_mutants, kill
 from hwfsdp.course.manifest import Course, Exercise
-from hwfsdp.course.pages import template
+from hwfsdp.course.pages import filled
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
@@ -29,7 +28,6 @@ from hwfsdp.course.submission import solution
 from hwfsdp.course.workbook import graded
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
-_TEMPLATE = Path(__file__).parent / "templates" / "grading.md"
 
 
 class Answers(NamedTuple):
@@ -96,5 +94,5 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
 def written(reports: Sequence[ExerciseReport]) -> str:
     """The page."""
     sizes = f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}"
-    page = template(_TEMPLATE, torch=torch.version.__version__, sizes=sizes, seeds=len(SEEDS))
-    return page.render(reports=reports)
+    names = {"torch": torch.version.__version__, "sizes": sizes, "seeds": len(SEEDS)}
+    return filled("grading.md", reports=reports, **names)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, Bug, lab_folder
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.pages import filled
 from hwfsdp.course.refusals import misread
 
 FILE = "seals.toml"
@@ -71,11 +72,7 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
 
 def written(seals: list[Seal]) -> str:
     """The text of the file."""
-    lines = ["# Made from the key by `python -m hwfsdp.course.lab`; see hwfsdp/course/lab/seals.py."]
-    for each in seals:
-        lines += ["", f"[{each.directory}]"]
-        lines += [f'{field} = "{getattr(each, field)}"' for field in Seal._fields[1:]]
-    return "\n".join(lines) + "\n"
+    return filled("lab_seals.txt", seals=seals)
 
 
 def read_key(course: Course) -> dict[str, dict[str, str]]:
