@@ -36,8 +36,11 @@ _SYSTEM = tuple(
     /etc/group /etc/protocols /etc/services""".split()
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
-_TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
 _CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "capstone", "lab"))
+HIDDEN = (
+    *_CHECKS,
+    Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",
+)  # what the guard keeps closed, too
 _FIRST_USER, _USERS = 60_600, 500  # ids that no distribution gives to anyone; one for each grader here
 
 
@@ -98,11 +101,6 @@ class Confinement:
         if landlock.version():
             read, look = self.later
             landlock.restrict_files(read, (*self.write, Path(folder)), look)
-
-    @property
-    def hidden(self) -> tuple[Path, ...]:
-        """The modules that the guard keeps closed from then on: the checks, and torch's own FSDP."""
-        return (*_CHECKS, _TORCHS_OWN)
 
 
 def _give(folder: Path, user: int) -> None:

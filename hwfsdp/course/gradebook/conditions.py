@@ -14,16 +14,13 @@ from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.refusals import unusable
 
 
-def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
+def refuse_second_copy() -> None:
     """Refuse to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
-
-    Args:
-        paths: where Python looks for modules; None: `sys.path`.
 
     Raises:
         UsageError: there is another one.
     """
-    for path in sys.path if paths is None else paths:
+    for path in sys.path:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
             raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())

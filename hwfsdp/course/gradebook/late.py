@@ -176,10 +176,9 @@ def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict
     return found
 
 
-def some_of(names: Sequence[str], count: int = 5) -> str:
-    """The first of these, and how many more there are."""
-    rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + rest
+def some_of(names: Sequence[str]) -> str:
+    """The first five of these, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def implausible(at: datetime | None, now: datetime) -> str:
