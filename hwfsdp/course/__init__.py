@@ -33,7 +33,6 @@
     findings        what judges say, as data
     diagnose        from a number to the misconception behind it
     grade           checks of an exercise against an answer
-    pool            several texts graded at once
     checklist       the checks as data, in the order in which they run
     checks          of the electives
     stations        of `my_fsdp.py`, and its reference

@@ -21,11 +21,10 @@ from hwfsdp.course.grade import Options
 from hwfsdp.course.killrate import KillRate, hole_mutants, kill
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.pages import filled
-from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
-from hwfsdp.course.workbook import graded
+from hwfsdp.course.workbook import graded, grading_pool
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
 

@@ -28,10 +28,9 @@ from hwfsdp.course import holes
 from hwfsdp.course.grade import Options
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.mutants import Mutant, mutants
-from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
-from hwfsdp.course.workbook import SEED, graded
+from hwfsdp.course.workbook import SEED, graded, grading_pool
 
 SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
 

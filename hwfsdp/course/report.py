@@ -6,12 +6,11 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from hwfsdp.course.checklist import question_of
-from hwfsdp.course.manifest import Exercise
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.verdict import CheckResult, Grade
 
@@ -92,26 +91,6 @@ def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:
     lines += [below + line for line in others]
     if result.dependency:
         lines.append(below + style.paint(f"skipped: needs {result.dependency}", "grey"))
-    return "\n".join(lines)
-
-
-def listed(exercises: Sequence[Exercise]) -> str:
-    """The exercises as a table of contents: stations, then electives."""
-    width = max(len(exercise.title) for exercise in exercises)
-    kinds = {
-        "Stations, all in exercises/my_fsdp.py:": True,
-        "Electives, each in a folder exercises/NN_name:": False,
-    }
-    lines = []
-    for heading, is_station in kinds.items():
-        lines += [heading] if any(exercise.is_station == is_station for exercise in exercises) else []
-        for exercise in exercises:
-            if exercise.is_station == is_station:
-                file = "" if is_station else f"   {exercise.file_name}"
-                lines.append(
-                    f"  {exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points{file}"
-                )
-    lines.append(f"{'':<{width + 6}}{sum(exercise.points for exercise in exercises):>3} points in all")
     return "\n".join(lines)
 
 

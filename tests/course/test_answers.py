@@ -18,11 +18,10 @@ import pytest
 from hwfsdp.course.grade import Options, checks_of
 from hwfsdp.course.manifest import Exercise, find_course
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
-from hwfsdp.course.pool import WORKERS, grading_pool
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
 from hwfsdp.course.verdict import Grade
-from hwfsdp.course.workbook import SEED, failures, graded
+from hwfsdp.course.workbook import SEED, WORKERS, failures, graded, grading_pool
 from suites import long
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course.gradebook.book import Data, Gradebook
-from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
+from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, plain, tables
 from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.refusals import draft_of, unusable, write_whole
@@ -34,9 +34,9 @@ FORMATS = {
     "json": Format(plain.render),
     "gradescope": Format(None, gradescope.as_data),
     "github": Format(None, github.as_data),
-    "nbgrader": Format(nbgrader.render),
+    "nbgrader": Format(tables.render_nbgrader),
     "classroom50": Format(classroom50.render, classroom50.as_data, "result.json"),
-    "csv": Format(table.render),
+    "csv": Format(tables.render),
     "html": Format(render_class),
 }
 BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
