@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from hwfsdp.course.beside import write_page
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.certificate import STATION, write_certificate
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.grade import Options, grade
@@ -40,7 +39,7 @@ def check(
     warm_up()
     before = Progress.load(course).measured if submission is None else {}
     result = grade(exercise, folder, course, options)
-    if submission is None and not isinstance(exercise, Homework):
+    if submission is None and not exercise.is_homework:
         _remember(course, result)
     result.seconds = time.monotonic() - began
     page = _write_page(result, folder) if submission is None else None

@@ -11,9 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.capstone.homework import FOLDER, read_homework
 from hwfsdp.course.filemap import file_map
-from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
+from hwfsdp.course.manifest import (
+    HOMEWORK,
+    OWN_FILE,
+    Course,
+    Exercise,
+    carried_course,
+    find_course,
+    read_homework,
+)
 from hwfsdp.course.progress import Progress, replace_file
 from hwfsdp.course.refusals import unusable
 from hwfsdp.course.report import Style, shown_path
@@ -62,12 +69,12 @@ def _filled(name: str, **values: Any) -> str:
 
 def wanted_exercise(course: Course, number: str) -> Exercise:
     """Find the exercise of this number or folder, or the homework."""
-    return read_homework(course) if Path(number).name == FOLDER else course.exercise(number)
+    return read_homework(course) if Path(number).name == HOMEWORK else course.exercise(number)
 
 
 def everything(course: Course) -> list[Exercise]:
     """Everything that is graded by running it: the exercises, and the homework if the course has it."""
-    homework = [read_homework(course)] if (course.root / "exercises" / FOLDER).is_dir() else []
+    homework = [read_homework(course)] if (course.root / "exercises" / HOMEWORK).is_dir() else []
     return [*course.exercises, *homework]
 
 

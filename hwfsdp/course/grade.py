@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from hwfsdp.course import checklist
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.capstone.rules import NEEDED
 from hwfsdp.course.capstone.rules import check_rules as check_file
 from hwfsdp.course.diagnose import explain_broken, explain_failure
@@ -130,9 +129,8 @@ def own_file(exercise: Exercise, source: Source) -> Overlay:
     if is_given(exercise.number, source.text or ""):
         message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
         raise Finding("caught-up", message)
-    is_homework = isinstance(exercise, Homework)
-    check_file(source, NEEDED if is_homework else {})
-    name = exercise.number if is_homework else source.path.stem
+    check_file(source, NEEDED if exercise.is_homework else {})
+    name = exercise.number if exercise.is_homework else source.path.stem
     return Overlay.alone(name, source.path, source.text or "")
 
 

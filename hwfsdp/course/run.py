@@ -345,7 +345,7 @@ def _launch(order: _Order, world_size: int, seconds: float, write: Callable[[str
         folder, prepare = Path(name), None
         order = replace(order, folder=name)
         if order.overlay is not None:
-            confinement = confine(folder, order.overlay.modules, order.off_limits, __name__)
+            confinement = confine(folder, order.overlay.modules, order.off_limits)
             prepare = confinement.enter
             order = replace(order, confinement=confinement)
         try:

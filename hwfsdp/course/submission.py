@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwfsdp.course import holes, starters
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.manifest import Exercise
 from hwfsdp.course.overlay import Submitted
 from hwfsdp.course.refusals import read_text, unusable
@@ -59,7 +58,7 @@ def is_started(exercise: Exercise, text: str) -> bool:
         found = _defined(exercise, text)
         if any(not _is_blank(node) for node in found.values()):
             return True
-        if isinstance(exercise, Homework):
+        if exercise.is_homework:
             return not found
         return bool(_effects(exercise, text) - _effects(exercise, starter(exercise)))
     except NOT_PYTHON:
@@ -73,7 +72,7 @@ def starter(exercise: Exercise) -> str:
         return kept.read_text()
     if exercise.is_station:
         return stage(0)
-    if isinstance(exercise, Homework):
+    if exercise.is_homework:
         text = solution(exercise)
         for task in exercise.tasks:
             for name in task.holes:
@@ -92,7 +91,7 @@ def solution(exercise: Exercise) -> str:
         raise unusable("submission.solution", number=exercise.number)
     if exercise.is_station:
         return stage(LAST)
-    if isinstance(exercise, Homework):
+    if exercise.is_homework:
         return exercise.solution_path.read_text()
     return _cut_out(exercise, solved=True)
 

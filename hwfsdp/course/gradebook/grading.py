@@ -22,7 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.course.grade import checks_of
+from hwfsdp.course.commands import wanted_exercise
+from hwfsdp.course.grade import Options, checks_of, grade
 from hwfsdp.course.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
 from hwfsdp.course.gradebook.jobs import Order, Outcome, Pool
 from hwfsdp.course.gradebook.journal import Journal, Key, make_folder, remove_folder
@@ -30,9 +31,12 @@ from hwfsdp.course.gradebook.late import implausible, match_times
 from hwfsdp.course.gradebook.layout import EXTRAS
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.gradebook.submissions import Collected, collect, find_submissions, printable
+from hwfsdp.course.lab.grading import grade_lab
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise
 from hwfsdp.course.refusals import unusable
+from hwfsdp.course.run import WORLD_SIZE, Runs
 from hwfsdp.course.verdict import CheckResult, Finding, Grade
+from hwfsdp.errors import UsageError
 
 NOT_GRADED = "was not graded"  # in an error: it is the grader that could not
 Data = dict[str, Any]
@@ -284,6 +288,21 @@ class _Pending:
     collected: Collected
     graded: dict[str, Data] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
+
+
+def carry_out(order: Data, course: Course, on_check: Callable[[Data], None], runs: Runs) -> Data:
+    """Grade what an order asks for, in the process of a worker; return what it answers."""
+    folder, what = Path(order["folder"]), order["what"]
+    if what == "lab":
+        return {"done": grade_lab(folder, course).as_dict()}
+    size = order["world_size"] or WORLD_SIZE
+    options = Options(order["mine"], order["seed"], repeat=order["repeat"], world_size=size)
+    exercise = wanted_exercise(course, what)
+    try:
+        result = grade(exercise, folder, course, options, lambda check: on_check(check.as_dict()), runs=runs)
+    except UsageError as error:
+        return {"done": unreadable(exercise, str(error))}
+    return {"done": result.as_dict(), "provisional": result.provisional}
 
 
 def _ungraded(exercise: Exercise, status: str = "not_started", finding: Finding | None = None) -> Data:
