@@ -52,8 +52,7 @@
     gradebook       a class graded
     release         the student's edition
     mutants         machine-made mistakes
-    killrate        how many of them the checks notice
-    grader_report   docs/grading.md
+    grader_report   how many of them the checks notice: docs/grading.md
 
 A learner's code runs in processes of ranks only, never where a grade is made.
 """

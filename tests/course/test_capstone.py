@@ -14,7 +14,7 @@ from hwfsdp.course import holes, workbook
 from hwfsdp.course.capstone import overlap
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.grade import Options
-from hwfsdp.course.killrate import hole_mutants
+from hwfsdp.course.grader_report import hole_mutants
 from hwfsdp.course.manifest import Task, find_course, read_homework
 from hwfsdp.course.submission import Source, solution, starter
 from hwfsdp.course.verdict import Finding, Grade
