@@ -33,7 +33,6 @@
     findings        what judges say, as data
     diagnose        from a number to the misconception behind it
     grade           checks of an exercise against an answer
-    pool            several texts graded at once
     checklist       the checks as data, in the order in which they run
     checks          of the electives
     stations        of `my_fsdp.py`, and its reference
@@ -53,8 +52,7 @@
     gradebook       a class graded
     release         the student's edition
     mutants         machine-made mistakes
-    killrate        how many of them the checks notice
-    grader_report   docs/grading.md
+    grader_report   how many of them the checks notice: docs/grading.md
 
 A learner's code runs in processes of ranks only, never where a grade is made.
 """

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from hwfsdp.course import beside, grader_report, workbook
 from hwfsdp.course.commands import everything, wanted_exercise
 from hwfsdp.course.manifest import Course, Exercise, find_course
-from hwfsdp.course.pool import grading_pool
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet
 
@@ -53,8 +52,8 @@ def _check(course: Course, chosen: Sequence[Exercise]) -> int:
     found = list(workbook.problems(course))
     for exercise in chosen:
         workbook.compiles_alone(exercise)
-    with grading_pool(course) as pool:
-        for problems in [pool.find_problems(exercise) for exercise in chosen]:
+    with workbook.grading_pool() as pool:
+        for problems in [pool.submit(workbook.grading_problems, course, exercise) for exercise in chosen]:
             found += problems.result()
     for problem in found:
         print(problem, file=sys.stderr)

@@ -10,7 +10,6 @@ from hwfsdp.course.manifest import OWN_FILE, Course
 from hwfsdp.course.progress import Progress
 
 STATION = "10"  # with which one gets it
-_TEMPLATE = Path(__file__).parent / "templates" / "certificate.html"
 
 
 def write_certificate(course: Course, progress: Progress) -> Path | None:
@@ -23,10 +22,11 @@ def write_certificate(course: Course, progress: Progress) -> Path | None:
     standings = [progress.standing(station) for station in stations]
     if any((s.status, s.stale) != ("passed", False) for s in standings if s.exercise.number != "02"):
         return None
-    from hwfsdp.course.pages import template  # the library takes a third of a second to load
+    from hwfsdp.course.pages import filled  # the library takes time to load
 
     content = stations[0].path.read_bytes()
-    page = template(_TEMPLATE).render(
+    page = filled(
+        "certificate.html",
         lines=len(content.splitlines()),
         standings=standings,
         measured=progress.measured,

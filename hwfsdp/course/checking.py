@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from hwfsdp.course.beside import write_page
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.certificate import STATION, write_certificate
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.grade import Options, grade
@@ -35,12 +34,14 @@ def check(
     """Grade one exercise and print the verdict. `began` is when the command began, by the monotonic clock."""
     course = find_course()
     exercise = wanted_exercise(course, number)
-    folder = _folder(course, submission, exercise)
+    folder = submission or course.root / "exercises"
+    if submission is not None:
+        check_folder(submission, (*course.exercises, exercise))
     options = Options(mine=mine or exercise.is_station, seed=seed)
     warm_up()
     before = Progress.load(course).measured if submission is None else {}
     result = grade(exercise, folder, course, options)
-    if submission is None and not isinstance(exercise, Homework):
+    if submission is None:
         _remember(course, result)
     result.seconds = time.monotonic() - began
     page = _write_page(result, folder) if submission is None else None
@@ -57,13 +58,6 @@ def check(
     return 0 if result.status == "passed" else 1
 
 
-def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
-    if submission is None:
-        return course.root / "exercises"
-    check_folder(submission, (*course.exercises, wanted))
-    return submission
-
-
 def _write_page(result: Grade, folder: Path) -> Path | None:
     """A page is not worth losing a verdict."""
     with suppress(OSError, UsageError):
@@ -73,7 +67,7 @@ def _write_page(result: Grade, folder: Path) -> Path | None:
 
 def _remember(course: Course, result: Grade) -> None:
     text = find_source(result.exercise, course.root / "exercises").text
-    if text is not None:
+    if text is not None and not result.exercise.is_homework:
         Progress.load(course).note(result, text)
 
 

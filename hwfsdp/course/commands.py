@@ -9,12 +9,21 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from hwfsdp.course.capstone.homework import FOLDER, read_homework
 from hwfsdp.course.filemap import file_map
-from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
+from hwfsdp.course.manifest import (
+    HOMEWORK,
+    OWN_FILE,
+    Course,
+    Exercise,
+    carried_course,
+    find_course,
+    read_homework,
+)
 from hwfsdp.course.progress import Progress, replace_file
-from hwfsdp.course.report import Style, listed, shown_path
+from hwfsdp.course.refusals import unusable
+from hwfsdp.course.report import Style, shown_path
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
 from hwfsdp.course.submission import starter
 from hwfsdp.errors import UsageError
@@ -41,33 +50,31 @@ def list_exercises(as_json: bool) -> int:
             for e in exercises
         ]
         print(json.dumps(rows, indent=2))
-    else:
-        print(listed(exercises))
-        print("\n".join(_besides(course)))
-        if not is_here:
-            print("\nTo work on them, write the course to a folder: hwfsdp course fsdp-course")
+        return 0
+    width = max(len(exercise.title) for exercise in exercises)
+    homework = None
+    with suppress(UsageError):  # the course may have none
+        homework = read_homework(course)
+    bugs = list((course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
+    names = {"exercises": exercises, "width": width, "homework": homework, "bugs": bugs, "is_here": is_here}
+    print(_filled("exercises.txt", **names))
     return 0
 
 
-def _besides(course: Course) -> Iterator[str]:
-    """The homework and the lab, if the course has them."""
-    with suppress(UsageError):
-        homework = read_homework(course)
-        points = f"{homework.points} points, {homework.bonus} bonus points"
-        yield f"\nHomework, FSDP in one file with given names ({points}):\n  hwfsdp check {FOLDER}"
-    bugs = sum(1 for _ in (course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
-    if bugs:
-        yield f"\nLab, {bugs} scripts that train wrongly:\n  hwfsdp lab"
+def _filled(name: str, **values: Any) -> str:
+    from hwfsdp.course.pages import filled  # the library takes time to load, and --json does without
+
+    return filled(name, **values).removesuffix("\n")
 
 
 def wanted_exercise(course: Course, number: str) -> Exercise:
     """Find the exercise of this number or folder, or the homework."""
-    return read_homework(course) if Path(number).name == FOLDER else course.exercise(number)
+    return read_homework(course) if Path(number).name == HOMEWORK else course.exercise(number)
 
 
 def everything(course: Course) -> list[Exercise]:
     """Everything that is graded by running it: the exercises, and the homework if the course has it."""
-    homework = [read_homework(course)] if (course.root / "exercises" / FOLDER).is_dir() else []
+    homework = [read_homework(course)] if (course.root / "exercises" / HOMEWORK).is_dir() else []
     return [*course.exercises, *homework]
 
 
@@ -83,7 +90,7 @@ def hint(number: str, as_json: bool) -> int:
     style = Style()
     for index, text in enumerate(hints, 1):
         print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
-        print("\n".join(style.wrapped(text, "  ")))
+        print(style.wrapped(text, "  "))
     if not left:
         print(f"This is the last hint. The check shows evidence: hwfsdp check {exercise.short_number}")
     return 0
@@ -99,31 +106,19 @@ def status(as_json: bool) -> int:
         rows = [standing.as_dict() for standing in standings]
         print(json.dumps({"score": score, "max_score": most, "exercises": rows}, indent=2))
         return 0
-    style, words = Style(), {
-        "not_started": "not started",
-        "unchecked": "not checked yet",
-        "forgone": "written by hwfsdp catchup",
-    }
-    colors = {"passed": "green", "failed": "red", "error": "red"}
-    width = max(len(exercise.title) for exercise in course.exercises)
+    style = Style()
     own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
     contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
-    if contents and own:
-        print(f"Below each station: what {shown_path(own)} defines, and in how many lines.\n")
-    for s in standings:
-        stale = " (the file has changed since)" if s.stale else ""
-        word = words.get(s.status, s.status)
-        painted = style.paint(f"{word}{stale}", colors.get(s.status, "grey"))
-        print(
-            f"{s.exercise.number}  {s.exercise.title:<{width}} {s.score:>2} of {s.exercise.points:>2}  {painted}"
-        )
-        for line in filled(contents.get(s.exercise.number, []), style.width - 6):
-            print(style.paint(f"      {line}", "grey"))
-    done = round(30 * score / most) if most else 0
-    print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")
-    next_one = next((s for s in standings if s.status not in ("passed", "forgone")), None)
-    if next_one:
-        print(f"Next: {shown_path(next_one.exercise.folder / 'README.md')}")
+    next_one = next((s.exercise for s in standings if s.status not in ("passed", "forgone")), None)
+    text = _filled(
+        "status.txt",
+        **{"standings": standings, "score": score, "most": most, "contents": contents, "style": style},
+        width=max(len(exercise.title) for exercise in course.exercises),
+        own=own and shown_path(own),
+        in_lines=lambda items: filled_lines(items, style.width - 6),
+        following=next_one and shown_path(next_one.folder / "README.md"),
+    )
+    print(text)
     return 0
 
 
@@ -132,19 +127,9 @@ def catch_up(number: str, as_json: bool) -> int:
     course = find_course()
     station = course.exercise(number)
     if not station.is_station or station.number == "01":
-        raise UsageError(
-            f"catchup {number}",
-            expected="a station from 2 on",
-            got=station.title,
-            remedy="It needs no earlier station. Begin right away.",
-        )
+        raise unusable("student.catchup", number=number, title=station.title)
     if not SOURCE.exists():
-        raise UsageError(
-            f"catchup {number}",
-            expected="the instructor's edition, which has solutions",
-            got="a student's edition",
-            remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
-        )
+        raise unusable("student.no_catchup", number=number, file=OWN_FILE, station=station.number)
     old = station.path.read_text(errors="replace") if station.path.is_file() else ""
     theirs = {n for n in Progress.load(course).passed if not is_given(n, old)}
     text = caught_up(station.number, theirs)
@@ -163,7 +148,7 @@ def catch_up(number: str, as_json: bool) -> int:
     return 0
 
 
-def filled(items: Sequence[object], width: int) -> Iterator[str]:
+def filled_lines(items: Sequence[object], width: int) -> Iterator[str]:
     """Fill lines with items, separated by commas. No item is split."""
     line = ""
     for item in map(str, items):

@@ -36,8 +36,11 @@ _SYSTEM = tuple(
     /etc/group /etc/protocols /etc/services""".split()
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
-_TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
 _CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "capstone", "lab"))
+HIDDEN = (
+    *_CHECKS,
+    Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",
+)  # what the guard keeps closed, too
 _FIRST_USER, _USERS = 60_600, 500  # ids that no distribution gives to anyone; one for each grader here
 
 
@@ -58,7 +61,7 @@ class Confinement:
             whose entries it may list.
         later: `read` and `look` from the moment on when it has loaded what it runs (`hide_checks`).
         user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
-        network: a path in /proc; None: it keeps the grader's. loads: a module that the rank will call.
+        network: a path in /proc; None: it keeps the grader's.
     """
 
     read: tuple[Path, ...]
@@ -68,7 +71,6 @@ class Confinement:
     user: int | None
     reads_all: bool
     network: str | None
-    loads: str = ""
 
     def enter(self, folder: str) -> None:
         """Give it all up, in the process of a rank.
@@ -76,8 +78,7 @@ class Confinement:
         Args:
             folder: where the ranks of the run meet; its files become the new user's.
         """
-        if self.loads:
-            importlib.import_module(self.loads)  # while its files can be read
+        importlib.import_module("hwfsdp.course.run")  # which calls the probe; its files can be read until now
         limit_this_process(own_user=self.user is not None)
         close_pipes()
         os.chdir(self.write[0])
@@ -99,11 +100,6 @@ class Confinement:
             read, look = self.later
             landlock.restrict_files(read, (*self.write, Path(folder)), look)
 
-    @property
-    def hidden(self) -> tuple[Path, ...]:
-        """The modules that the guard keeps closed from then on: the checks, and torch's own FSDP."""
-        return (*_CHECKS, _TORCHS_OWN)
-
 
 def _give(folder: Path, user: int) -> None:
     """A folder of a run, and what is in it, belongs to the user; devices stay whose they are."""
@@ -112,15 +108,12 @@ def _give(folder: Path, user: int) -> None:
             os.chown(path, user, user, follow_symlinks=False)
 
 
-def confine(
-    folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (), loads: str = ""
-) -> Confinement:
+def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = ()) -> Confinement:
     """The plan for ranks of one run.
 
     Args:
         folder: that they may write to.
         modules: of the package, whose text they must not see. off_limits: other paths that they must not.
-        loads: a module that they will call, loaded while its files can be read.
     """
     hidden = {path for module in modules for path in files_of(module)} | set(off_limits)
     read, look = _readable(hidden)
@@ -128,7 +121,7 @@ def confine(
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     write, own = (folder, *map(Path, _WRITABLE)), privileges.may_change_user()
     user = _FIRST_USER + os.getpid() % _USERS if own and (landlock.version() or not reads_all) else None
-    return Confinement(read, write, look, later, user, reads_all, _network(), loads)
+    return Confinement(read, write, look, later, user, reads_all, _network())
 
 
 @functools.cache

@@ -16,23 +16,21 @@ from pathlib import Path
 import torch
 
 from hwfsdp.course import checklist
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.capstone.rules import NEEDED
 from hwfsdp.course.capstone.rules import check_rules as check_file
 from hwfsdp.course.diagnose import explain_broken, explain_failure
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.misconceptions import FATAL
 from hwfsdp.course.overlay import Overlay, Submitted, blanked
+from hwfsdp.course.refusals import unusable
 from hwfsdp.course.rules import check_rules
-from hwfsdp.course.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
+from hwfsdp.course.run import WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
 from hwfsdp.course.stations.stages import SOURCE, is_given
 from hwfsdp.course.submission import Source, find_source, inspect, is_started
 from hwfsdp.course.verdict import Check, CheckResult, Finding, Grade, OnCheck, Undecided
-from hwfsdp.errors import UsageError
 
-STATION_SECONDS = 20.0  # of one run of a station, which trains several models
-STATION_ALL_SECONDS = 60.0  # of all runs of a station
-HOMEWORK_ALL_SECONDS = 40.0  # of all runs of the homework: there are more of them than in an elective
+OF_STATION = Times(run_seconds=20.0, all_seconds=60.0)  # a run trains several models
+OF_HOMEWORK = Times(all_seconds=40.0)  # there are more runs than in an elective
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,7 @@ def checks_of(exercise: Exercise) -> tuple[Check, ...]:
     checks = checklist.checks_of(exercise.number, *(("bonus", "ours") if exercise.bonus else ()))
     points, most = sum(check.points for check in checks), exercise.points + exercise.bonus
     if points != most:
-        raise UsageError(
-            f"checks of exercise {exercise.number}",
-            expected=f"{most} points in all",
-            got=str(points),
-            remedy="Change the manifest or the checks.",
-        )
+        raise unusable("manifest.points", number=exercise.number, most=most, points=points)
     return checks
 
 
@@ -108,28 +101,27 @@ def grade(
     if source.text is None or not is_started(exercise, source.text):
         return result
     try:
-        if isinstance(exercise, Homework):
-            overlay, times = _homework(exercise, source, options)
-        elif exercise.is_station:
-            overlay, times = own_file(exercise, source, options)
-            result.before = _before(exercise, course) if options.mine else []
-        else:
-            overlay, times = _cut_out(exercise, source, folder, course, options)
-        ranks = new_ranks(overlay, printed.append, times, options.world_size, off_limits(course, folder))
+        overlay = (
+            _cut_out(exercise, source, folder, course, options.mine)
+            if exercise.places
+            else own_file(exercise, source)
+        )
+        if exercise.is_station and options.mine:
+            result.before = _before(exercise, course)
+        times, limits = _times(exercise, options), off_limits(course, folder)
+        ranks = new_ranks(overlay, printed.append, times, options.world_size, limits)
         if exercise.is_station and runs is not None:
             ranks.runs = runs
-        submitted = overlay.submitted
-        names = [p.name for s in submitted for p in s.places] or exercise.hole_names
         result.measured = ranks.measured
-        run_checks(result, ranks, [s.path for s in submitted], names, on_check, options)
+        _run_checks(result, ranks, on_check, options)
     except Finding as finding:
-        reject(result, finding)
+        _reject(result, finding)
     result.seconds, result.printed = time.monotonic() - began, "".join(printed)
     return result
 
 
-def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Overlay, Times]:
-    """The file that ranks load for a station, and their time limits. The file stands by itself.
+def own_file(exercise: Exercise, source: Source) -> Overlay:
+    """What ranks load for a station or the homework: a file that stands by itself.
 
     Raises:
         Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
@@ -137,22 +129,15 @@ def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Over
     if is_given(exercise.number, source.text or ""):
         message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
         raise Finding("caught-up", message)
-    check_file(source, needed={})
-    all_seconds = STATION_ALL_SECONDS * (2 if options.mine else 1)  # with the checks of earlier stations
-    times = Times(options.run_seconds or STATION_SECONDS, all_seconds, options.repeat)
-    return _alone(source.path.stem, source), times
+    check_file(source, NEEDED if exercise.is_homework else {})
+    name = exercise.number if exercise.is_homework else source.path.stem
+    return Overlay.alone(name, source.path, source.text or "")
 
 
-def _homework(homework: Homework, source: Source, options: Options) -> tuple[Overlay, Times]:
-    """The same for the homework."""
-    check_file(source, NEEDED)
-    times = Times(options.run_seconds or RUN_SECONDS, HOMEWORK_ALL_SECONDS, options.repeat)
-    return _alone(homework.number, source), times
-
-
-def _alone(name: str, source: Source) -> Overlay:
-    """A file that stands by itself, under this name."""
-    return Overlay({}, (Submitted(name, str(source.path), source.text or "", ()),))
+def _times(exercise: Exercise, options: Options) -> Times:
+    times = OF_STATION if exercise.is_station else Times() if exercise.places else OF_HOMEWORK
+    twice = 2 if exercise.is_station and options.mine else 1  # with the checks of earlier stations
+    return Times(options.run_seconds or times.run_seconds, twice * times.all_seconds, options.repeat)
 
 
 def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
@@ -161,19 +146,14 @@ def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
     return [CheckResult(check) for each in earlier for check in checks_of(each)]
 
 
-def _cut_out(
-    exercise: Exercise, source: Source, folder: Path, course: Course, options: Options
-) -> tuple[Overlay, Times]:
-    """The modules that ranks load for an elective, and their time limits: the package, with the learner's functions."""
+def _cut_out(exercise: Exercise, source: Source, folder: Path, course: Course, mine: bool) -> Overlay:
+    """What ranks load for an elective: the package, with the learner's functions."""
     submitted = [inspect(exercise, source)]
-    if options.mine:
-        submitted = [*_earlier(exercise, folder, course), *submitted]
+    if mine:
+        submitted[:0] = _earlier(exercise, folder, course)
     for each in submitted:
         check_rules(each.path, each.text)
-    exercises = [course.exercise(each.number) for each in submitted]
-    return Overlay(blanked(exercises), tuple(submitted)), Times(
-        options.run_seconds or RUN_SECONDS, repeat=options.repeat
-    )
+    return Overlay(blanked([course.exercise(each.number) for each in submitted]), tuple(submitted))
 
 
 def off_limits(course: Course, folder: Path) -> list[Path]:
@@ -182,7 +162,7 @@ def off_limits(course: Course, folder: Path) -> list[Path]:
     return [*(course.root / name for name in names), folder, SOURCE]
 
 
-def reject(result: Grade, finding: Finding) -> None:
+def _reject(result: Grade, finding: Finding) -> None:
     """Fail the whole exercise. The check that found the reason names it, or else the first check."""
     result.status, result.finding = "error", finding
     if all(checked.finding is not finding for checked in result.shown_results):
@@ -201,14 +181,7 @@ def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted
     return found
 
 
-def run_checks(
-    result: Grade,
-    ranks: Ranks,
-    paths: Sequence[str],
-    holes: Sequence[str],
-    on_check: OnCheck,
-    options: Options = Options(),
-) -> None:
+def _run_checks(result: Grade, ranks: Ranks, on_check: OnCheck, options: Options) -> None:
     """Run the checks that the options select, in order. An undecided check is skipped.
 
     Raises:
@@ -224,7 +197,7 @@ def run_checks(
         checked.dependency = next((needed for needed in check.needs if not passed[needed]), None)
         if checked.dependency is None:
             try:
-                checked.finding = _finding(check, ranks, result.seed, paths, holes)
+                checked.finding = _finding(check, ranks, result)
                 checked.passed = checked.finding is None
             except Undecided as undecided:
                 checked.dependency = str(undecided)
@@ -248,31 +221,26 @@ def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
     """
     asked = {check.id for check in checks if only in (None, check.id)}
     if not asked:
-        raise UsageError(
-            f"check {only}",
-            expected=f"one of {', '.join(check.id for check in checks)}",
-            got="another id",
-            remedy="Choose one of these.",
-        )
+        raise unusable("manifest.check", id=only, known=", ".join(check.id for check in checks))
     for check in reversed(checks):
         if check.id in asked:
             asked.update(check.needs)
     return asked
 
 
-def _finding(
-    check: Check, ranks: Ranks, seed: int, paths: Sequence[str], holes: Sequence[str]
-) -> Finding | None:
-    threads = torch.get_num_threads()
+def _finding(check: Check, ranks: Ranks, result: Grade) -> Finding | None:
+    submitted, threads = ranks.overlay.submitted, torch.get_num_threads()
+    paths = [each.path for each in submitted]
     torch.set_num_threads(1)  # oracles train tiny models, for which threads only wait for each other
     try:
-        check.judge(ranks, seed)
+        check.judge(ranks, result.seed)
     except Undecided:
         raise
     except Finding as finding:
         return finding
     except Unreported as unreported:
-        return explain_failure(unreported.run, paths, holes)
+        holes = [place.name for each in submitted for place in each.places]
+        return explain_failure(unreported.run, paths, holes or result.exercise.hole_names)
     except Broken as broken:
         return explain_broken(broken, paths)
     except Exception as error:  # data of a kind that no right answer gives

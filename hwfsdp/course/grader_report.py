@@ -1,36 +1,154 @@
 """The quality of the grader, measured and written down: docs/grading.md.
 
+    python -m hwfsdp.course mutants [NN …]
+
 kill rate         mistakes made by a machine in every hole, and how many of them get less than full marks
 false failures    right answers that do not get full marks, over numbers of ranks and seeds
 answers           wrong ones with the verdict they must get, right ones written differently; the tests grade them all
+
+Every mutant of every hole is graded as an answer. One that gets full marks has survived: the checks are too weak, or the
+mutant does the same as the reference. The latter are listed, with the reason, in `tests/course/survivors/<topic>.toml`:
+
+    [[survivor]]
+    hole = "chunk_extent"
+    before = "…"
+    after = "…"
+    reason = "…"
+
+Stations share one file, so mistakes are made in the file as it is after the last station. A mistake belongs to the station at which its
+function begins. The checks of that station run first, then the checks of all stations, until one of them notices.
 """
 
 from __future__ import annotations
 
 import importlib
+import random
+import re
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.version
 
-from hwfsdp.course.capstone.homework import Homework
+from hwfsdp.course import holes
 from hwfsdp.course.grade import Options
-from hwfsdp.course.killrate import KillRate, hole_mutants, kill
 from hwfsdp.course.manifest import Course, Exercise
-from hwfsdp.course.pages import template
-from hwfsdp.course.pool import grading_pool
+from hwfsdp.course.mutants import Mutant, mutants
+from hwfsdp.course.pages import filled
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
-from hwfsdp.course.verdict import Grade
+from hwfsdp.course.workbook import SEED, graded, grading_pool
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
-_TEMPLATE = Path(__file__).parent / "templates" / "grading.md"
+SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
+
+
+class HoleMutant(NamedTuple):
+    """A mutant of one hole."""
+
+    hole: str
+    mutant: Mutant
+
+    def __str__(self) -> str:
+        return f"{self.hole}, {self.mutant}"
+
+
+@dataclass
+class KillRate:
+    """The outcome of an exercise's mutants."""
+
+    exercise: Exercise
+    killed: list[HoleMutant] = field(default_factory=list)
+    survived: list[HoleMutant] = field(default_factory=list)  # and are not listed
+    equivalent: list[HoleMutant] = field(default_factory=list)  # are listed, with a reason
+
+    def __str__(self) -> str:
+        graded_ones = len(self.killed) + len(self.survived)
+        rate = len(self.killed) / graded_ones if graded_ones else 1.0
+        return (
+            f"{self.exercise.number} {self.exercise.title}: {len(self.killed)} of {graded_ones} killed ({rate:.0%}), "
+            f"{len(self.equivalent)} equivalent"
+        )
+
+
+# a range that a profiler shows, and nothing else in the same statement; without it no number is another
+RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
+
+
+def function_names(exercise: Exercise) -> list[str]:
+    """The functions in which mistakes are made: an elective's holes, or the functions that a station adds to the file."""
+    if not exercise.is_station:
+        return exercise.hole_names
+    if int(exercise.number) > LAST:
+        return []  # nothing is written there that has not been written before
+    stages = [_functions_at(number) for number in range(LAST + 1)]
+    begun = [name for name in stages[LAST] if stages[int(exercise.number)].get(name) != stages[0].get(name)]
+    before = stages[int(exercise.number) - 1]
+    return [name for name in begun if before.get(name) == stages[0].get(name)]
+
+
+def _functions_at(station: int) -> dict[str, str]:
+    """The text of each function and method, by name, as it is after a station; 0 is the starter."""
+    text = stage(station)
+    return {name: holes.extract(text, name) for name in holes.functions(text)}
+
+
+def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
+    """List all mutants of these functions, in order. Mutants that only drop a profiler's range are left out."""
+    text = solution(exercise)
+    found = []
+    for name in function_names(exercise):
+        hole = holes.extract(text, name)
+        lines = hole.splitlines()
+        for mutant in mutants(hole):
+            if mutant.operator != "drop context" or not RANGE.fullmatch(lines[mutant.line - 1]):
+                found.append(HoleMutant(name, mutant))
+    return found
+
+
+def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
+    """`count` of them by chance (or all, if there are fewer), in their order."""
+    found = hole_mutants(exercise)
+    chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
+    return [found[index] for index in sorted(chosen)]
+
+
+def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:
+    """(hole, before, after) of the mutants that are listed, each with a reason."""
+    path = course.root / "tests" / "course" / "survivors" / f"{exercise.topic}.toml"
+    if not path.exists():
+        return set()
+    entries = tomllib.loads(path.read_text())["survivor"]
+    assert all(entry["reason"].strip() for entry in entries), f"{path} has a survivor without a reason"
+    return {(entry["hole"], entry["before"], entry["after"]) for entry in entries}
+
+
+def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
+    """Grade mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
+    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
+    judges = [exercise]  # whose checks are run, in turn: most mistakes are noticed where they are made
+    if exercise.is_station and exercise.number != "02":  # nothing needs 02
+        judges.append(course.exercise(LAST))
+    seconds = None if exercise.is_station else SECONDS
+    for each in chosen:
+        listed = (each.hole, each.mutant.before, each.mutant.after) in known
+        (rate.equivalent if listed else rate.survived).append(each)
+    with grading_pool() as pool:
+        for judge in judges:
+            options = Options(judge is not exercise, SEED, seconds, repeat=False, thorough=False)
+            texts = [holes.splice(text, each.hole, each.mutant.text) for each in rate.survived]
+            grades = [pool.submit(graded, judge, course, mutated, options) for mutated in texts]
+            tried, rate.survived = rate.survived, []
+            for each, grade in zip(tried, grades, strict=True):
+                (rate.survived if grade.result().has_everything else rate.killed).append(each)
+    return rate
+
+
+# --- The report ----------------------------------------------------------------------------------------------
 
 
 class Answers(NamedTuple):
@@ -65,15 +183,15 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
     texts |= {f"right answer {number}": text for number, text in enumerate(report.answers.right)}
     in_turn = cycle(texts.items())
     sizes = [WORLD_SIZE] if report.exercise.is_station else WORLD_SIZES
-    with grading_pool(course) as pool:
-        grades: list[tuple[str, Future[Grade]]] = []
+    with grading_pool() as pool:
+        grades = {}
         for world_size, seed in product(sizes, SEEDS):
             name, text = next(in_turn)
             options = Options(seed=seed, world_size=world_size, thorough=False)
             where = f"{name}, {world_size} ranks, seed {seed}"
-            grades.append((where, pool.submit(report.exercise, text, options)))
+            grades[where] = pool.submit(graded, report.exercise, course, text, options)
         report.runs = len(grades)
-        report.false_failures = [where for where, grade in grades if not grade.result().has_everything]
+        report.false_failures = [w for w, grade in grades.items() if not grade.result().has_everything]
 
 
 def answers_to(course: Course, exercise: Exercise) -> Answers:
@@ -82,7 +200,7 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     shapes: Any = importlib.import_module("answers.shapes")
-    if isinstance(exercise, Homework):
+    if exercise.is_homework:
         found = shapes.read("homework.txt")
     else:
         name = "stations" if exercise.is_station else "electives"
@@ -97,5 +215,5 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
 def written(reports: Sequence[ExerciseReport]) -> str:
     """The page."""
     sizes = f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}"
-    page = template(_TEMPLATE, torch=torch.version.__version__, sizes=sizes, seeds=len(SEEDS))
-    return page.render(reports=reports)
+    names = {"torch": torch.version.__version__, "sizes": sizes, "seeds": len(SEEDS)}
+    return filled("grading.md", reports=reports, **names)

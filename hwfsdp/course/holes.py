@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import unusable
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -132,12 +132,8 @@ def find(source: str, name: str) -> Span:
     known = functions(source)
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
-        raise UsageError(
-            f"hole {name!r}",
-            expected="the name of one function or method of the module",
-            got="a name that is not there, or there more than once",
-            remedy=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known)}.",
-        )
+        remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known)}."
+        raise unusable("manifest.hole", name=name, remedy=remedy)
     return known[name]
 
 

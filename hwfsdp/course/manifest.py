@@ -17,6 +17,9 @@ An elective is cut out of the package:
         strided_shards.py     the starter, made from the package; learners edit it in place
 
 `solutions/` has the same files, filled in, and a README for each elective.
+
+The homework is one file by itself, `exercises/capstone/hw_fsdp.py`: a skeleton whose functions `capstone.toml` names, task by task. Like the file
+of the stations it is not cut out of the package. Its starter is our solution with those functions blank.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ from typing import Any, NamedTuple
 
 import hwfsdp
 from hwfsdp.course.provided import Definition
-from hwfsdp.course.refusals import misread, refused
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import misread, refused, unusable
 
 PACKAGE = Path(hwfsdp.__file__).parent
 CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
 OWN_FILE = "my_fsdp.py"  # of all stations
 HINTS = ".hints.toml"
+HOMEWORK = "capstone"  # number and folder of the homework
 
 
 class Place(NamedTuple):
@@ -57,6 +60,13 @@ class Place(NamedTuple):
         return Definition(self.module, module_source(self.module), self.name)
 
 
+class Task(NamedTuple):
+    """A part of the homework: what the starter calls it, and the functions that it is about."""
+
+    label: str
+    holes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One exercise of the course.
@@ -65,9 +75,10 @@ class Exercise:
         number: two digits. topic: the folder's name without the number; for an elective also the name of the learner's file
             and of the module with the checks.
         points: without `bonus`, which only the homework has.
-        places: of the holes, in the order in which they are to be filled; a station has none.
+        places: of the holes, in the order in which they are to be filled; only an elective has any.
         hints: from a nudge to nearly the answer.
         calls: what of the package the docstrings of the holes name; starters have the signatures.
+        tasks: of the homework, in order.
     """
 
     number: str
@@ -79,16 +90,21 @@ class Exercise:
     folder: Path
     calls: tuple[Place, ...] = ()
     bonus: int = 0
+    tasks: tuple[Task, ...] = ()
 
     @property
     def directory(self) -> str:
         """Name of the folder, below `exercises/`, `solutions/` or a submission."""
-        return f"{self.number}_{self.topic}"
+        return self.number if self.is_homework else f"{self.number}_{self.topic}"
+
+    @property
+    def is_homework(self) -> bool:
+        return self.number == HOMEWORK
 
     @property
     def is_station(self) -> bool:
         """Whether it is about `my_fsdp.py`; else it is about a file of its own."""
-        return not self.places
+        return not self.places and not self.is_homework
 
     @property
     def file_name(self) -> str:
@@ -105,13 +121,18 @@ class Exercise:
         return self.folder.parent / self.target
 
     @property
+    def solution_path(self) -> Path:
+        """Path of our file. A student's edition does not have it."""
+        return self.folder.parents[1] / "solutions" / self.target
+
+    @property
     def short_number(self) -> str:
         """The number as typed on a command line."""
         return self.number.lstrip("0")
 
     @property
     def hole_names(self) -> list[str]:
-        return [place.name for place in self.places]
+        return [place.name for place in self.places] + [name for task in self.tasks for name in task.holes]
 
     @cached_property
     def holes(self) -> list[Definition]:
@@ -140,12 +161,7 @@ class Course(NamedTuple):
             if is_named(str(number), exercise.number, exercise.directory):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
-        raise UsageError(
-            f"exercise {number}",
-            expected=f"one of {known}",
-            got=repr(str(number)),
-            remedy="See: hwfsdp list. For the homework: hwfsdp check capstone.",
-        )
+        raise unusable("manifest.exercise", number=str(number), known=known)
 
 
 def is_named(wanted: str, number: str, directory: str) -> bool:
@@ -161,7 +177,7 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
         UsageError: there is no such module.
     """
     path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    with refused(f"module {module!r} in a manifest", "one of hwfsdp", "See the list in hwfsdp/__init__.py."):
+    with refused("manifest.module", module=module):
         with path.open(newline="") as file:
             return file.read()
 
@@ -181,12 +197,7 @@ def find_course(start: Path | None = None) -> Course:
     for root in [here, *here.parents, PACKAGE.parent]:
         if (course := _course_in(root)) is not None:
             return course
-    raise UsageError(
-        "the course",
-        expected="a folder exercises/ here or above",
-        got=f"none from {here} up",
-        remedy="Go to the folder of the course, or write one: hwfsdp course DIR",
-    )
+    raise unusable("manifest.no_course", here=here)
 
 
 def carried_course() -> Course | None:
@@ -206,9 +217,7 @@ def read_manifest(path: Path) -> Exercise:
         UsageError: something is missing in it, or of the wrong kind.
     """
     number, _, topic = path.parent.name.partition("_")
-    expected = "title, points and hints; file of a station, or holes, perhaps calls (module:name)"
-    remedy = "Compare with the file of another exercise."
-    with misread(f"manifest {path.parent.name}/{path.name}", expected, remedy):
+    with misread("manifest.file", folder=path.parent.name, file=path.name):
         found = tomllib.loads(path.read_text())
         is_station = found.get("file") == OWN_FILE
         places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
@@ -217,6 +226,21 @@ def read_manifest(path: Path) -> Exercise:
         hints = tuple(map(flowed, texts))
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     return Exercise(number, topic, title, points, places, hints, path.parent, calls)
+
+
+def read_homework(course: Course) -> Exercise:
+    """The homework of a course.
+
+    Raises:
+        UsageError: it has none, or something is missing in its manifest.
+    """
+    path = course.root / "exercises" / HOMEWORK / "capstone.toml"
+    with misread("manifest.homework"):
+        found = tomllib.loads(path.read_text())
+        tasks = tuple(Task(str(task["label"]), tuple(map(str, task["holes"]))) for task in found["task"])
+        hints = tuple(flowed(str(hint)) for hint in found["hints"])
+        title, points, bonus = str(found["title"]), int(found["points"]), int(found["bonus"])
+    return Exercise(HOMEWORK, "hw_fsdp", title, points, (), hints, path.parent, bonus=bonus, tasks=tasks)
 
 
 def flowed(hint: str) -> str:

@@ -55,6 +55,11 @@ class Overlay:
     modules: dict[str, str]
     submitted: tuple[Submitted, ...]
 
+    @classmethod
+    def alone(cls, name: str, path: object, text: str) -> Overlay:
+        """The package as it is, and a file that stands by itself."""
+        return cls({}, (Submitted(name, str(path), text, ()),))
+
 
 def blanked(exercises: Sequence[Exercise]) -> dict[str, str]:
     """The text of every module in which these exercises have holes, all of them blank."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import unusable
 
 _HEADER = 8
 _DTYPES = {
@@ -48,9 +48,7 @@ def unpack(data: bytes) -> Any:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")
         return _restore(json.loads(data[_HEADER:end]), memoryview(data)[end:])
     except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise UsageError(
-            "data of a rank", expected="what pack makes", got=f"{error!r}", remedy="Run it again."
-        ) from error
+        raise unusable("run.unpack", error=error) from error
 
 
 def _flatten(value: Any, pieces: list[bytes]) -> Any:
@@ -66,12 +64,7 @@ def _flatten(value: Any, pieces: list[bytes]) -> Any:
         return [_flatten(item, pieces) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) and key[:1] != "$" for key in value):
         return {key: _flatten(item, pieces) for key, item in value.items()}
-    raise UsageError(
-        "data of a rank",
-        expected="dicts with text keys, lists, numbers, text, None, dtypes and tensors",
-        got=type(value).__name__,
-        remedy="Turn it into these first.",
-    )
+    raise unusable("run.pack", kind=type(value).__name__)
 
 
 def _flatten_tensor(tensor: Tensor, pieces: list[bytes]) -> list[Any]:

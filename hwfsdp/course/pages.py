@@ -1,4 +1,4 @@
-"""Pages from templates of Jinja, which escapes whatever is filled into one of HTML."""
+"""Texts from templates of Jinja, which escapes whatever is filled into a page of HTML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def template(path: Path, **names: Any) -> jinja2.Template:
@@ -18,3 +20,8 @@ def template(path: Path, **names: Any) -> jinja2.Template:
         keep_trailing_newline=True,
     )
     return environment.get_template(path.name, globals=names)
+
+
+def filled(name: str, **values: Any) -> str:
+    """The text that one of the course's own templates gives with these values."""
+    return template(TEMPLATES / name).render(values)

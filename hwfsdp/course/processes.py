@@ -93,33 +93,22 @@ def descendants(pid: int) -> list[int]:
 
 def server_pid() -> int | None:
     """The process that ranks are forked from: the one child of this process that says so."""
-    for pid in descendants(os.getpid()):
-        try:
-            command = (_PROC / f"{pid}/cmdline").read_bytes()
-            if b"multiprocessing.forkserver" in command and _parent(pid) == os.getpid():
-                return pid
-        except OSError:
-            continue
+    for process in running():
+        if process.parent == os.getpid():
+            with suppress(OSError):
+                if b"multiprocessing.forkserver" in (_PROC / f"{process.pid}/cmdline").read_bytes():
+                    return process.pid
     return None
 
 
-def _parent(pid: int) -> int:
-    return int((_PROC / f"{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-
-
-def end_all_below(pid: int, seconds: float = 5.0) -> int:
-    """Kill everything that descends from a process, until nothing is left; return how many."""
-    ended: set[int] = set()
-    until = time.monotonic() + seconds
+def end_all_below(pid: int) -> None:
+    """Kill everything that descends from a process, until nothing is left."""
+    until = time.monotonic() + 5.0
     while (found := descendants(pid)) and time.monotonic() < until:
         for process in found:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            ended.add(process)
         time.sleep(0.01)
-    return len(ended)
 
 
 class Watch:

@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from hwfsdp.course import holes
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import unusable
 
 WIDTH = 110  # of a line
 TITLE = "# The package's own, that the docstrings name:"
@@ -90,12 +90,8 @@ def described(name: Definition) -> str:
         return f"{'attribute' if owner else 'constant'} {name.name}{types[last]}"
     known = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)] + list(types)
     close = difflib.get_close_matches(last, known, 1)
-    raise UsageError(
-        f"calls: {name.module}:{name.name}",
-        expected="the name of a function, a class, or one of its attributes, in this module",
-        got="a name that is not there",
-        remedy=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}.",
-    )
+    remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}."
+    raise unusable("manifest.call", module=name.module, name=name.name, remedy=remedy)
 
 
 def _function(node: ast.FunctionDef, name: str, *, is_method: bool) -> str:

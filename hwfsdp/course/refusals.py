@@ -1,19 +1,36 @@
-"""Files that users write and get; and refusals, of the system and of what is in a file, told so that a user can fix them."""
+"""Files that users write and get; and refusals, told so that a user can fix them.
+
+The words of a refusal are in `refusals.toml`, by part of the course and name: `raise unusable("late.rule", text="10%")`.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hwfsdp.errors import UsageError
 
 
+@functools.cache
+def refusals() -> dict[str, dict[str, list[str]]]:
+    """By part and name: subject, what was expected, what was there, what to do."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def unusable(refusal: str, /, **words: Any) -> UsageError:
+    """The error of this name. `words` fill the places in braces."""
+    part, _, name = refusal.partition(".")
+    subject, expected, got, remedy = (text.format(**words) for text in refusals()[part][name])
+    return UsageError(subject, expected=expected, got=got, remedy=remedy)
+
+
 @contextmanager
-def refused(
-    subject: str, expected: str, remedy: str, kinds: tuple[type[Exception], ...] = (OSError,)
-) -> Iterator[None]:
+def refused(refusal: str, /, kinds: tuple[type[Exception], ...] = (OSError,), **words: Any) -> Iterator[None]:
     """Around what may fail for reasons outside of the package.
 
     Raises:
@@ -23,11 +40,11 @@ def refused(
         yield
     except kinds as error:
         got = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UsageError(subject, expected=expected, got=got, remedy=remedy) from None
+        raise unusable(refusal, got=got, **words) from None
 
 
 @contextmanager
-def misread(subject: str, expected: str, remedy: str) -> Iterator[None]:
+def misread(refusal: str, /, **words: Any) -> Iterator[None]:
     """Around the reading of a file that has to hold certain things.
 
     Raises:
@@ -36,11 +53,10 @@ def misread(subject: str, expected: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise UsageError(subject, expected=expected, got=got, remedy=remedy) from None
+        raise unusable(refusal, got=f"{type(error).__name__}: {error}", **words) from None
 
 
-def read_text(path: Path, subject: str, expected: str, most: int) -> str:
+def read_text(path: Path, refusal: str, most: int) -> str:
     """The text of a file that anyone may have written.
 
     Raises:
@@ -55,12 +71,8 @@ def read_text(path: Path, subject: str, expected: str, most: int) -> str:
             raise OSError(0, f"more than {most:,} bytes")
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            subject,
-            expected=expected,
-            got=getattr(error, "strerror", None) or "bytes that are not UTF-8",
-            remedy="Check the file, how it was saved, and its permissions.",
-        ) from None
+        got = getattr(error, "strerror", None) or "bytes that are not UTF-8"
+        raise unusable(refusal, path=path, got=got) from None
 
 
 def write_whole(path: Path, texts: Iterable[str]) -> Path:
@@ -94,9 +106,4 @@ def update(texts: Mapping[Path, str]) -> list[Path]:
 def check_new_folder(verb: str, folder: Path) -> None:
     """Raise UsageError if something is at the place where a verb writes a folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"{verb} {folder}",
-            expected="a new folder",
-            got="one with something in it",
-            remedy="Choose another.",
-        )
+        raise unusable("student.new_folder", verb=verb, folder=folder)

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from hwfsdp.course.grade import STATION_ALL_SECONDS, STATION_SECONDS, Options, grade
+from hwfsdp.course.grade import OF_STATION, Options, grade
 from hwfsdp.course.manifest import Course, Exercise, find_course
-from hwfsdp.course.overlay import Overlay, Submitted
+from hwfsdp.course.overlay import Overlay
 from hwfsdp.course.report import Style, printable, shown
-from hwfsdp.course.run import FAILED, Broken, Probe, Ranks, Run, Times, warm_up
+from hwfsdp.course.run import FAILED, Broken, Probe, Ranks, Run, warm_up
 from hwfsdp.course.submission import find_source, is_started, solution
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
@@ -212,9 +212,8 @@ def _reference(exercise: Exercise) -> Callable[..., Run] | None:
     text = _solution_of(exercise)
     if text is None:
         return None
-    stem = Path(exercise.file_name).stem
-    times = Times(STATION_SECONDS, STATION_ALL_SECONDS)
-    return Ranks(Overlay({}, (Submitted(stem, f"<{_REFERENCE}>", text, ()),)), times=times).run
+    overlay = Overlay.alone(Path(exercise.file_name).stem, f"<{_REFERENCE}>", text)
+    return Ranks(overlay, times=OF_STATION).run
 
 
 def _solution_of(exercise: Exercise) -> str | None:

@@ -42,13 +42,14 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from hwfsdp.course.confinement import Confinement, confine, files_of
+from hwfsdp.course.confinement import HIDDEN, Confinement, confine, files_of
 from hwfsdp.course.guard import BLOCKED, OWN, Guard, forget, forget_modules
 from hwfsdp.course.manifest import compiled_body
 from hwfsdp.course.oracles import keep_only
 from hwfsdp.course.overlay import Overlay, install
 from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.processes import nothing_left_behind
+from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher import caller, ranks, worker
 from hwfsdp.launcher.messages import read_message
@@ -169,23 +170,17 @@ class _Order:
     """An order to a rank.
 
     Attributes:
-        module, name, arguments: of the probe. learner: whose functions to load; None: the package as it is.
-        folder: where its standard error goes.
+        module, name, arguments: of the probe.
+        overlay: a learner's functions, to be loaded; None: the package as it is. off_limits: paths that they have no business with.
+        folder: where standard error goes. confinement: what ranks with a learner's functions give up.
     """
 
     module: str
     name: str
     arguments: dict[str, Any]
-    learner: _Learner | None
-    folder: str
-
-
-@dataclass(frozen=True)
-class _Learner:
-    """A learner's functions, paths that they have no business with, and what the ranks that have them give up."""
-
-    overlay: Overlay
-    off_limits: tuple[Path, ...]
+    overlay: Overlay | None = None
+    off_limits: tuple[Path, ...] = ()
+    folder: str = ""
     confinement: Confinement | None = None
 
 
@@ -269,7 +264,8 @@ class Ranks:
         """The same with the package as it is: an oracle's run, remembered until many others were asked for."""
         key = _name_of(probe, world_size, arguments)
         found = _references.pop(key, None)
-        _references[key] = found or _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
+        order = _Order(probe.__module__, probe.__name__, arguments)
+        _references[key] = found or _launch(order, world_size, 60.0, lambda text: None)
         while len(_references) > _REMEMBERED:
             del _references[next(iter(_references))]
         return _references[key]
@@ -303,8 +299,8 @@ class Ranks:
             late.unsure = True
             return late
         try:
-            learner = _Learner(self.overlay, self.off_limits)
-            return _launch(probe, world_size, arguments, learner, seconds, self._keep)
+            order = _Order(probe.__module__, probe.__name__, arguments, self.overlay, self.off_limits)
+            return _launch(order, world_size, seconds, self._keep)
         except Broken as broken:
             return broken
 
@@ -331,9 +327,7 @@ def patience() -> float:
     except ValueError:
         factor = 0.0
     if not 1 <= factor < float("inf"):
-        raise UsageError(
-            PATIENCE, expected="a number from 1 on", got=repr(text), remedy="Unset it, or write 3."
-        )
+        raise unusable("run.patience", text=text)
     return factor
 
 
@@ -346,22 +340,14 @@ def _nothing() -> None:
     pass
 
 
-def _launch(
-    probe: Probe,
-    world_size: int,
-    arguments: dict[str, Any],
-    learner: _Learner | None,
-    seconds: float,
-    write: Callable[[str], None],
-) -> Run:
+def _launch(order: _Order, world_size: int, seconds: float, write: Callable[[str], None]) -> Run:
     with tempfile.TemporaryDirectory(prefix="hwfsdp-run-") as name:
-        folder = Path(name)
-        order = _Order(probe.__module__, probe.__name__, arguments, learner, name)
-        prepare = None
-        if learner is not None:
-            confinement = confine(folder, learner.overlay.modules, learner.off_limits, __name__)
+        folder, prepare = Path(name), None
+        order = replace(order, folder=name)
+        if order.overlay is not None:
+            confinement = confine(folder, order.overlay.modules, order.off_limits)
             prepare = confinement.enter
-            order = replace(order, learner=replace(learner, confinement=confinement))
+            order = replace(order, confinement=confinement)
         try:
             with nothing_left_behind(folder) as watch:
                 call = cloudpickle.dumps((_run_on_rank, (order,), {}))
@@ -451,13 +437,13 @@ def _run_on_rank(order: _Order) -> bytes:
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
     torch.set_num_threads(1)  # models are tiny; threads of several runs at once would spin, each for its core
     try:
-        if order.learner is None:
+        if order.overlay is None:
             probe = _probe_of(order)
         else:
             worker.describe_wait = describe_wait
-            guard = _guard_for(order.learner)
+            guard = _guard_for(order, order.overlay)
             finish = guard.finish
-            probe = _let_in(order, order.learner, guard)
+            probe = _let_in(order, order.overlay, guard)
         probe(report, **order.arguments)
     except Exception as error:
         raised = described(error)
@@ -473,16 +459,15 @@ def _probe_of(order: _Order) -> Probe:
     return probe
 
 
-def _guard_for(learner: _Learner) -> Guard:
-    hidden = learner.confinement.hidden if learner.confinement else ()
-    texts = [path for module in learner.overlay.modules for path in files_of(module)]
-    by_itself = not learner.overlay.modules  # a station, or the homework
-    return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)], by_itself)
+def _guard_for(order: _Order, overlay: Overlay) -> Guard:
+    texts = [path for module in overlay.modules for path in files_of(module)]
+    by_itself = not overlay.modules  # a station, or the homework
+    return Guard([str(path) for path in (*order.off_limits, *HIDDEN, *texts)], by_itself)
 
 
-def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
+def _let_in(order: _Order, overlay: Overlay, guard: Guard) -> Probe:
     """Load the probe, forget everything else of the checks, and then load a learner's functions under the eyes of a guard."""
-    overlay, found = learner.overlay, list[Probe]()
+    found: list[Probe] = []
     forget([place for submitted in overlay.submitted for place in submitted.places])
 
     def close_the_door() -> None:
@@ -490,8 +475,8 @@ def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
         if not overlay.modules:
             forget_modules(OWN, "the package's own")
         keep_only(found[0])
-        if learner.confinement is not None:
-            learner.confinement.hide_checks(order.folder)
+        if order.confinement is not None:
+            order.confinement.hide_checks(order.folder)
         guard.arm()
 
     install(overlay, when_loaded=close_the_door, run=guard.doors.run)

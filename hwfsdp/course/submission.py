@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwfsdp.course import holes, starters
-from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.manifest import Exercise
 from hwfsdp.course.overlay import Submitted
-from hwfsdp.course.refusals import read_text
+from hwfsdp.course.refusals import read_text, unusable
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.verdict import Finding
-from hwfsdp.errors import UsageError
 
 KEPT_STARTER = ".starter.py"  # beside a learner's file, in a student's edition
 LARGEST = 1 << 20  # bytes of a file that anyone wrote
@@ -38,25 +36,15 @@ def find_source(exercise: Exercise, folder: Path) -> Source:
     path = nested if nested.exists() or not flat.exists() else flat
     if not path.exists():
         return Source(path, None)
-    return Source(path, read_text(path, f"submission {path}", "a file of Python, in UTF-8", LARGEST))
+    return Source(path, read_text(path, "submission.text", LARGEST))
 
 
 def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
     """Raise UsageError if a submission's folder holds no file of any exercise."""
     if not folder.is_dir():
-        raise UsageError(
-            f"submission {folder}",
-            expected="a folder",
-            got="a file" if folder.exists() else "none of this name",
-            remedy="Give the folder that it is in." if folder.exists() else "Check the path.",
-        )
+        raise unusable("submission.file" if folder.exists() else "submission.missing", path=folder)
     if not any((folder / e.target).exists() or (folder / e.file_name).exists() for e in exercises):
-        raise UsageError(
-            f"submission {folder}",
-            expected=f"files such as {exercises[0].target}",
-            got="none",
-            remedy="Give the folder that holds the exercises.",
-        )
+        raise unusable("submission.empty", path=folder, target=exercises[0].target)
 
 
 def is_started(exercise: Exercise, text: str) -> bool:
@@ -70,7 +58,7 @@ def is_started(exercise: Exercise, text: str) -> bool:
         found = _defined(exercise, text)
         if any(not _is_blank(node) for node in found.values()):
             return True
-        if isinstance(exercise, Homework):
+        if exercise.is_homework:
             return not found
         return bool(_effects(exercise, text) - _effects(exercise, starter(exercise)))
     except NOT_PYTHON:
@@ -84,7 +72,7 @@ def starter(exercise: Exercise) -> str:
         return kept.read_text()
     if exercise.is_station:
         return stage(0)
-    if isinstance(exercise, Homework):
+    if exercise.is_homework:
         text = solution(exercise)
         for task in exercise.tasks:
             for name in task.holes:
@@ -100,15 +88,10 @@ def solution(exercise: Exercise) -> str:
         UsageError: this is a student's edition.
     """
     if (exercise.path.parent / KEPT_STARTER).exists():
-        raise UsageError(
-            f"solution of {exercise.number}",
-            expected="the instructor's edition",
-            got="a student's",
-            remedy="Ask your instructor.",
-        )
+        raise unusable("submission.solution", number=exercise.number)
     if exercise.is_station:
         return stage(LAST)
-    if isinstance(exercise, Homework):
+    if exercise.is_homework:
         return exercise.solution_path.read_text()
     return _cut_out(exercise, solved=True)
 

@@ -11,12 +11,19 @@ What has to hold:
     not started  every starter compiles, imports, and is graded as not started, with 0 points
     full marks   every solution gets all points
     needed       every hole, blank alone in the solution, fails at least one check of its exercise
+
+Texts are graded at once by processes that each have a server of ranks, since whatever a server has started is taken for the run of the one who
+asks (`processes`). They share the machine, so limits of time are as many times as long.
 """
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from hwfsdp.course import holes
@@ -25,11 +32,13 @@ from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import Course, Exercise, module_source
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.refusals import outdated, update
+from hwfsdp.course.run import PATIENCE, warm_up
 from hwfsdp.course.submission import solution, starter
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
 
 SEED = 20
+WORKERS = max(1, (os.cpu_count() or 2))
 
 
 def files(course: Course) -> dict[Path, str]:
@@ -85,8 +94,12 @@ def _restored(course: Course) -> Iterator[str]:
             yield f"{module} is not restored by the solutions. Run: make exercises"
 
 
-def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
+def grading_problems(course: Course, exercise: Exercise) -> list[str]:
     """Problems of grading an exercise's own files, one line each."""
+    return list(_grading_problems(course, exercise))
+
+
+def _grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
     started = graded(exercise, course, starter(exercise))
     if (started.status, started.score) != ("not_started", 0):
         yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."
@@ -104,6 +117,21 @@ def graded(exercise: Exercise, course: Course, text: str, options: Options = Opt
     with tempfile.TemporaryDirectory(prefix="hwfsdp-submission-") as folder:
         (Path(folder) / exercise.file_name).write_text(text)
         return grade(exercise, Path(folder), course, options)
+
+
+@contextmanager
+def grading_pool(workers: int = WORKERS) -> Iterator[ProcessPoolExecutor]:
+    """Processes to run `graded` in, for the time of the block; what has not begun at its end is forgotten."""
+    executor = ProcessPoolExecutor(workers, mp.get_context("spawn"), _begin, (workers,))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin(workers: int) -> None:
+    os.environ.setdefault(PATIENCE, str(workers))
+    warm_up()
 
 
 def failures(result: Grade) -> str:

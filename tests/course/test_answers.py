@@ -18,11 +18,10 @@ import pytest
 from hwfsdp.course.grade import Options, checks_of
 from hwfsdp.course.manifest import Exercise, find_course
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
-from hwfsdp.course.pool import WORKERS, grading_pool
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
 from hwfsdp.course.verdict import Grade
-from hwfsdp.course.workbook import SEED, failures, graded
+from hwfsdp.course.workbook import SEED, WORKERS, failures, graded, grading_pool
 from suites import long
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -62,7 +61,7 @@ def named(value: object) -> str | None:
 def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]:
     """By test, the grade that it asks for; several are being made at once."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # otherwise the other cores have tests of their own
-    with grading_pool(COURSE, WORKERS if alone else 1) as pool:
+    with grading_pool(WORKERS if alone else 1) as pool:
         chosen = [
             item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
         ]
@@ -71,7 +70,7 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
             exercise, *answers = item.callspec.params.values()
             for each in answers:
                 options = Options(seed=SEED, only=each.check if "." in each.check else None)
-                found[item.name] = pool.submit(exercise, text_of(exercise, each), options)
+                found[item.name] = pool.submit(graded, exercise, COURSE, text_of(exercise, each), options)
         yield found
 
 

@@ -12,11 +12,10 @@ import pytest
 
 from hwfsdp.course import holes, workbook
 from hwfsdp.course.capstone import overlap
-from hwfsdp.course.capstone.homework import Task, read_homework
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.grade import Options
-from hwfsdp.course.killrate import hole_mutants
-from hwfsdp.course.manifest import find_course
+from hwfsdp.course.grader_report import hole_mutants
+from hwfsdp.course.manifest import Task, find_course, read_homework
 from hwfsdp.course.submission import Source, solution, starter
 from hwfsdp.course.verdict import Finding, Grade
 from hwfsdp.course.workbook import failures

@@ -15,11 +15,10 @@ import cloudpickle
 import pytest
 
 from hwfsdp.course import landlock, privileges
-from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.confinement import limits_in_force
 from hwfsdp.course.doors import Doors
 from hwfsdp.course.grade import Options, grade
-from hwfsdp.course.manifest import find_course
+from hwfsdp.course.manifest import find_course, read_homework
 from hwfsdp.course.processes import FILES, _is_full, descendants, server_pid
 from hwfsdp.course.rules import find_digging
 from hwfsdp.course.stations.stages import SOURCE as STATIONS

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import FILE, FOLDER, read_homework
 from hwfsdp.course.lab.bugs import CHOSEN, read_bugs
 from hwfsdp.course.lab.seals import read_key
-from hwfsdp.course.manifest import OWN_FILE, PACKAGE, find_course
+from hwfsdp.course.manifest import HOMEWORK, OWN_FILE, PACKAGE, find_course, read_homework
 from hwfsdp.course.submission import solution, starter
 
 COURSE = find_course(Path(__file__))
@@ -32,7 +31,7 @@ HALF = starter(ROWS).replace(
     'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
 )
 HALF_CAPSTONE = holes.blank(
-    read_homework(COURSE).solution_path.read_text(), "FSDPModule._backward_prefetch", FOLDER
+    read_homework(COURSE).solution_path.read_text(), "FSDPModule._backward_prefetch", HOMEWORK
 )
 
 
@@ -54,10 +53,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a course of two stations, capstone and lab, and a class."""
     root = tmp_path_factory.mktemp("door")
     given = root / "course" / "exercises"
-    for name in (ROWS.directory, RINGS.directory, FOLDER, "lab"):
+    for name in (ROWS.directory, RINGS.directory, HOMEWORK, "lab"):
         shutil.copytree(COURSE.root / "exercises" / name, given / name)
     hand_in(given, {OWN_FILE: starter(ROWS)})
-    capstone, lab = f"{FOLDER}/{FILE}", "lab/answers.toml"
+    capstone, lab = f"{HOMEWORK}/hw_fsdp.py", "lab/answers.toml"
     assert len({SOLVED, HANGING, HALF, starter(ROWS)}) == 4
     hand_in(
         root / "class" / "ada",
@@ -131,12 +130,12 @@ def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[s
         name: {extra: (found["status"], found["score"]) for extra, found in each["extra"].items()}
         for name, each in book.items()
     }
-    assert told["ada"] == {FOLDER: ("passed", homework.points), "lab": ("failed", 3)}
-    assert book["ada"]["extra"][FOLDER]["bonus"] == homework.bonus
-    assert told["bob"] == {FOLDER: ("not_started", 0), "lab": ("not_started", 0)}
-    assert told["eve"][FOLDER][0] == "failed" and told["eve"][FOLDER][1] < homework.points
+    assert told["ada"] == {HOMEWORK: ("passed", homework.points), "lab": ("failed", 3)}
+    assert book["ada"]["extra"][HOMEWORK]["bonus"] == homework.bonus
+    assert told["bob"] == {HOMEWORK: ("not_started", 0), "lab": ("not_started", 0)}
+    assert told["eve"][HOMEWORK][0] == "failed" and told["eve"][HOMEWORK][1] < homework.points
     assert told["eve"]["lab"] == ("failed", 2)
-    assert "not-written" in checks_of(book["eve"]["extra"][FOLDER]).values()
+    assert "not-written" in checks_of(book["eve"]["extra"][HOMEWORK]).values()
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from hwfsdp.course.gradebook.book import Gradebook, evidence, verdict
 from hwfsdp.course.gradebook.command import output
 from hwfsdp.course.gradebook.formats import FORMATS, file_name, pieces, write
 from hwfsdp.course.gradebook.formats.github import announce
-from hwfsdp.course.gradebook.formats.nbgrader import COLUMNS, shares
+from hwfsdp.course.gradebook.formats.tables import COLUMNS, shares
 from hwfsdp.course.gradebook.html_pages import render_class, render_student
 from hwfsdp.course.gradebook.late import LatePolicy, Rule, parse_rule, parse_time, read_times
 from hwfsdp.course.gradebook.results import Result, opaque

@@ -120,7 +120,6 @@ def test_a_changed_file_is_graded_again_and_no_other(
 CHANGES = {
     "another seed": {"seed": 4},
     "a secret": {"seed": None, "secret": b"0123456789"},
-    "other limits": {"run_seconds": 1.0},
     "without resume": {"resume": False},
 }
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import launch
 from hwfsdp.course.capstone import cases
-from hwfsdp.course.capstone.homework import read_homework
-from hwfsdp.course.manifest import find_course
+from hwfsdp.course.manifest import find_course, read_homework
 from hwfsdp.course.stations import laws
 from hwfsdp.course.stations.course import BREAKING, CHANGING
 from hwfsdp.course.stations.facts import homeworks_shard, torchs, trained

@@ -19,9 +19,16 @@ from suites import fast_are
 
 from hwfsdp import UsageError
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import FOLDER
 from hwfsdp.course.commands import wanted_exercise
-from hwfsdp.course.manifest import OWN_FILE, PACKAGE, Exercise, compiled_body, find_course, module_source
+from hwfsdp.course.manifest import (
+    HOMEWORK,
+    OWN_FILE,
+    PACKAGE,
+    Exercise,
+    compiled_body,
+    find_course,
+    module_source,
+)
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.edition import body_of, write_edition
 from hwfsdp.course.release.leaks import _texts, find_leaks, secrets_of, statements
@@ -311,7 +318,7 @@ def test_an_answer_that_is_told_in_a_hint_is_found(secret, tmp_path: Path) -> No
 def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
     for exercise in COURSE.exercises:
         (tmp_path / exercise.file_name).write_text(starter(exercise))
-    (tmp_path / "hw_fsdp.py").write_text((COURSE.root / "exercises" / FOLDER / "hw_fsdp.py").read_text())
+    (tmp_path / "hw_fsdp.py").write_text((COURSE.root / "exercises" / HOMEWORK / "hw_fsdp.py").read_text())
     (tmp_path / "text.txt").write_text("return output\nreturn None\npass\n")
     (tmp_path / "noise").write_bytes(os.urandom(4096))
     assert not list(find_leaks(tmp_path, SECRETS))

@@ -292,7 +292,7 @@ def test_the_board_of_gathers_ahead_is_what_such_files_measure(way: str, ahead: 
     assert GATHERS_ONE in stage(LAST)
     (tmp_path / "my_fsdp.py").write_text(stage(LAST).replace(GATHERS_ONE, GATHERS_MORE.format(ahead)))
     station = COURSE.exercise(9)
-    ranks = Ranks(*own_file(station, find_source(station, tmp_path), Options())[:1])
+    ranks = Ranks(own_file(station, find_source(station, tmp_path)))
     alone, peak = machines.board_figures(ranks.run(probe_clock, 1, seed=0)["forward"][0])
     assert (alone, peak) == machines.BOARD[way]
     better = machines._board(alone, peak).partition("better than yours")[2]

@@ -2,12 +2,10 @@
 
 The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. What it is held against is torch's FSDP2.
 
-    homework   its manifest, and where its files are
     rules      what the file may use and has to define
     cases      the models that it is tried on
     witness    sees every operator: memory alive, and who reads it when
     runs       what ranks do with it
-    clock      the same on virtual machines
     judges     task 1 and the bonuses
     overlap    tasks 2 and 3
 """

@@ -204,12 +204,9 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     compare_traffic(cases.TASKS.found(ranks, seed, cases.PLAIN, task_ranks(ranks)), cases.PLAIN, seed)
 
 
-def judge_mixed(ranks: Ranks, seed: int) -> None:
-    _judge_precise(ranks, seed, cases.MIXED)
-
-
-def _judge_precise(ranks: Ranks, seed: int, scenario: Scenario) -> None:
+def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
     """Dtypes on the wire, and FSDP2's numbers bit for bit: on two ranks a sum is the same in any order."""
+    scenario: Scenario = getattr(cases, case)
     group = cases.TASKS if scenario in cases.TASKS.scenarios else cases.BONUSES
     found, policy = group.found(ranks, seed, scenario, 2), dict(scenario.policy)
     for rank, facts in enumerate(found):
@@ -258,33 +255,21 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
     for scenario in (cases.SUMMED, cases.SUMMED_MIXED):
         compare_traffic(bonus(ranks, seed, scenario), scenario, seed)
     compare_numbers(ranks, seed, bonus(ranks, seed, cases.SUMMED), cases.SUMMED)
-    _judge_precise(ranks, seed, cases.SUMMED_MIXED)
+    judge_precise("SUMMED_MIXED", ranks, seed)
 
 
-def judge_uneven(ranks: Ranks, seed: int) -> None:
-    """Placements and rows if ranks get different numbers of rows, or none; and training with them."""
-    judge_params(cases.UNEVEN, ranks, seed)
-
-
-def judge_frozen(ranks: Ranks, seed: int) -> None:
-    judge_params(cases.FROZEN, ranks, seed)
-
-
-def judge_params(scenario: Scenario, ranks: Ranks, seed: int) -> None:
+def judge_params(case: str, ranks: Ranks, seed: int) -> None:
+    """Placements and rows, also where ranks get different numbers of rows, or none; and training with them."""
+    scenario: Scenario = getattr(cases, case)
     found = bonus(ranks, seed, scenario)
     compare_params(found, scenario, seed)
     compare_numbers(ranks, seed, found, scenario)
 
 
-def judge_casts(ranks: Ranks, seed: int) -> None:
-    """Arguments whose dtype is not the parameters', and an output in a third dtype."""
-    _judge_precise(ranks, seed, cases.CASTS)
-
-
 def judge_tied(ranks: Ranks, seed: int) -> None:
     """One parameter at all its places, before and after; its gradient is the sum of them all."""
     laws.same_places(bonus(ranks, seed, cases.TIED), cases.TIED, seed)
-    judge_params(cases.TIED, ranks, seed)
+    judge_params("TIED", ranks, seed)
 
 
 def judge_nested(ranks: Ranks, seed: int) -> None:
@@ -307,4 +292,4 @@ def judge_nested(ranks: Ranks, seed: int) -> None:
             laws.counts(found, scenario, phase, op, units, "one-by-one", fewer)
         whole = padded_bytes(scenario, seed, len(found), "param_dtype")
         laws.carried(found, scenario, "forward", "all_gather", whole, ("claimed-twice", "not-gathered"))
-    judge_params(scenario, ranks, seed)
+    judge_params("NESTED", ranks, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks
 from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, gathers_of, refuse_races
 from hwfsdp.course.verdict import Finding
@@ -24,9 +25,7 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "forward")
     found = figures(ranks, seed, "gpu")
     if not gathers_of(found, False):
-        raise Finding(
-            "not-gathered", "A second forward on the virtual GPU gathers nothing.", "5 all-gathers", 0
-        )
+        raise told("capstone.forward_gathers", "A second forward on the virtual GPU", 0, "5 all-gathers")
     where = "A forward on the virtual GPU: gathers"
     compare_exposed(where, found, "forward", GPU_FORWARD_US, "no-overlap")
 
@@ -35,9 +34,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 3: the next gather of a backward is started before this module's backward."""
     found = figures(ranks, seed, "host")
     if not (gathers := gathers_of(found, True)):
-        raise Finding(
-            "never-resharded", "A backward on the virtual host gathers nothing.", "5 all-gathers", 0
-        )
+        raise told("capstone.backward_gathers", "A backward on the virtual host", 0, "5 all-gathers")
     order = [owner for owner, _ in groupby(each[4] for each in gathers)]
     if twice := sorted({name for name in order if order.count(name) > 1}):
         message = f"A backward on the virtual host gathers {', '.join(order)}, in this order: {', '.join(twice)} more than once."
@@ -54,7 +51,7 @@ def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
     if not found["reductions"]:
-        raise Finding("not-reduced", "A step on the virtual host reduces nothing.", "5 reductions", 0)
+        raise told("capstone.reduces", "A step on the virtual host", 0, "5 reductions")
     where = "A backward on the virtual host: gradients"
     compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
     if found["flying"] > 2:

@@ -29,16 +29,11 @@ LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters a
 
 
 class Witness(DispatchMode):
-    """A mode that sees the operators called in its block, autograd's too.
-
-    Attributes:
-        peak: the most bytes alive at once, of storages that were made in the block, since `mark`.
-    """
+    """A mode that sees the operators called in its block, autograd's too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id of the storage
+        self._made: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._waiting = False
 
     def __torch_dispatch__(
@@ -52,29 +47,16 @@ class Witness(DispatchMode):
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage.nbytes() >= LEAST:
-                self._made.setdefault(
-                    id(storage), weakref.ref(storage, functools.partial(self._gone, id(storage)))
-                )
-        self.peak = max(self.peak, self.alive())
+                self._made[id(storage)] = storage
         recorder = events.active()
         quiet = self._waiting or recorder is None or recorder.inside_collective or op.namespace != "aten"
         if recorder is not None and not quiet:
             self._log(recorder, op, args, kwargs, made)
         return out
 
-    def _gone(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
-        if self._made.get(key) is ref:
-            del self._made[key]
-
     def alive(self) -> int:
         """Bytes alive, of storages that were made in the block."""
-        found = (ref() for ref in list(self._made.values()))
-        return sum(storage.nbytes() for storage in found if storage is not None)
-
-    def mark(self) -> int:
-        """Bytes alive; `peak` counts from here."""
-        self.peak = self.alive()
-        return self.peak
+        return sum(storage.nbytes() for storage in self._made.values())
 
     def _log(
         self,

@@ -70,7 +70,7 @@ def _filled(name: str, limit: float) -> bytes:
 
 
 def _write(option: str, path: Path, content: bytes) -> None:
-    with refused(f"{option} {path}", "a file that can be written", "Check the path."):
+    with refused("grade.output", option=option, path=path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 

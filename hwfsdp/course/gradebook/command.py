@@ -31,14 +31,14 @@ from hwfsdp.course.gradebook.formats import (
 )
 from hwfsdp.course.gradebook.formats.github import announce
 from hwfsdp.course.gradebook.grading import NOT_GRADED, ClassRun, Settings
-from hwfsdp.course.gradebook.html_pages import render_student
+from hwfsdp.course.gradebook.html_pages import TEMPLATES, render_student
 from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.refusals import refused, write_whole
+from hwfsdp.course.pages import template
+from hwfsdp.course.refusals import refused, unusable, write_whole
 from hwfsdp.course.report import MARKS, Style
-from hwfsdp.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,11 @@ class Output:
         """Raise UsageError if the results of so many submissions cannot be written so."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
-        expected, remedy = "a place that can be written", "Give another one; nothing has been graded."
         if self.out is not None:
-            with refused(f"--out {self.out}", expected, remedy):
+            with refused("grade.place", option="--out", path=self.out):
                 try_writing(self.out / "_" if self.folder else self.out)
         if self.reports is not None:
-            with refused(f"--reports {self.reports}", expected, remedy):
+            with refused("grade.place", option="--reports", path=self.reports):
                 try_writing(self.reports / "_")
 
 
@@ -93,12 +92,7 @@ def output(name: str | None, out: str | None, reports: Path | None) -> Output:
     path = Path(out)
     chosen = name or BY_SUFFIX.get(path.suffix.lower())
     if chosen is None:
-        raise UsageError(
-            f"--out {out}",
-            expected=f"a name that ends in one of {', '.join(BY_SUFFIX)}, or --format",
-            got="neither",
-            remedy=f"Formats: {', '.join(FORMATS)}.",
-        )
+        raise unusable("grade.no_format", out=out, suffixes=", ".join(BY_SUFFIX), formats=", ".join(FORMATS))
     return Output(chosen, path, out.endswith(("/", os.sep)) or path.is_dir(), reports)
 
 
@@ -145,11 +139,8 @@ def grade_submissions(
                         _complain(result)
         except KeyboardInterrupt:
             bar.clear()
-            graded = book.count()
-            print(
-                f"hwfsdp: stopped; {graded} of {len(run.handed)} submissions graded. {_way_on(output)}",
-                file=sys.stderr,
-            )
+            graded = f"{book.count()} of {len(run.handed)} submissions graded"
+            print(f"hwfsdp: stopped; {graded}. {_way_on(output)}", file=sys.stderr)
             return 130
         bar.clear()
         if plain:
@@ -173,12 +164,8 @@ def _saying_how_to_go_on(output: Output) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            str(error.filename or output.journal or "results"),
-            expected="free space, and permission to write",
-            got=error.strerror or type(error).__name__,
-            remedy=_way_on(output),
-        ) from None
+        file, got = error.filename or output.journal or "results", error.strerror or type(error).__name__
+        raise unusable("grade.write", file=file, got=got, remedy=_way_on(output)) from None
 
 
 def _way_on(output: Output) -> str:
@@ -198,13 +185,8 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
     (result,) = book.results()
     begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
     if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
-        first = book.course.exercises[0]
-        raise UsageError(
-            f"submission {path}",
-            expected=f"files such as {first.target}",
-            got=result.errors[0].partition("; expected")[0],
-            remedy="Give the folder or archive that holds the exercises.",
-        )
+        target, got = book.course.exercises[0].target, result.errors[0].partition("; expected")[0]
+        raise unusable("submission.nothing", path=path, target=target, got=got)
     _complain(result)
 
 
@@ -223,7 +205,7 @@ def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int
     if as_json:
         _print_json(book, single)
     elif output.format is None:
-        print("\n".join(_table(book) if not single else _lines(book)))
+        print(_lines(book) if single else _table(book))
     if output.reports:
         with _saying_how_to_go_on(output):
             for result in book.results():
@@ -245,22 +227,13 @@ def _print_json(book: Gradebook, single: bool) -> None:
         sys.stdout.writelines(pieces(book, "json"))
 
 
-def _lines(book: Gradebook) -> list[str]:
+def _lines(book: Gradebook) -> str:
     """One submission: a line for each exercise."""
     (result,) = book.results()
-    style, lines = Style(), []
+    names = {"result": result, "book": book, "standing": book.standing(result), "style": Style()}
     width = max(len(exercise.title) for exercise in book.course.exercises)
-    for found in result.exercises:
-        mark, color = MARKS[{"passed": True, "not_started": None}.get(found["status"], False)]
-        first = next((check["misconception"] for check in found["checks"] if check["misconception"]), None)
-        why = first or ("not started" if found["status"] == "not_started" else "")
-        title = book.exercise(found["exercise"]).title
-        score = f"{found['score']:>3} of {found['max_score']}"
-        lines.append(
-            f"{style.paint(mark, color)} {found['exercise']} {title:<{width}} {score}  {why}".rstrip()
-        )
-    lines += [f"  {told}, apart" for told in _extras(result.extra)]
-    return [*lines, *_total(result, book)]
+    names |= {"marks": MARKS, "width": width, "extras": _extras(result.extra), "by": _by(result)}
+    return template(TEMPLATES / "submission.txt").render(names).removesuffix("\n")
 
 
 def _extras(extra: Mapping[str, Any]) -> list[str]:
@@ -272,15 +245,6 @@ def _extras(extra: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _total(result: Result, book: Gradebook) -> list[str]:
-    standing = book.standing(result)
-    lines = [f"{result.score} of {result.max_score} points"]
-    if standing.late_seconds:
-        hours = f"{standing.late_seconds / 3600:.1f} h late"
-        lines.append(f"{hours}{_by(result)}: {standing.penalty:g} points less, {standing.final:g} count")
-    return lines
-
-
 def _by(result: Result) -> str:
     """The source of a submission's time."""
     if result.submitted_by == UNKNOWN:
@@ -288,7 +252,7 @@ def _by(result: Result) -> str:
     return f" (time by {result.submitted_by})" if result.submitted_by else ""
 
 
-def _table(book: Gradebook) -> list[str]:
+def _table(book: Gradebook) -> str:
     """A class: a line for each submission."""
     rows = []
     for result in book.results():
@@ -302,4 +266,4 @@ def _table(book: Gradebook) -> list[str]:
         told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
         rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
     width, points = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return [f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows]
+    return "\n".join(f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows)

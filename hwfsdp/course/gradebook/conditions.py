@@ -11,27 +11,19 @@ from pathlib import Path
 
 from hwfsdp.course.confinement import Limit, limits_in_force
 from hwfsdp.course.manifest import PACKAGE
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import unusable
 
 
-def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
+def refuse_second_copy() -> None:
     """Refuse to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
-
-    Args:
-        paths: where Python looks for modules; None: `sys.path`.
 
     Raises:
         UsageError: there is another one.
     """
-    for path in sys.path if paths is None else paths:
+    for path in sys.path:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
-            raise UsageError(
-                "grade",
-                expected=f"one copy of the package, {PACKAGE}",
-                got=f"a second one, {copy.absolute()}, which submissions could read",
-                remedy="Uninstall the second, or install the course in place: pip install --editable.",
-            )
+            raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())
 
 
 def limits(required: bool = False) -> list[Limit]:
@@ -45,12 +37,7 @@ def limits(required: bool = False) -> list[Limit]:
     """
     found = limits_in_force()
     if required and (missing := in_one_line(found)):
-        raise UsageError(
-            "--require-isolation",
-            expected="all limits of submissions in force",
-            got=f"not in force: {missing}",
-            remedy="See: hwfsdp doctor. Grade as root, on Linux 5.13 or later, or in a container that may do this.",
-        )
+        raise unusable("grade.isolation", missing=missing)
     return found
 
 

@@ -22,16 +22,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.course.grade import checks_of
-from hwfsdp.course.gradebook.archives import Limits
+from hwfsdp.course.commands import wanted_exercise
+from hwfsdp.course.grade import Options, checks_of, grade
 from hwfsdp.course.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
 from hwfsdp.course.gradebook.jobs import Order, Outcome, Pool
 from hwfsdp.course.gradebook.journal import Journal, Key, make_folder, remove_folder
 from hwfsdp.course.gradebook.late import implausible, match_times
 from hwfsdp.course.gradebook.layout import EXTRAS
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
-from hwfsdp.course.gradebook.submissions import Collected, Handed, collect, find_submissions, printable
+from hwfsdp.course.gradebook.submissions import Collected, collect, find_submissions, printable
+from hwfsdp.course.lab.grading import grade_lab
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise
+from hwfsdp.course.refusals import unusable
+from hwfsdp.course.run import WORLD_SIZE, Runs
 from hwfsdp.course.verdict import CheckResult, Finding, Grade
 from hwfsdp.errors import UsageError
 
@@ -59,7 +62,6 @@ class Settings:
         single: every path is one submission, whatever is in it.
         journal: where results are written as they come; None: nowhere. resume: go on with what is there.
         time_limit: seconds for everything; what is not graded by then counts nothing, and says so.
-        run_seconds: that one run of ranks may take; None: as usual.
         submitted: name → when it was handed in; for others files tell. zone: of times that do not say theirs.
         times_count: there is a deadline, so that a time nobody knows is an error.
         left_out: files and folders of the grader's own, which are no submissions.
@@ -75,12 +77,10 @@ class Settings:
     journal: Path | None = None
     resume: bool = False
     time_limit: float | None = None
-    run_seconds: float | None = None
     submitted: Mapping[str, datetime] = field(default_factory=dict)
     times_count: bool = False
     left_out: tuple[Path, ...] = ()
     zone: tzinfo = timezone.utc
-    limits: Limits = Limits()
     worker: tuple[str, ...] = ()
     on_progress: Callable[[Progress], None] = lambda progress: None
 
@@ -110,7 +110,7 @@ class ClassRun:
 
     def __init__(self, paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> None:
         if settings.jobs < 1:
-            raise UsageError("--jobs", expected="1 or more", got=str(settings.jobs), remedy="Leave it out.")
+            raise unusable("grade.jobs", jobs=settings.jobs)
         self.course, self.settings = course, settings
         self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
         self.submitted = match_times(settings.submitted, self.handed)
@@ -174,8 +174,9 @@ class ClassRun:
             self._tell(handed.name)
             folder = self.folder / str(index)
             folder.mkdir()
-            collected = collect(handed, folder, self.course.exercises, settings.zone, settings.limits)
-            pending = self._pending[handed.name] = _Pending(handed, collected)
+            pending = self._pending[handed.name] = _Pending(
+                collect(handed, folder, self.course.exercises, settings.zone)
+            )
             orders = [order for what in self.targets if (order := self._order(pending, what))]
             pending.waiting = {order.what for order in orders}
             if not orders:
@@ -188,7 +189,8 @@ class ClassRun:
         problem = collected.problems.get(target)
         if problem is not None or target not in collected.digests:
             if what not in self.extras:
-                pending.graded[what] = without_file(self.course.exercise(what), problem)
+                exercise = self.course.exercise(what)
+                pending.graded[what] = unreadable(exercise, problem) if problem else _ungraded(exercise)
             return None
         if (known := self.journal.known(self._key(pending, what))) is not None:
             pending.graded[what] = known
@@ -202,10 +204,9 @@ class ClassRun:
             "seed": seed,
             "world_size": world_size,
             "mine": self.settings.mine and not is_station,
-            "run_seconds": self.settings.run_seconds,
             "repeat": self.settings.jobs == 1,
         }
-        return Order(pending.handed.name, what, message)
+        return Order(collected.name, what, message)
 
     def _key(self, pending: _Pending, what: str) -> Key:
         """The key of a result: the graded files, the course, the inputs."""
@@ -213,9 +214,9 @@ class ClassRun:
         if self.settings.mine and what not in self.extras:
             targets += [exercise.target for exercise in self.course.exercises if exercise.number < what]
         files = [pending.collected.digests.get(target) for target in targets]
-        how = [self.version, self.inputs.fingerprint, self.settings.run_seconds]
+        how = [self.version, self.inputs.fingerprint]
         content = hashlib.sha256(json.dumps([files, how]).encode()).hexdigest()
-        return Key(pending.handed.name, what, content)
+        return Key(pending.collected.name, what, content)
 
     def _on_check(self, order: Order, check: Data) -> None:
         self.journal.check(order.name, order.what, check)
@@ -233,20 +234,20 @@ class ClassRun:
         self._tell(order.name)
         if outcome.graded is not None:
             pending.graded[what] = outcome.graded
-        elif what in self.extras:
-            pending.collected.errors.append(f"{what} {NOT_GRADED}: {outcome.failed}")
         else:
-            pending.collected.errors.append(f"exercise {what} {NOT_GRADED}: {outcome.failed}")
-            pending.graded[what] = not_graded(self.course.exercise(what), outcome.failed)
+            named = what if what in self.extras else f"exercise {what}"
+            pending.collected.errors.append(f"{named} {NOT_GRADED}: {outcome.failed}")
+            if what not in self.extras:
+                pending.graded[what] = not_graded(self.course.exercise(what), outcome.failed)
         pending.waiting.discard(what)
         if not pending.waiting:
             self._finish(pending)
 
     def _finish(self, pending: _Pending) -> None:
         collected, graded = pending.collected, pending.graded
-        at, submitted_by = self._time(pending)
+        at, submitted_by = self._time(collected)
         result = Result(
-            pending.handed.name,
+            collected.name,
             tuple(graded[exercise.number] for exercise in self.course.exercises),
             {name: graded[name] for name in self.extras if name in graded},
             tuple(printable(error) for error in collected.errors),
@@ -260,10 +261,10 @@ class ClassRun:
         del self._pending[result.name]
         self._ready.append(result.name)
 
-    def _time(self, pending: _Pending) -> tuple[datetime, str]:
+    def _time(self, collected: Collected) -> tuple[datetime, str]:
         """When it was handed in and who says so (late, Note [Whose word a time is])."""
-        collected, now = pending.collected, datetime.now(timezone.utc).replace(microsecond=0)
-        if (given := self.submitted.get(pending.handed.name)) is not None:
+        now = datetime.now(timezone.utc).replace(microsecond=0)
+        if (given := self.submitted.get(collected.name)) is not None:
             return given, "--submitted"
         why_not = implausible(collected.submitted, now)
         if collected.submitted is not None and not why_not:
@@ -284,31 +285,42 @@ class ClassRun:
 class _Pending:
     """A submission that is being graded: what was graded, exercises and extras, and what is waited for."""
 
-    handed: Handed
     collected: Collected
     graded: dict[str, Data] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
 
 
-def _unrun(exercise: Exercise) -> list[CheckResult]:
-    return [CheckResult(check) for check in checks_of(exercise)]
+def carry_out(order: Data, course: Course, on_check: Callable[[Data], None], runs: Runs) -> Data:
+    """Grade what an order asks for, in the process of a worker; return what it answers."""
+    folder, what = Path(order["folder"]), order["what"]
+    if what == "lab":
+        return {"done": grade_lab(folder, course).as_dict()}
+    size = order["world_size"] or WORLD_SIZE
+    options = Options(order["mine"], order["seed"], repeat=order["repeat"], world_size=size)
+    exercise = wanted_exercise(course, what)
+    try:
+        result = grade(exercise, folder, course, options, lambda check: on_check(check.as_dict()), runs=runs)
+    except UsageError as error:
+        return {"done": unreadable(exercise, str(error))}
+    return {"done": result.as_dict(), "provisional": result.provisional}
 
 
-def without_file(exercise: Exercise, problem: str | None) -> Data:
-    """An exercise whose file is not there, or cannot be read."""
-    return unreadable(exercise, problem) if problem else Grade(exercise, _unrun(exercise)).as_dict()
+def _ungraded(exercise: Exercise, status: str = "not_started", finding: Finding | None = None) -> Data:
+    """An exercise of which no check was run; the first one has the finding."""
+    results = [CheckResult(check) for check in checks_of(exercise)]
+    if finding:
+        results[0].passed, results[0].finding = False, finding
+    return Grade(exercise, results, status, finding).as_dict()
 
 
 def unreadable(exercise: Exercise, reason: str) -> Data:
     """An exercise whose file cannot be read: nothing counts, the first check says why."""
-    results = _unrun(exercise)
-    results[0].passed, results[0].finding = False, Finding("not-python", reason)
-    return Grade(exercise, results, "error", results[0].finding).as_dict()
+    return _ungraded(exercise, "error", Finding("not-python", reason))
 
 
 def not_graded(exercise: Exercise, reason: str) -> Data:
     """An exercise that the grader did not come to: no check was run, and each says why."""
-    found = Grade(exercise, _unrun(exercise), "error").as_dict()
+    found = _ungraded(exercise, "error")
     checks = [{**check, "message": f"not graded: {reason}"} for check in found["checks"]]
     return {**found, "checks": checks}
 

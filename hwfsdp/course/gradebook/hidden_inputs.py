@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from hwfsdp.course.refusals import refused
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import refused, unusable
 
 ENVIRONMENT = "HWFSDP_SECRET"
 SEEDS = 1 << 20  # as many as `Options` draws from
@@ -67,12 +66,7 @@ def secret_inputs(secret: bytes) -> Inputs:
     """
     stripped = secret.strip()
     if not SHORTEST <= len(stripped) <= LONGEST:
-        raise UsageError(
-            "the secret",
-            expected=f"{SHORTEST} to {LONGEST:,} bytes",
-            got=f"{len(stripped)}",
-            remedy="Make one: python3 -c 'import secrets; print(secrets.token_hex())' > FILE",
-        )
+        raise unusable("grade.secret", least=SHORTEST, most=LONGEST, count=len(stripped))
     return Inputs(stripped, hidden=True)
 
 
@@ -85,7 +79,5 @@ def read_secret(path: Path | None) -> bytes | None:
     from_environment = os.environ.pop(ENVIRONMENT, "")  # what we start must not find it there
     if path is None:
         return from_environment.encode() or None
-    with refused(f"--secret {path}", "a file", "Check the path and its permissions."), path.open(
-        "rb"
-    ) as file:
+    with refused("grade.secret_file", path=path), path.open("rb") as file:
         return file.read(LONGEST + 1)

@@ -15,7 +15,7 @@ from hwfsdp.course.pages import template
 
 COLUMNS = 10  # of the histogram
 COMMON = 15  # misconceptions that are listed
-_TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).with_name("templates")
 _NAMES = {"verdict": verdict, "told": told, "question_of": question_of, "misconceptions": MISCONCEPTIONS}
 
 
@@ -86,11 +86,11 @@ class Overview:
 
 def render_class(book: Gradebook) -> Iterator[str]:
     """The instructor's page, in pieces; results are read three times, one by one."""
-    page = template(_TEMPLATES / "class.html", **_NAMES)
+    page = template(TEMPLATES / "class.html", **_NAMES)
     return page.generate(book=book, overview=Overview(book))
 
 
 def render_student(result: Result, book: Gradebook) -> Iterator[str]:
     """The page for a student: what they may read."""
-    page = template(_TEMPLATES / "student.html", **_NAMES)
+    page = template(TEMPLATES / "student.html", **_NAMES)
     return page.generate(book=book, result=book.for_student(result))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -169,12 +169,10 @@ class Pool:
         more = True
         while more or any(worker.order for worker in self.workers):
             while more and sum(worker.order is not None for worker in self.workers) < size:
-                try:
-                    order = next(orders)
-                except StopIteration:
+                order = next(orders, None)
+                if order is None:
                     more = False
-                    break
-                if self._is_over():
+                elif self._is_over():
                     yield order, OVERDUE
                 else:
                     self._idle().take(order)
@@ -193,11 +191,8 @@ class Pool:
     def _ended(self) -> Iterator[tuple[Order, Outcome]]:
         """Wait a while; return what has ended."""
         busy = [worker for worker in self.workers if worker.order]
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                selector.register(worker.output, selectors.EVENT_READ)
-            if busy:
-                selector.select(LOOK)
+        if busy:
+            select.select([worker.output for worker in busy], [], [], LOOK)
         for worker in busy:
             order, outcome = worker.order, self._outcome(worker)
             if outcome is not None and order is not None:

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hwfsdp.course.gradebook.results import Result
-from hwfsdp.course.refusals import refused
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import refused, unusable
 
 VERSION = 1
 FOLDER = "hwfsdp-class-"  # how the names of folders with submissions begin
@@ -62,32 +61,31 @@ class Journal:
             self._file: IO[bytes] = tempfile.TemporaryFile()
             return
         self._file = _open(path)
-        self._remove_folders()
-        if not resume and path.stat().st_size:
+        end = self._read()
+        if resume:
+            self._file.truncate(end)
+        elif path.stat().st_size:
             os.replace(path, path.with_name(path.name + ".old"))
             self._file.close()
-            self._file = _open(path)
-        self._read()
+            self._file, self.header, self._exercises = _open(path), {}, {}
 
-    def _remove_folders(self) -> None:
-        """Remove folders of ended runs. They have ended, because this process holds the journal."""
-        for _, line in _lines(self._file):
-            found = _parsed(line)
-            if found.get("kind") == "run" and isinstance(found.get("folder"), str):
-                remove_folder(Path(found["folder"]))
+    def _read(self) -> int:
+        """Note what is there, and remove the folders of its runs. They have ended, because this process holds the journal.
 
-    def _read(self) -> None:
-        good = 0
+        Returns:
+            The end of the last whole line.
+        """
+        end = 0
         for place, line in _lines(self._file):
-            good = place + len(line)
+            end = place + len(line)
             found = _parsed(line)
             if found.get("kind") == "run":
                 self.header = found
+                remove_folder(Path(str(found.get("folder"))))
             elif found.get("kind") == "exercise" and found.get("final"):
                 key = Key(str(found["name"]), str(found["exercise"]["exercise"]), str(found["key"]))
                 self._exercises[key] = place
-        self._file.truncate(good)
-        self._file.seek(0, os.SEEK_END)
+        return end
 
     def known(self, key: Key) -> Line | None:
         """An exercise that was graded before, just like this."""
@@ -152,19 +150,14 @@ def remove_folder(folder: Path) -> None:
 
 
 def _open(path: Path) -> IO[bytes]:
-    with refused(f"journal {path}", "a file that can be written", "Give another --out."):
+    with refused("grade.journal", path=path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise UsageError(
-            f"journal {path}",
-            expected="no other run that writes it",
-            got="one that does",
-            remedy="Wait for it, or give another --out.",
-        ) from None
+        raise unusable("grade.journal_used", path=path) from None
     return file
 
 

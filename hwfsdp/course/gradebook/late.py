@@ -25,8 +25,7 @@ from pathlib import Path
 
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.gradebook.submissions import Handed
-from hwfsdp.course.refusals import refused
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import refused, unusable
 
 UNITS = {"minute": 60, "hour": 3600, "day": 86400, "week": 604800}  # seconds
 UNITS |= {"min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -109,12 +108,7 @@ def parse_rule(text: str) -> Rule:
     found = _RULE.fullmatch(text.casefold())
     unit = (found["unit"].removesuffix("s") if len(found["unit"]) > 1 else found["unit"]) if found else ""
     if found is None or unit not in UNITS:
-        raise UsageError(
-            "--late",
-            expected="a rule such as 10%/day, 0.5/h or '10%/day max 50%'",
-            got=repr(text),
-            remedy="Units are minute, hour, day and week.",
-        )
+        raise unusable("late.rule", text=text)
     most = float(found["most"]) if found["most"] else None
     return Rule(
         float(found["rate"]), found["percent"] == "%", UNITS[unit], most, found["most_percent"] == "%"
@@ -130,12 +124,7 @@ def parse_time(text: str, what: str, zone: tzinfo | None = None) -> datetime:
     try:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
-        raise UsageError(
-            what,
-            expected="a time such as 2026-12-01T23:59+01:00",
-            got=repr(text),
-            remedy="Write date, T, time and offset.",
-        ) from None
+        raise unusable("late.time", what=what, text=text) from None
     if found.tzinfo is not None:
         return found
     return found.replace(tzinfo=zone) if zone else found.astimezone()
@@ -148,28 +137,19 @@ def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
         UsageError: it cannot be read, or a row is none.
     """
     kinds = (OSError, UnicodeDecodeError, csv.Error)
-    with refused(f"--submitted {path}", "a CSV file", "Check the path, and that it is UTF-8.", kinds):
+    with refused("late.file", kinds, path=path):
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     times: dict[str, datetime] = {}
     for index, row in enumerate(rows):
+        what = f"--submitted {path}, row {index + 1}"
         if len(row) < 2:
-            raise UsageError(
-                f"--submitted {path}, row {index + 1}",
-                expected="name,time",
-                got=",".join(row),
-                remedy="Write two columns.",
-            )
+            raise unusable("late.columns", what=what, row=",".join(row))
         if index == 0 and row[1].strip().casefold() in ("time", "submitted", "timestamp", "date"):
             continue
-        name, what = row[0].strip(), f"--submitted {path}, row {index + 1}"
+        name = row[0].strip()
         if name in times:
-            raise UsageError(
-                what,
-                expected="one row for each name",
-                got=f"another for {name}",
-                remedy="Keep the one that counts.",
-            )
+            raise unusable("late.twice", what=what, name=name)
         times[name] = parse_time(row[1], what, zone)
     return times
 
@@ -192,19 +172,13 @@ def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict
         else:
             wrong.append(name)
     if wrong:
-        raise UsageError(
-            "--submitted",
-            expected=f"names of submissions, each once, such as {some_of(sorted(names))}",
-            got=some_of(wrong),
-            remedy="Correct these rows, or take them out.",
-        )
+        raise unusable("late.names", known=some_of(sorted(names)), wrong=some_of(wrong))
     return found
 
 
-def some_of(names: Sequence[str], count: int = 5) -> str:
-    """The first of these, and how many more there are."""
-    rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + rest
+def some_of(names: Sequence[str]) -> str:
+    """The first five of these, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def implausible(at: datetime | None, now: datetime) -> str:

@@ -18,8 +18,8 @@ from hwfsdp.course.gradebook.archives import SUFFIXES, Limits, Refused, Source, 
 from hwfsdp.course.gradebook.commits import commit_time
 from hwfsdp.course.gradebook.layout import EXTRA_FILES, choose, is_junk, is_submission
 from hwfsdp.course.manifest import OWN_FILE, Exercise
+from hwfsdp.course.refusals import unusable
 from hwfsdp.course.stations.stages import undeclared
-from hwfsdp.errors import UsageError
 
 
 class Handed(NamedTuple):
@@ -34,6 +34,7 @@ class Collected:
     """A submission laid out for grading.
 
     Attributes:
+        name: in the gradebook.
         folder: holds `NN_topic/topic.py` for each file that could be read.
         digests: an exercise's target, or name of an extra → SHA-256 of what is there; only of what is.
         problems: an exercise's target, or name of an extra → why its file is not graded.
@@ -41,6 +42,7 @@ class Collected:
         submitted: when it was handed in, as far as files tell; submitted_by: which, "commit", "archive" or "file".
     """
 
+    name: str
     folder: Path
     digests: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -69,9 +71,7 @@ def find_submissions(
     ours = {_placed(path) for path in left_out}
     for path in paths:
         if not path.exists():
-            raise UsageError(
-                f"submission {path}", expected="a folder", got="none of this name", remedy="Check the path."
-            )
+            raise unusable("submission.missing", path=path)
         if single or not path.is_dir() or _holds_exercises(path, exercises):
             found.append(path.resolve() if path.is_symlink() else path)  # who says it means it
             continue
@@ -79,12 +79,7 @@ def find_submissions(
             entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
         )
         if not entries:
-            raise UsageError(
-                f"submission {path}",
-                expected=f"files such as {exercises[0].target}, or submissions",
-                got="none",
-                remedy="Give the folder that holds the exercises, or the submissions.",
-            )
+            raise unusable("submission.no_class", path=path, target=exercises[0].target)
         found += entries
     return [Handed(name, path) for name, path in zip(unique_names(found), found, strict=True)]
 
@@ -130,17 +125,13 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         [printable("/".join(path.absolute().parts[-2:])) for path in paths],
         [f"{printable(str(path))} ({index})" for index, path in enumerate(paths, 1)],
     ]
+    folded = [[name.casefold() for name in names] for names in tries]  # some disks do not tell Ada from ada
     chosen: list[str] = []
     for index in range(len(paths)):
-        names = [names for names in tries if _is_unique(names, index)]
-        chosen.append(names[0][index])
+        chosen.append(
+            next(names[index] for names, told in zip(tries, folded) if told.count(told[index]) == 1)
+        )
     return chosen
-
-
-def _is_unique(names: Sequence[str], index: int) -> bool:
-    """Whether a name is unique without regard to case: some disks do not tell Ada from ada."""
-    folded = [name.casefold() for name in names]
-    return folded.count(folded[index]) == 1
 
 
 def _stem(name: str) -> str:
@@ -163,7 +154,7 @@ def collect(
     limits: Limits = Limits(),
 ) -> Collected:
     """Read a submission and write what is to be graded below `folder`, which is private."""
-    collected = Collected(folder)
+    collected = Collected(handed.name, folder)
     try:
         with open_source(handed.path, zone, limits) as source:
             taken = _take(source, collected, exercises)

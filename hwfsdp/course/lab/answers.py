@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import Bug
-from hwfsdp.course.refusals import read_text
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import read_text, unusable
 from hwfsdp.observe.validate import printable, shown
 
 FILE = "answers.toml"
@@ -52,32 +51,27 @@ def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
     """
     known = [bug.directory for bug in bugs]
     try:
-        text = read_text(path, f"answers {path}", "a text in UTF-8", LARGEST) if path.exists() else ""
+        text = read_text(path, "lab.answers", LARGEST) if path.exists() else ""
         found = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         what = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _refused(path, "TOML", printable(what), "Compare with the file as it was given.") from None
+        raise unusable("lab.toml", path=path, got=printable(what)) from None
     answers = {directory: Answers() for directory in known}
     for name, table in found.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1) or known[:1]
-            raise _refused(
-                path,
-                "tables named as the bugs' folders",
-                f"[{printable(name[:40])}]",
-                f"Did you mean [{close[0]}]?",
-            )
+            raise unusable("lab.table_name", path=path, name=printable(name[:40]), close=close[0])
         answers[name] = _read_table(path, name, table)
     return answers
 
 
 def _read_table(path: Path, name: str, table: Any) -> Answers:
     if not isinstance(table, dict):
-        raise _refused(path, f"a table [{name}]", shown(table), f"Write [{name}] on a line of its own.")
+        raise unusable("lab.table", path=path, name=name, got=shown(table))
     for key in table:
         if key not in QUESTIONS:
-            remedy = "Check the spelling; comments begin with #."
-            raise _refused(path, f"{', '.join(QUESTIONS)} in [{name}]", printable(key[:40]), remedy)
+            known = ", ".join(QUESTIONS)
+            raise unusable("lab.question", path=path, known=known, name=name, key=printable(key[:40]))
     return Answers(**{key: _read_value(path, f"{key} of [{name}]", value) for key, value in table.items()})
 
 
@@ -86,11 +80,7 @@ def _read_value(path: Path, name: str, value: Any) -> str:
         return str(value)
     if type(value) is str and len(value) <= 100:
         return value.strip()
-    raise _refused(path, f"one number or short text as {name}", shown(value), "Put names in quotes.")
-
-
-def _refused(path: Path, expected: str, got: str, remedy: str) -> UsageError:
-    return UsageError(f"answers {path}", expected=expected, got=got, remedy=remedy)
+    raise unusable("lab.value", path=path, name=name, got=shown(value))
 
 
 # --- Evidence as it was typed --------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.manifest import Course, is_named
-from hwfsdp.course.refusals import misread
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import misread, unusable
 
 LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
@@ -107,12 +106,8 @@ class Bug:
         """
         names = [choice.name for choice in self.choices[question]]
         if name not in names:
-            raise UsageError(
-                f"{question} of {self.directory}",
-                expected=f"one of {', '.join(sorted(names))}",
-                got=repr(name),
-                remedy="Change the key or bug.toml.",
-            )
+            known = ", ".join(sorted(names))
+            raise unusable("lab.choice", question=question, directory=self.directory, known=known, name=name)
         return LETTERS[names.index(name)]
 
 
@@ -129,12 +124,7 @@ def read_bugs(course: Course) -> tuple[Bug, ...]:
     """
     found = tuple(map(_read_bug, sorted(lab_folder(course).glob("[0-9][0-9]_*/bug.toml"))))
     if not found:
-        raise UsageError(
-            "the lab",
-            expected="folders such as exercises/lab/01_flat_loss",
-            got=f"none in {lab_folder(course)}",
-            remedy="Take exercises/lab from the course again.",
-        )
+        raise unusable("lab.missing", folder=lab_folder(course))
     return found
 
 
@@ -143,18 +133,13 @@ def find_bug(bugs: tuple[Bug, ...], number: str) -> Bug:
     for bug in bugs:
         if is_named(number, bug.number, bug.directory):
             return bug
-    raise UsageError(
-        f"bug {number[:40]!r}",
-        expected=f"a number, {int(bugs[0].number)} to {int(bugs[-1].number)}",
-        got="none of them",
-        remedy="See: hwfsdp lab",
-    )
+    first, last = int(bugs[0].number), int(bugs[-1].number)
+    raise unusable("lab.number", number=number[:40], first=first, last=last)
 
 
 def _read_bug(path: Path) -> Bug:
     directory = path.parent.name
-    expected = "title, symptom, look, shows, evidence, cause and fix"
-    with misread(f"{directory}/bug.toml", expected, "Compare with the file of another bug."):
+    with misread("lab.bug", directory=directory):
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         asked = dict(found["evidence"])
         evidence = Evidence(_text(asked.pop("question")), str(asked.pop("kind")), asked)

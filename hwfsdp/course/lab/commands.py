@@ -17,6 +17,7 @@ from hwfsdp.course.lab.answers import Answers, find_answers, read_answers
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, find_bug, read_bugs
 from hwfsdp.course.lab.report import OF_BUG, Standing
 from hwfsdp.course.manifest import Course, find_course
+from hwfsdp.course.refusals import unusable
 from hwfsdp.course.report import Style
 from hwfsdp.errors import UsageError
 
@@ -115,9 +116,7 @@ def check(number: str | None, submission: Path | None, as_json: bool) -> int:
     chosen = bugs if number is None else (find_bug(bugs, number),)
     folder = submission or course.root / "exercises"
     if not folder.is_dir():
-        raise UsageError(
-            f"submission {folder}", expected="a folder", got="none of this name", remedy="Check the path."
-        )
+        raise unusable("submission.missing", path=folder)
     read_answers(find_answers(folder), bugs)  # raises what is wrong with the file
     result = grade_lab(folder, course, None if number is None else chosen[0].directory)
     if submission is None:

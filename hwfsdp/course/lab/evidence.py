@@ -33,6 +33,7 @@ from hwfsdp.course.lab.bugs import Bug
 from hwfsdp.course.lab.running import HANGS, SECONDS, Run, run_script
 from hwfsdp.course.lab.seals import Seal
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.observe.events import Event
 
@@ -57,48 +58,30 @@ def evidence_of(bugs: Sequence[Bug], seals: Mapping[str, Seal], course: Course) 
     for name, value in kept.load(course, KEPT).items():
         if name in seals and not seals[name].holds(_known.get(name, "")):
             _known[name] = str(value)
-    unknown = [bug for bug in bugs if not _is_known(bug, seals[bug.directory])]
-    for bug in unknown:
-        if _is_original(bug, seals):
-            _measure_until_sealed(bug, seals[bug.directory])
-    if unknown:
+    before = dict(_known)
+    found = {bug.directory: _measured(bug, seals[bug.directory]) for bug in bugs}
+    if _known != before:
         kept.save(course, KEPT, _known)
-    return {bug.directory: _answer(bug, seals) for bug in bugs}
+    return found
 
 
-def _is_known(bug: Bug, seal: Seal) -> bool:
-    return seal.holds(_known.get(bug.directory, ""))
-
-
-def _is_original(bug: Bug, seals: Mapping[str, Seal]) -> bool:
-    return bug.digest() == seals[bug.directory].script
-
-
-def _answer(bug: Bug, seals: Mapping[str, Seal]) -> Measured:
-    seal = seals[bug.directory]
-    if _is_known(bug, seal):
-        return Measured(_known[bug.directory])
-    if not _is_original(bug, seals):
-        return Measured(
-            "",
-            f"exercises/lab/{bug.directory}/train.py is not the script that was given. Keep yours under another name and "
-            "put the original back.",
-        )
-    found = _known.get(bug.directory) or "nothing"
-    return Measured(
-        "",
-        f"This machine measures {found}, which is not what the lab was made with; perhaps its torch is of a version that "
-        "the lab does not know. Tell your instructor.",
-    )
-
-
-def _measure_until_sealed(bug: Bug, seal: Seal) -> None:
-    """Measure in a run; if it hangs, in further ones (Note [A run that hangs])."""
-    for seconds in HANGS if bug.hangs else (SECONDS,):
+def _measured(bug: Bug, seal: Seal) -> Measured:
+    """What is known, or else what a run shows; of one that hangs, further runs (Note [A run that hangs])."""
+    name, is_original = bug.directory, bug.digest() == seal.script
+    attempts = HANGS if bug.hangs else (SECONDS,)
+    for seconds in attempts if is_original else ():
+        if seal.holds(_known.get(name, "")):
+            break
         with suppress(UsageError, RankError):
-            value = _known[bug.directory] = measure(bug, run_script(bug.script, seconds))
-            if seal.holds(value):
-                return
+            _known[name] = measure(bug, run_script(bug.script, seconds))
+    if seal.holds(_known.get(name, "")):
+        return Measured(_known[name])
+    problem = f"""This machine measures {_known.get(name) or "nothing"}, which is not what the lab was made with; perhaps its torch is of a
+        version that the lab does not know. Tell your instructor."""
+    if not is_original:
+        problem = f"""exercises/lab/{name}/train.py is not the script that was given. Keep yours under another name and put the
+            original back."""
+    return Measured("", " ".join(problem.split()))
 
 
 def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
@@ -125,17 +108,13 @@ def measure(bug: Bug, run: Run) -> str:
     arguments = dict(bug.evidence.measure)
     name = arguments.pop("measure", None)
     if name not in _MEASURES:
-        raise _unmeasured(bug, f"one of {', '.join(_MEASURES)}", repr(name))
+        expected = f"one of {', '.join(_MEASURES)}"
+        raise unusable("lab.evidence", directory=bug.directory, expected=expected, got=repr(name))
     try:
         return _MEASURES[name](run, arguments)
     except (ValueError, KeyError, ZeroDivisionError) as error:
-        raise _unmeasured(bug, f"something to measure by {name}", str(error)) from None
-
-
-def _unmeasured(bug: Bug, expected: str, got: str) -> UsageError:
-    return UsageError(
-        f"evidence of {bug.directory}", expected=expected, got=got, remedy="Look at bug.toml and the script."
-    )
+        expected = f"something to measure by {name}"
+        raise unusable("lab.evidence", directory=bug.directory, expected=expected, got=error) from None
 
 
 def _peak(run: Run, arguments: dict[str, Any]) -> str:

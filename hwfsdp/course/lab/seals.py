@@ -17,11 +17,11 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, Bug, lab_folder
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.pages import filled
 from hwfsdp.course.refusals import misread
 
 FILE = "seals.toml"
@@ -62,10 +62,8 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
     Raises:
         UsageError: the file is missing or damaged.
     """
-    path = lab_folder(course) / FILE
-    remedy = "Take exercises/lab from the course again."
-    with misread(f"{path.name} of the lab", "the seals of all bugs", remedy):
-        found = tomllib.loads(path.read_text())
+    with misread("lab.seals"):
+        found = tomllib.loads((lab_folder(course) / FILE).read_text())
         tables = {bug.directory: found[bug.directory] for bug in bugs}
         return {
             name: Seal(name, *(str(table[f]) for f in Seal._fields[1:])) for name, table in tables.items()
@@ -74,11 +72,7 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
 
 def written(seals: list[Seal]) -> str:
     """The text of the file."""
-    lines = ["# Made from the key by `python -m hwfsdp.course.lab`; see hwfsdp/course/lab/seals.py."]
-    for each in seals:
-        lines += ["", f"[{each.directory}]"]
-        lines += [f'{field} = "{getattr(each, field)}"' for field in Seal._fields[1:]]
-    return "\n".join(lines) + "\n"
+    return filled("lab_seals.txt", seals=seals)
 
 
 def read_key(course: Course) -> dict[str, dict[str, str]]:
@@ -87,8 +81,6 @@ def read_key(course: Course) -> dict[str, dict[str, str]]:
     Raises:
         UsageError: it is not there, or damaged.
     """
-    path: Path = course.root / "solutions" / "lab" / "key.toml"
-    expected = "solutions/lab/key.toml with a cause and a fix for each bug"
-    with misread("the key of the lab", expected, "Only the instructor's edition has it."):
-        found = tomllib.loads(path.read_text())
+    with misread("lab.key"):
+        found = tomllib.loads((course.root / "solutions" / "lab" / "key.toml").read_text())
         return {name: {q: str(table[q]) for q in CHOSEN} for name, table in found.items()}

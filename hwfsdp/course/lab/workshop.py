@@ -10,7 +10,6 @@ the evidence of the script in `solutions/` is different.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,11 +18,12 @@ from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, lab_folder, read_bugs
 from hwfsdp.course.lab.evidence import measure, run_to_the_end_or_hang
 from hwfsdp.course.lab.running import Run
 from hwfsdp.course.manifest import Course
-from hwfsdp.course.refusals import outdated, update
+from hwfsdp.course.pages import filled
+from hwfsdp.course.refusals import outdated, unusable, update
+from hwfsdp.course.report import wrapped
 from hwfsdp.errors import UsageError
 
 _WIDTH = 120
-_TITLES = {"cause": "What is the cause?", "fix": "What is the fix?"}
 
 
 def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
@@ -38,12 +38,7 @@ def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
     bugs, key, folder = read_bugs(course), seals.read_key(course), lab_folder(course)
     for bug in bugs:
         if bug.directory not in key:
-            raise UsageError(
-                "the key of the lab",
-                expected=f"a table [{bug.directory}]",
-                got="none",
-                remedy="Add it to solutions/lab/key.toml.",
-            )
+            raise unusable("lab.no_key", directory=bug.directory)
         for question in CHOSEN:
             bug.letter(question, key[bug.directory][question])  # complains if there is no such choice
     sealed = [seals.seal(bug, values[bug.directory], key[bug.directory]) for bug in bugs]
@@ -51,7 +46,7 @@ def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
     return {
         **texts,
         folder / seals.FILE: seals.written(sealed),
-        folder / answers.FILE: empty_answers(bugs),
+        folder / answers.FILE: filled("lab_answers.txt", bugs=bugs),
     }
 
 
@@ -98,47 +93,10 @@ def value_in(bug: Bug, run: Run) -> str:
         return ""
 
 
-# --- Texts --------------------------------------------------------------------------------------------------
-
-
 def readme(bug: Bug) -> str:
     """The bug's README: symptom, where to look, questions."""
-    number = int(bug.number)
-    parts = [f"# Lab {bug.number} · {bug.title}", _paragraphs(bug.symptom, "> "), "## Look at"]
-    parts += ["\n".join(_wrapped(text, "- ", "  ") for text in bug.look)]
-    parts += [f"```sh\npython train.py\nhwfsdp lab {number} --run    # the same under the recorder\n```"]
-    parts += ["## Questions", _wrapped(f"**Evidence.** {bug.evidence.question}", "", "")]
-    for question in CHOSEN:
-        parts += [f"**{_TITLES[question]}**"]
-        lettered = zip(LETTERS, bug.choices[question])
-        parts += ["\n".join(_wrapped(each.text, f"- {letter}. ", "     ") for letter, each in lettered)]
-    parts += [
-        f"Write your answers into `../answers.toml`, under `[{bug.directory}]`; then `hwfsdp lab check {number}`."
-    ]
-    return "\n\n".join(parts) + "\n"
 
+    def lines(text: str, first: str = "", others: str = "") -> str:
+        return "\n".join(wrapped(text, _WIDTH, first, others))
 
-def _paragraphs(text: str, mark: str) -> str:
-    return f"\n{mark.rstrip()}\n".join(_wrapped(part, mark, mark) for part in text.split("\n\n"))
-
-
-def _wrapped(text: str, first: str, others: str) -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def empty_answers(bugs: tuple[Bug, ...]) -> str:
-    """What learners fill in."""
-    lines = [
-        '# Your answers. evidence: a number, or a name in quotes; cause and fix: a letter in quotes, such as "B".',
-        "# hwfsdp lab shows the bugs, hwfsdp lab check says how far you are.",
-    ]
-    for bug in bugs:
-        lines += ["", f"[{bug.directory}]", 'evidence = ""', 'cause = ""', 'fix = ""']
-    return "\n".join(lines) + "\n"
+    return filled("lab_readme.md", bug=bug, letters=LETTERS, wrapped=lines)

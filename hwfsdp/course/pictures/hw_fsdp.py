@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import read_homework
-from hwfsdp.course.manifest import find_course
+from hwfsdp.course.manifest import find_course, read_homework
 from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks
 from hwfsdp.course.stations.facts import homeworks_shard
 from hwfsdp.launcher.ranks import launch

@@ -27,18 +27,17 @@ from pathlib import Path
 
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
 from hwfsdp.course.overlay import blanked
-from hwfsdp.course.refusals import check_new_folder
+from hwfsdp.course.refusals import check_new_folder, unusable
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.leaks import find_leaks, secrets_of
 from hwfsdp.course.submission import KEPT_STARTER, starter
-from hwfsdp.errors import UsageError
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/gpu. docs/testing.md
     hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
-    hwfsdp/course/killrate.py hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md hwfsdp/course/pool.py
+    hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
-_KEPT_TESTS = "tests/exercises/"
+_KEPT_TESTS = ("tests/exercises/", "tests/test_edition.py")
 # folders of the course; of the second, the marks are no secret, and `SOURCE` is not there
 _COMPILED = ("checks", "stations")
 _WITH_BODIES = (bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED))
@@ -102,12 +101,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     _change_files(out)
     leaks = list(find_leaks(out, secrets_of(course)))
     if leaks:
-        raise UsageError(
-            f"release {out}",
-            expected="no answer's text in it",
-            got=f"{len(leaks)}, the first in {leaks[0]}",
-            remedy="Use other words there, or leave the file out.",
-        )
+        raise unusable("release.leak", folder=out, count=len(leaks), first=leaks[0])
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -119,12 +113,7 @@ def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
         text=True,
     )
     if listed.returncode:
-        raise UsageError(
-            f"release of {root}",
-            expected="a checkout of git, which says what belongs to the course",
-            got=" ".join(listed.stderr.split()) or "none",
-            remedy="Clone the course.",
-        )
+        raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
     for name in sorted(filter(None, listed.stdout.split("\0"))):
         kept = name.startswith(_KEPT_TESTS) or not name.startswith((*_LEFT_OUT, *left_out))
         if kept and (root / name).is_file():
@@ -189,9 +178,6 @@ def _change_files(out: Path) -> None:
         (out / name).write_text(text)
     for page in [*out.glob("*.md"), *out.glob("docs/*.md"), *out.glob("exercises/**/*.md")]:
         _change_page(page)
-    tests = out / "tests"
-    tests.mkdir(exist_ok=True)
-    shutil.copyfile(PACKAGE / "course" / "release" / "edition_tests.py", tests / "test_edition.py")
 
 
 def _change_page(page: Path) -> None:

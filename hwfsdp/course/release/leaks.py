@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import read_homework
-from hwfsdp.course.manifest import PACKAGE, Course
+from hwfsdp.course.manifest import PACKAGE, Course, read_homework
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution, starter

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course.gradebook.book import Data, Gradebook
-from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
+from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, plain, tables
 from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
-from hwfsdp.course.refusals import draft_of, write_whole
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import draft_of, unusable, write_whole
 
 
 class Format(NamedTuple):
@@ -35,9 +34,9 @@ FORMATS = {
     "json": Format(plain.render),
     "gradescope": Format(None, gradescope.as_data),
     "github": Format(None, github.as_data),
-    "nbgrader": Format(nbgrader.render),
+    "nbgrader": Format(tables.render_nbgrader),
     "classroom50": Format(classroom50.render, classroom50.as_data, "result.json"),
-    "csv": Format(table.render),
+    "csv": Format(tables.render),
     "html": Format(render_class),
 }
 BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
@@ -47,16 +46,9 @@ def check_form(name: str, count: int, folder: bool = False) -> None:
     """Raise UsageError if so many submissions cannot be written in this format, as one file or as a folder of them."""
     chosen = FORMATS[name]
     if folder and chosen.each is None:
-        raise UsageError(
-            f"--format {name}", expected="a file", got="a folder", remedy="Let --out name a file."
-        )
+        raise unusable("grade.one_file", name=name)
     if not folder and chosen.whole is None and count != 1:
-        raise UsageError(
-            f"--format {name}",
-            expected="one submission, or a folder for one file each",
-            got=f"{count} submissions and one file",
-            remedy="Give --out an existing folder, or a name that ends in '/'.",
-        )
+        raise unusable("grade.one_submission", name=name, count=count)
 
 
 def pieces(book: Gradebook, name: str) -> Iterator[str]:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
+from hwfsdp.course.gradebook.html_pages import TEMPLATES
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.pages import template
 
 ANNOTATIONS = 10
 SUMMARY = 1 << 20  # bytes of a page that GitHub takes
-_SUMMARY = Path(__file__).parents[1] / "templates" / "summary.md"
 
 
 def as_data(result: Result, book: Gradebook) -> Data:
@@ -58,7 +58,7 @@ def announce(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Ite
         encoded = base64.b64encode(json.dumps(data).encode()).decode()
         _append(path, f"result={encoded}\npoints={standing.final:g}\nmax_points={result.max_score}\n")
     if path := environ.get("GITHUB_STEP_SUMMARY"):
-        page = template(_SUMMARY, markdown=_markdown, verdict=verdict, evidence=evidence)
+        page = template(TEMPLATES / "summary.md", markdown=_markdown, verdict=verdict, evidence=evidence)
         _append(path, page.render(result=book.for_student(result), book=book)[:SUMMARY])
     wrong = [test for test in data["tests"] if test["status"] != "pass" and test["message"]]
     for test in wrong[:ANNOTATIONS]:
