@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from worth import AREAS, ROOT, files_of, kept
+from worth import AREAS, ROOT, files_of, kept, subjects
 
 UNMEASURED = 60.0  # seconds of a file that nobody has measured yet
 
@@ -50,17 +50,6 @@ def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
         for test in files_of(about, ROOT / "tests")
     }
     return [test for test in tests if test in changed | areas or modules & subjects(ROOT / test)]
-
-
-def subjects(test: Path) -> set[str]:
-    """Modules of the package that a file of tests is about, and folders whose doors it uses."""
-    found = {test.stem.removeprefix("test_")}
-    pattern = r"^(?:from|import) hwfsdp\.([\w.]+)(?: import (.+))?"
-    for name, names in re.findall(pattern, test.read_text(), re.MULTILINE):
-        folder = ROOT / "hwfsdp" / name.replace(".", "/")
-        inside = {each for each in re.findall(r"\w+", names) if (folder / f"{each}.py").exists()}
-        found |= inside or {name.split(".")[-1]}
-    return found
 
 
 def portion(seconds: dict[str, float], touched: list[str], turn: int, budget: float) -> list[str]:

@@ -2,38 +2,45 @@
 
     python tests/worth.py time                       run all tests on the package as it is, and keep what each of them takes
     python tests/worth.py draw --count 20 --seed 1   choose the mistakes: so many in each area of the package
-    python tests/worth.py run                        run the tests of the area against each of them (hours)
+    python tests/worth.py run                        run the tests of the area against each of them (two hours)
     python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
     python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
 
-`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.course.mutants`: one operator, constant, argument
-or statement of one function. A run takes what `make test` has of the area's files, cheap ones first, and ends at twelve
-failures: enough to know who notices. Only where nobody does it goes on with the long tests, up to the first failure. A
-test that hangs notices, too. Some mistakes change nothing (an equivalent mutant); `run` cannot know which.
+`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.course.mutants`: one operator, constant, argument or statement
+of one function. Each mistake first meets the tests of `make test` that are about its module. Then all mistakes of an area that no test
+has noticed are put into one copy of the project. There the rest of the area's tests run: first the tests of `make test`, then the long
+ones. A test that fails there runs again on each mistake alone, to tell which of them it notices. A test that hangs notices, too. Some
+mistakes change nothing (an equivalent mutant); `run` cannot know which.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "worth.json"
-FAILURES = 12  # a run ends there
-HANGS = 120.0  # seconds; a test that takes so much longer than usual has noticed
+FAILURES = 2  # a run ends there
+TOGETHER = 12  # a run of several mistakes ends there
+NO_TESTS = 5  # pytest's exit status if nothing was chosen
+HANGS = 90.0  # seconds; a test that takes so much longer than usual has noticed
 BRIEF = 0.05  # seconds; what a test takes is not kept below
 REPORT = "HWFSDP_WORTH"  # environment: where this file, as a plugin of pytest, writes what each test came to
 
@@ -154,16 +161,42 @@ def draw(area: str, count: int, seed: int) -> list[Record]:
     return drawn
 
 
-def mutated(record: Record) -> str:
-    """The module with the mistake in it."""
+def mutated(record: Record, source: str | None = None) -> str:
+    """The module with the mistake in it. `source`: the module's text with other mistakes; by default, without any."""
     from hwfsdp.course.holes import extract, splice
     from hwfsdp.course.mutants import mutants
 
-    source = (ROOT / record["module"]).read_text()
-    mutant = list(mutants(extract(source, record["function"])))[record["number"]]
+    original = (ROOT / record["module"]).read_text()
+    mutant = list(mutants(extract(original, record["function"])))[record["number"]]
     if str(mutant) != record["what"]:
         raise SystemExit(f"{record['module']} has changed since the mistakes were drawn: draw them again.")
-    return splice(source, record["function"], mutant.text)
+    return splice(original if source is None else source, record["function"], mutant.text)
+
+
+@contextlib.contextmanager
+def mistaken(tree: Path, records: Iterable[Record]) -> Iterator[None]:
+    """Put mistakes into a copy of the project, for a block."""
+    changed: dict[str, str] = {}
+    for record in records:
+        changed[record["module"]] = mutated(record, changed.get(record["module"]))
+    for module, text in changed.items():
+        (tree / module).write_text(text)
+    try:
+        yield
+    finally:
+        for module in changed:
+            shutil.copy(ROOT / module, tree / module)
+
+
+def subjects(test: Path) -> set[str]:
+    """Modules of the package that a file of tests is about, and folders whose doors it uses."""
+    found = {test.stem.removeprefix("test_")}
+    pattern = r"^(?:from|import) hwfsdp\.([\w.]+)(?: import (.+))?"
+    for name, names in re.findall(pattern, test.read_text(), re.MULTILINE):
+        folder = ROOT / "hwfsdp" / name.replace(".", "/")
+        inside = {each for each in re.findall(r"\w+", names) if (folder / f"{each}.py").exists()}
+        found |= inside or {name.split(".")[-1]}
+    return found
 
 
 # --- Runs --------------------------------------------------------------------------------------------------------
@@ -203,6 +236,8 @@ def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Out
                 before = found.get(test, ("", 0.0))
                 found[test] = ("failed" if before[0] == "failed" else outcome, before[1] + seconds)
                 latest, since = test, time.monotonic()
+            if ended and not found and process.returncode != NO_TESTS:
+                raise SystemExit(f"pytest ended with {process.returncode} before it ran a test in {tree}")
             if ended:
                 return found
             if usual is not None and time.monotonic() - since > HANGS + usual.get(latest, 0.0):
@@ -210,25 +245,47 @@ def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Out
             time.sleep(0.5)
 
 
-def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
-    """The record with who noticed."""
-    begun = time.monotonic()
-    target = tree / record["module"]
-    target.write_text(mutated(record))
-    files = cheap_first(record, usual)
-    noticed: list[str] = []
-    try:
-        for suite, failures in (("not long", FAILURES), ("long", 1)):
-            about = ABOUT_CHECKS - {f"test_{target.stem}"} if suite == "long" else set()
-            chosen = [file for file in files if Path(file).stem not in about]
-            found = outcomes(tree, usual, "-m", suite, f"--maxfail={failures}", *chosen)
-            noticed = [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
+def failed(found: Outcomes) -> list[str]:
+    """The tests that noticed something: they failed, or hung."""
+    return [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
+
+
+def try_alone(record: Record, tree: Path, usual: dict[str, float]) -> list[str]:
+    """The tests of `make test` about the mistake's module that notice it."""
+    own = [
+        file for file in cheap_first(record, usual) if Path(record["module"]).stem in subjects(ROOT / file)
+    ]
+    with mistaken(tree, [record]):
+        return failed(outcomes(tree, usual, "-m", "not long", f"--maxfail={FAILURES}", *own)) if own else []
+
+
+def try_together(
+    records: dict[int, Record], tree: Path, usual: dict[str, float], suite: str
+) -> Iterator[tuple[int, list[str]]]:
+    """Those of the mistakes that a suite's tests of their area notice, and which tests these are.
+
+    The tests run on all mistakes at once. Tests that fail then run on each mistake alone. This goes on without the mistakes that
+    were noticed. A file of tests in which nothing failed is done: it notices none of them.
+    """
+    left = dict(records)
+    files = list(dict.fromkeys(file for record in left.values() for file in cheap_first(record, usual)))
+    if suite == "long":
+        files = [file for file in files if Path(file).stem not in ABOUT_CHECKS]
+    while left and files:
+        with mistaken(tree, left.values()):
+            found = outcomes(tree, usual, "-m", suite, f"--maxfail={TOGETHER}", *files)
+        fails = failed(found)
+        begun, troubled = ({test.split("::")[0] for test in tests} for tests in (found, fails))
+        files = [file for file in files if file in troubled or file not in begun] if fails else []
+        count = len(left)
+        for index, record in list(left.items()) if fails else ():
+            with mistaken(tree, [record]):
+                noticed = failed(outcomes(tree, usual, f"--maxfail={FAILURES}", *fails))
             if noticed:
-                break
-    finally:
-        shutil.copy(ROOT / record["module"], target)
-    seconds = round(time.monotonic() - begun)
-    return {**record, "noticed": noticed, "seconds": seconds}
+                del left[index]
+                yield index, noticed
+        if len(left) == count:  # they fail by chance, or because of several mistakes
+            files = [file for file in files if file not in troubled]
 
 
 def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
@@ -248,32 +305,59 @@ def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
 
 
 def run(jobs: int) -> None:
-    """Tries what has not been tried, `jobs` at a time, and keeps each result as soon as it is there."""
+    """Try what has not been tried, `jobs` trees at a time, and keep each result as soon as it is there.
+
+    Each mistake is tried alone on the tests of its module; then those of an area that are left, together: on the rest of
+    `make test`, and on the long tests. `tried` of a record: the last of these suites that it met.
+    """
     data = kept()
-    waiting = [i for i, record in enumerate(data["mistakes"]) if not record.keys() & {"noticed", "why"}]
-    random.Random(0).shuffle(waiting)  # so that a run that is ended early has met every area
     trees: SimpleQueue[Path] = SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+    lock = threading.Lock()
+
+    def keep(index: int, noticed: list[str], tried: str) -> None:
+        with lock:
+            data["mistakes"][index].update(noticed=noticed, tried=tried)
+            save(data)
+        print(f"{len(noticed):3} noticed, {tried}: {described(data['mistakes'][index])}", flush=True)
+
+    def waiting(area: str, *tried: str | None) -> list[int]:
+        """Mistakes that no test has noticed so far, and that have met these suites last."""
+        return [
+            index
+            for index, record in enumerate(data["mistakes"])
+            if record["area"] == area
+            and record.get("tried") in tried
+            and not record.get("noticed")
+            and "why" not in record
+        ]
+
+    def alone(index: int) -> None:
+        tree = trees.get()
+        try:
+            keep(index, noticed=try_alone(data["mistakes"][index], tree, data["seconds"]), tried="own")
+        finally:
+            trees.put(tree)
+
+    def together(area: str, suite: str, before: str) -> None:
+        tree = trees.get()
+        try:
+            left = {index: data["mistakes"][index] for index in waiting(area, before)}
+            for index, noticed in try_together(left, tree, data["seconds"], suite):
+                keep(index, noticed=noticed, tried=suite)
+            for index in left:
+                if not data["mistakes"][index]["noticed"]:
+                    keep(index, noticed=[], tried=suite)
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         for job in range(jobs):
             trees.put(copied(Path(folder) / str(job)))
-
-        def one(index: int) -> tuple[int, Record]:
-            tree = trees.get()
-            try:
-                record = data["mistakes"][index]
-                return index, try_out(record, tree, data["seconds"])
-            finally:
-                trees.put(tree)
-
-        with ThreadPoolExecutor(jobs) as pool:
-            for done in as_completed([pool.submit(one, index) for index in waiting]):
-                index, record = done.result()
-                data["mistakes"][index] = record
-                save(data)
-                print(
-                    f"{len(record['noticed']):3} noticed, {record['seconds']:4} s: {described(record)}",
-                    flush=True,
-                )
+        indices = [index for area in AREAS for index in waiting(area, None)]
+        random.Random(0).shuffle(indices)  # so that a run that is ended early has met every area
+        list(pool.map(alone, indices))
+        for suite, before in (("not long", "own"), ("long", "not long")):
+            list(pool.map(together, AREAS, [suite] * len(AREAS), [before] * len(AREAS)))
 
 
 def measure(jobs: int) -> None:
@@ -318,28 +402,34 @@ def fast_tests() -> set[str]:
 # --- What was found ----------------------------------------------------------------------------------------------
 
 
+def table(data: Record, fast: set[str]) -> str:
+    """The totals by area, as docs/testing.md has them; mistakes that change nothing are left out."""
+    rows = ["| area | mistakes | noticed | by `make test` |", "| --- | --- | --- | --- |"]
+    totals = [0, 0, 0]
+    for area in (*AREAS, "all"):
+        records = [
+            r["noticed"] for r in data["mistakes"] if r["area"] == area and "noticed" in r and "why" not in r
+        ]
+        counts = [len(records), sum(map(bool, records)), sum(1 for noticed in records if fast & set(noticed))]
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        rows.append(f"| {area} | {' | '.join(map(str, totals if area == 'all' else counts))} |")
+    return "\n".join(rows)
+
+
 def show(test: str | None) -> None:
-    """Totals by area; or all mistakes that a test notices (part of its name will do), and those that only it notices."""
+    """Totals by area and what `make test` misses; or the mistakes that a test notices (part of its name will do)."""
     data = kept()
     tried = [record for record in data["mistakes"] if "noticed" in record]
     if test is None:
         fast = fast_tests()
-        for area in AREAS:
-            records = [record for record in tried if record["area"] == area]
-            noticed = [record for record in records if record["noticed"]]
-            missed = [record for record in noticed if not fast & set(record["noticed"])]
-            reasons = [r for r in data["mistakes"] if r["area"] == area and "why" in r]
-            print(
-                f"{area:12} {len(records):3} mistakes, noticed {len(noticed):3}, by make test {len(noticed) - len(missed):3};"
-                f" {len(reasons)} that change nothing"
-            )
-            for record in records:
-                if not record["noticed"]:
-                    print(f"    not noticed: {described(record)}")
-            for record in missed:
-                print(f"    by long tests alone: {described(record)}")
-            for record in reasons:
-                print(f"    changes nothing ({record['why']}): {described(record)}")
+        print(table(data, fast))
+        for record in data["mistakes"]:
+            if "why" in record:
+                print(f"changes nothing ({record['why']}): {described(record)}")
+            elif not record.get("noticed", True):
+                print(f"not noticed: {described(record)}")
+            elif "noticed" in record and not fast & set(record["noticed"]):
+                print(f"by long tests alone: {described(record)}")
         return
     for record in tried:
         mine = [each for each in record["noticed"] if test in each]
