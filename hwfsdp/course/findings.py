@@ -3,8 +3,8 @@
     [13]
     global = ["global-generator", "torch's default generator has another state than before."]
 
-A judge says `raise told("13.global", "Rank 0 of 2:")`, or compares facts by name with what they have to be. Of two misconceptions,
-the first is for more than what is right, the second for less. Judges whose misconception depends on who asks raise a `Finding` themselves.
+A judge says `raise told("13.global", "Rank 0 of 2:")`, or says what it expects, of one value or of facts by name. Of two
+misconceptions, the first is for more than what is right, the second for less. Judges whose misconception depends on who asks raise a `Finding` themselves.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: 
     return Finding(misconceptions[is_less], message, right, got)
 
 
+def expect(name: str, where: str, got: Any, right: Any, /, **words: Any) -> None:
+    """Raise the finding of this name if a value is not the right one."""
+    if not is_same(got, right):
+        raise told(name, where, got, right, **words)
+
+
 def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
     """Raise the finding of the first fact that is wrong. `right` has the right value of the fact "global" as "13.global"."""
     for name, expected in right.items():
-        got = facts[name.partition(".")[2]]
-        if not is_same(got, expected):
-            raise told(name, where, got, expected, **words)
+        expect(name, where, facts[name.partition(".")[2]], expected, **words)
 
 
 def is_same(got: Any, right: Any) -> bool:
