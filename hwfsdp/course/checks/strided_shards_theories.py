@@ -53,19 +53,19 @@ def _order_misconception(pairs: Sequence[tuple[Cuts, Any]], wrong: Sequence[tupl
     )
     if counted or all(_is_mixed(cuts) for cuts, _ in wrong):
         return "counted-as-cut"
-    for theory in (sorted, _descending, _reversed):
+    for theory in ORDER_THEORIES:
         if any(pair in wrong for pair in made) and all(_as(theory, *pair) for pair in made):
             return "wrong-order-of-cuts"
     simple = any(max(len(_without_ones(o, c.mesh)) for o in c.orders) <= 2 for c, _ in wrong)
     return "wrong-order-of-cuts" if simple and not refused else "wrong-split-factor"
 
 
-def _descending(order: Sequence[int]) -> list[int]:
-    return sorted(order, reverse=True)
-
-
-def _reversed(order: Sequence[int]) -> list[int]:
-    return list(order)[::-1]
+OrderTheory = Callable[[Sequence[int]], list[int]]
+ORDER_THEORIES: tuple[OrderTheory, ...] = (
+    sorted,
+    lambda order: sorted(order, reverse=True),
+    lambda order: list(order)[::-1],
+)
 
 
 def _cutting(cuts: Cuts) -> set[int]:
@@ -77,7 +77,7 @@ def _is_mixed(cuts: Cuts) -> bool:
     return len(cuts.by_dim()) != 1 or len(_cutting(cuts)) < len(cuts.mesh)
 
 
-def _as(theory: Callable[[Sequence[int]], list[int]], cuts: Cuts, answer: Any) -> bool:
+def _as(theory: OrderTheory, cuts: Cuts, answer: Any) -> bool:
     return _orders(answer) == {dim: theory(order) for dim, order in cuts.by_dim().items()}
 
 

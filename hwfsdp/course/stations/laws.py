@@ -158,7 +158,7 @@ def _loss_finding(
     where: str, step: int, micro: int, scenario: Scenario, got: Tensor, expected: Tensor
 ) -> Finding:
     of_micro = f", micro-batch {micro + 1}" if scenario.micros > 1 else ""
-    words = {"step": step + 1, "before": step, "micro": of_micro}
+    words: dict[str, Any] = {"step": step + 1, "before": step, "micro": of_micro}
     name = "laws.loss_after" if step else "laws.loss"
     return told(name, f"{where}:", got.item(), expected.item(), **words)
 
@@ -310,13 +310,12 @@ def counts(
         expected: how many, or the least and the most. more, fewer: what is wrong with others.
     """
     least, most = expected if isinstance(expected, tuple) else (expected, expected)
-    right = f"{least} or {most}" if least < most else f"{least}"
+    words = {"phase": phase, "what": NAMES[op], "most": f" or {most}" if least < most else ""}
     for rank, facts in enumerate(found):
         number = len(moved(facts, phase, op))
         if not least <= number <= most:
-            where = f"{scenario.name}, rank {rank}"
-            message = f"{where}: {number} {NAMES[op]} in {phase} of step 2, expected {right}."
-            raise Finding(more if number > most else fewer, message, least, number)
+            kind = more if number > most else fewer
+            raise told("laws.counts", f"{scenario.name}, rank {rank}:", number, least, kind=kind, **words)
 
 
 def carried(
@@ -327,12 +326,11 @@ def carried(
         travels = moved(facts, phase, op)
         nbytes = sum(each[2] for each in travels)
         if nbytes != expected:
-            where = f"{scenario.name}, rank {rank}, {phase} of step 2"
             after = ", which comes after a forward without a backward" if scenario.peeked else ""
-            message = f"{where}{after}: {NAMES[op]} move {nbytes:,} B, expected {expected:,} B, all parameters' or nothing"
+            where = f"{scenario.name}, rank {rank}, {phase} of step 2{after}: {NAMES[op]}"
             owners = [owner for _, owner, *_ in travels] if nbytes > expected else []
-            message += f"{too_often(owners, needed=1 if expected else 0)}."
-            raise Finding(kinds[0] if nbytes > expected else kinds[1], message, expected, nbytes)
+            more, kind = too_often(owners, needed=1 if expected else 0), kinds[nbytes < expected]
+            raise told("laws.carried", where, nbytes, expected, kind=kind, too_often=more)
 
 
 def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
@@ -353,8 +351,8 @@ def dtypes(found: Facts, scenario: Scenario, op: str, dtype: torch.dtype, wrong:
             raise told(f"laws.no_{op}", where, "none", NAMES[op])
         for _, owner, _, got in travels:
             if got != expected:
-                message = f"{where} {NAMES[op]} of {owner or 'a unit'} are in {got}."
-                raise Finding(wrong, message, expected, got)
+                travelling = f"{where} {NAMES[op]} of {owner or 'a unit'}"
+                raise told("laws.travels_in", travelling, got, expected, kind=wrong)
 
 
 def kept_in(found: Facts, scenario: Scenario, dtype: torch.dtype) -> None:
@@ -378,10 +376,7 @@ def freed(
     words = {"rest": "between two steps", "between": "between forward and backward", "after": "after a step"}
     for rank, facts in enumerate(found):
         for moment in moments:
-            units = facts[moment] / facts["unit"]
+            units, right = facts[moment] / facts["unit"], f"less than {MOST_UNITS:g}"
             if units > MOST_UNITS:
-                message = (
-                    f"{scenario.name}, rank {rank}: {words[moment]}, {facts[moment]:,} B are alive besides shards, gradients and "
-                    f"activations. This is {units:.1f} of the largest unit."
-                )
-                raise Finding(kind, message, f"less than {MOST_UNITS:g}", f"{units:.1f}")
+                where, nbytes = f"{scenario.name}, rank {rank}: {words[moment]},", facts[moment]
+                raise told("laws.alive", where, f"{units:.1f}", right, kind=kind, nbytes=nbytes)
