@@ -159,7 +159,7 @@ def judge_trains(ranks: Ranks, seed: int) -> None:
 def judge_memory(ranks: Ranks, seed: int) -> None:
     """Nothing stays whole between forward and backward, or between steps; in a forward few units are whole at once."""
     laws.freed(memory_of(ranks, seed, DEEP), DEEP, "rest", "after", "between")
-    machines.judge_one_whole(ranks, seed)
+    machines.judge_forward_peak("not-freed", ranks, seed)
 
 
 # --- 04 It breaks ------------------------------------------------------------------------------------------
@@ -208,9 +208,11 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         expect("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 
-def judge_grouped(ranks: Ranks, seed: int) -> None:
-    for scenario in BREAKING:
-        laws.same_numbers(BROKEN.found(ranks, seed, scenario), scenario, seed)
+def judge_numbers(group: str, ranks: Ranks, seed: int) -> None:
+    """Every scenario of a group of this module gives the numbers of the unsharded model."""
+    together: Together = globals()[group]
+    for scenario in together.scenarios:
+        laws.same_numbers(together.found(ranks, seed, scenario), scenario, seed)
 
 
 # --- 06 Mixed precision ------------------------------------------------------------------------------------
@@ -274,24 +276,12 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
         laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
 
 
-def judge_whole(ranks: Ranks, seed: int) -> None:
-    found = GRADUAL.found(ranks, seed, WHOLE)
-    laws.counts(found, WHOLE, "backward", "all_gather", 0, "resharded-anyway", "not-gathered")
-    laws.same_numbers(found, WHOLE, seed)
-
-
-def judge_kept(ranks: Ranks, seed: int) -> None:
-    found = GRADUAL.found(ranks, seed, KEPT)
-    laws.counts(found, KEPT, "forward 1", "all_gather", 0, "resharded-anyway", "not-gathered")
-    laws.same_numbers(found, KEPT, seed)
-
-
-# --- 09 Forward prefetch -----------------------------------------------------------------------------------
-
-
-def judge_fresh(ranks: Ranks, seed: int) -> None:
-    """A wrong guess of what is needed next does no harm."""
-    laws.same_numbers(CHANGED.found(ranks, seed, CHANGING), CHANGING, seed)
+def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
+    """Nothing is gathered in this phase of a scenario of this module: its parameters are still whole."""
+    case: Scenario = globals()[scenario]
+    found = GRADUAL.found(ranks, seed, case)
+    laws.counts(found, case, phase, "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, case, seed)
 
 
 # --- 10 Backward prefetch ----------------------------------------------------------------------------------

@@ -126,14 +126,6 @@ def _nothing(what: str, misconception: str, found: dict[str, Any]) -> Finding:
     return told("laws.gathers_nothing", what, "none", right, kind=misconception).at(_seen(found, 0.0))
 
 
-# --- 03 Naive FSDP -----------------------------------------------------------------------------------------
-
-
-def judge_one_whole(ranks: Ranks, seed: int) -> None:
-    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
-    compare_peak("A forward on the virtual host", figures(ranks, seed, "forward"), FORWARD_PEAK, "not-freed")
-
-
 # --- 08 Streams --------------------------------------------------------------------------------------------
 
 
@@ -162,10 +154,10 @@ def compare_overlap(ranks: Ranks, seed: int) -> None:
     compare_exposed("A forward on the virtual GPU: gathers", found, "forward", GPU_FORWARD_US, "no-overlap")
 
 
-def judge_forward_peak(ranks: Ranks, seed: int) -> None:
-    """One unit is gathered ahead, no more."""
+def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
+    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
     found = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, "unbounded-prefetch")
+    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, misconception)
 
 
 # --- 09 Forward prefetch -----------------------------------------------------------------------------------
