@@ -126,21 +126,7 @@ def _placements(mesh: DeviceMesh) -> list[list[str]]:
 # --- Functions of a group by themselves --------------------------------------------------------------------
 
 
-class Held:
-    """A collective that is over when somebody waits for it.
-
-    Attributes:
-        asked: whether somebody has.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def wait(self) -> None:
-        self.asked = True
-
-
-def held_stream(work: Held) -> HostStream:
+def held_stream(work: Any) -> HostStream:
     """A stream on which this collective was issued."""
     stream = HostStream("reduce_scatter")
     with stream.run():
@@ -220,7 +206,7 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
     """What is there before the reduction is over, and after; `alone`: the group of this rank."""
     found = []
     for case in FINISHES:
-        reducer, work = _reducer(seed, mesh), Held()
+        reducer, work = _reducer(seed, mesh), mock.Mock(spec=["wait"])  # over when somebody waits for it
         group = reducer.group
         reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
         if case.partial:
@@ -229,7 +215,7 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
         result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
         reducing = Reducing(result, result, Mean(1, dist.ReduceOp.SUM, 4.0), stream)
         reducer.finish(group.params, reducing)
-        before, early = _state(reducer), work.asked
+        before, early = _state(reducer), work.wait.called
         stream.settle()
         group.comm_ctx.settle()
         found.append({"before": before, "early": early, "after": _state(reducer)})
@@ -277,7 +263,7 @@ def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh
         report[f"{key}moments"] = _train(setting, seed, mesh, hwfsdp)
         calls = [note for note in _notes() if note.serial > since]
     report[f"{key}calls"] = [[c.op, c.owner, history.members_of(c.group), c.nbytes] for c in calls]
-    report[f"{key}seen"] = seen._asdict()
+    report[f"{key}seen"] = seen
     shown = [event for event in log.events if event.op in KEPT_OPS]
     report[f"{key}log"] = log_data(EventLog(shown))
 
@@ -287,31 +273,24 @@ def _notes() -> list[history.Call]:
     return history.read(bytes(ring.memory)) if ring is not None else []
 
 
-class Seen(NamedTuple):
-    """What was noticed of the reductions of a step.
+@contextmanager
+def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
+    """Instruments around what the package does with a reduction, and with a collective.
 
-    Attributes:
-        kept: at each, the bytes of inputs of earlier ones that are still alive.
+    Yields what is noticed in a step:
+        kept: at each reduction, the bytes of inputs of earlier ones that are still alive.
         goes_on: for each, the stream that it is said to be on at its end.
         issued: for each collective, its stream, and the one that was current.
     """
-
-    kept: list[int]
-    goes_on: list[str]
-    issued: list[list[str]]
-
-
-@contextmanager
-def _watched_reductions() -> Iterator[Seen]:
-    """Instruments around what the package does with a reduction, and with a collective."""
     keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
-    inputs, seen, going_on = list[Watched](), Seen([], [], []), list[str]()
+    inputs, going_on = list[Watched](), list[str]()
+    seen: dict[str, list[Any]] = {"kept": [], "goes_on": [], "issued": []}
 
     def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
         if reduction.transport.ranks.size > 1:
-            seen.kept.append(bytes_alive(inputs))
+            seen["kept"].append(bytes_alive(inputs))
             inputs.append(watch(reduction.buffer))
-        seen.goes_on.append(going_on.pop() if going_on else "reduce_scatter")
+        seen["goes_on"].append(going_on.pop() if going_on else "reduce_scatter")
         keep(self, reduction)
 
     def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
@@ -320,7 +299,7 @@ def _watched_reductions() -> Iterator[Seen]:
 
     def add_work(self: HostStream, work: Any) -> None:
         recorder = events.active()
-        seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
+        seen["issued"].append([self.name, str(recorder.stream) if recorder else ""])
         add(self, work)
 
     with (
