@@ -162,8 +162,7 @@ def judge_parts(ranks: Ranks, seed: int) -> None:
     for world, rank, answers in _answers(run["parts"]):
         for name, spread in spreads(seed, world).items():
             _compare_part(rank, answers, name, part_at(spread, rank) if rank < world else None, spread)
-        for name, shape in PLAIN.items():
-            spread = Spread(shape, (1,), ())
+        for name, spread in PLAIN.items():
             _compare_part(rank, answers, name, part_at(spread, 0), spread)
 
 
@@ -183,8 +182,7 @@ def part_at(spread: Spread, rank: int) -> list[list[int]] | None:
 
 
 def _compare_part(rank: int, answers: dict[str, Any], name: str, wanted: Any, spread: Spread) -> None:
-    placements = list(map(str, spread.placements))
-    how = f"mesh {spread.mesh}, {placements}" if placements else "a plain tensor"
+    how = "a plain tensor" if name in PLAIN else f"mesh {spread.mesh}, {list(map(str, spread.placements))}"
     where = f"box_of, rank {rank}, {how}, shape {list(spread.shape)}"
     if name not in answers:
         raised = next(iter(answers.get("parts that raised", {}).values()), {"kind": "?", "message": "?"})

@@ -167,12 +167,10 @@ def _spread_out(path: str, spread: Spread, meshes: Meshes, seed: int, ranks: int
 def _parts(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
     """What `box_of` says of tensors on a mesh, by name; on ranks that are not in it, too."""
     found: dict[str, Any] = {}
-    cuts = {**spreads(seed, ranks), **more_spreads(ranks)}
-    tensors: dict[str, Tensor] = {
-        name: _spread_out("", spread, meshes, seed, ranks) for name, spread in cuts.items()
-    }
-    for name, tensor in (tensors | {name: torch.zeros(shape) for name, shape in PLAIN.items()}).items():
-        attempt(found, name, partial(_part, tensor))
+    for name, spread in {**spreads(seed, ranks), **more_spreads(ranks)}.items():
+        attempt(found, name, partial(_part, _spread_out("", spread, meshes, seed, ranks)))
+    for name, spread in PLAIN.items():
+        attempt(found, name, partial(_part, torch.zeros(spread.shape)))
     return found
 
 
@@ -180,11 +178,11 @@ def _part(tensor: Tensor) -> Any:
     return plain_box(plan.box_of(tensor))
 
 
-PLAIN: dict[str, Numbers] = {
-    "plain": (3, 2),
-    "one number": (),
-    "nothing": (0, 2),
-}  # tensors that are not sharded
+# tensors that are not sharded
+PLAIN = {
+    name: Spread(shape, (1,), (Replicate(),))
+    for name, shape in {"plain": (3, 2), "one number": (), "nothing": (0, 2)}.items()
+}
 
 
 def more_spreads(ranks: int) -> dict[str, Spread]:
