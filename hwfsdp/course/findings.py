@@ -3,8 +3,9 @@
     [13]
     global = ["global-generator", "torch's default generator has another state than before."]
 
-A judge says `raise told("13.global", "Rank 0 of 2:")`, or compares facts by name with what they have to be. Of two misconceptions,
-the first is for more than what is right, the second for less. Judges whose misconception depends on who asks raise a `Finding` themselves.
+A judge says `raise told("13.global", "Rank 0 of 2:")`, or says what it expects, of one value or of facts by name. Of two
+misconceptions, the first is for more than what is right, the second for less. A sentence without a misconception is for
+judges that are asked by several others: who asks says what is wrong.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from hwfsdp.course.verdict import Finding
 FINDINGS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
-def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: Any) -> Finding:
+def told(
+    name: str, where: str, got: Any = None, right: Any = None, /, kind: str = "", **words: Any
+) -> Finding:
     """The finding of this name.
 
     Args:
+        kind: the misconception, if the name has none of its own.
         where: what the sentence begins with. got, right: what came back, and what should have, which places in the sentence may
             show; so may `words`, and {difference}, the first one of two tensors.
     """
     exercise, _, key = name.partition(".")
-    *misconceptions, sentence = FINDINGS[exercise][key]
+    *own, sentence = FINDINGS[exercise][key]
+    misconceptions = own or [kind]
     if "{difference}" in sentence:
         is_alike = (got.shape, got.dtype) == (right.shape, right.dtype)
         words["difference"] = (
@@ -43,12 +48,16 @@ def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: 
     return Finding(misconceptions[is_less], message, right, got)
 
 
+def expect(name: str, where: str, got: Any, right: Any, /, **words: Any) -> None:
+    """Raise the finding of this name if a value is not the right one."""
+    if not is_same(got, right):
+        raise told(name, where, got, right, **words)
+
+
 def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
     """Raise the finding of the first fact that is wrong. `right` has the right value of the fact "global" as "13.global"."""
     for name, expected in right.items():
-        got = facts[name.partition(".")[2]]
-        if not is_same(got, expected):
-            raise told(name, where, got, expected, **words)
+        expect(name, where, facts[name.partition(".")[2]], expected, **words)
 
 
 def is_same(got: Any, right: Any) -> bool:

@@ -47,6 +47,7 @@ SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
 _PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
 VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # of pictures of time
 GPUS, SEQUENCES = 16, (2, 1)  # virtual ones on two nodes, and sequences of each: in two runs
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
 
@@ -123,7 +124,7 @@ def _model(**options: Any) -> GPT:
 
 def _look() -> Sight:
     model = _model()
-    exchanged = {op: _exchange(op) for op in ("all_gather", "reduce_scatter", "all_reduce")}
+    exchanged = {op: _exchange(op) for op in COLLECTIVES}
     return Sight(_record_hybrid(), explain(model), laid_out(model), exchanged)
 
 
@@ -142,17 +143,14 @@ def _record_hybrid() -> EventLog:
 def _exchange(op: str) -> tuple[Tensor, Tensor]:
     """This rank's tensor before a collective of torch, and after it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    before = torch.arange(2.0 if op == "all_gather" else 2.0 * ranks) + 10 * rank
+    after = {"all_gather": torch.empty(2 * ranks), "reduce_scatter": torch.empty(2)}.get(op, before.clone())
     if op == "all_gather":
-        before = torch.arange(2.0) + 10 * rank
-        parts = [torch.empty(2) for _ in range(ranks)]
-        dist.all_gather(parts, before)
-        return before, torch.cat(parts)
-    before = torch.arange(2.0 * ranks) + 10 * rank
-    after = before.clone() if op == "all_reduce" else torch.empty(2)
-    if op == "all_reduce":
-        dist.all_reduce(after)
-    else:
+        dist.all_gather(list(after.chunk(ranks)), before)
+    elif op == "reduce_scatter":
         dist.reduce_scatter(after, list(before.chunk(ranks)))
+    else:
+        dist.all_reduce(after)
     return before, after
 
 
@@ -174,9 +172,8 @@ def _memory(runs: Runs) -> Figure:
 def _traffic(runs: Runs) -> Figure:
     root, blocks = _groups()
     closed = accounting.strategy_traffic([root, *blocks], Strategy.HSDP, 4, SHARDS)
-    return traffic.plot_traffic(
-        EventLog.merge(sight.hybrid for sight in runs.sights), {"HSDP, closed form": closed}
-    )
+    log = EventLog.merge(sight.hybrid for sight in runs.sights)
+    return traffic.plot_traffic(log, {"HSDP, closed form": closed})
 
 
 def _states(runs: Runs) -> Figure:
@@ -233,12 +230,9 @@ def _hybrid(runs: Runs) -> Figure:
     return plot_sharding(laid, {"replicate": 2, "shard": 2})
 
 
-def _collective(op: str) -> Callable[[Runs], Figure]:
-    def draw(runs: Runs) -> Figure:
-        held = [sight.exchanged[op] for sight in runs.sights]
-        return cartoon.plot_collective(op, [before for before, _ in held], [after for _, after in held])
-
-    return draw
+def _collective(op: str, runs: Runs) -> Figure:
+    before, after = zip(*(sight.exchanged[op] for sight in runs.sights), strict=True)
+    return cartoon.plot_collective(op, before, after)
 
 
 PICTURES: dict[str, Callable[[Runs], Figure]] = {
@@ -256,9 +250,7 @@ PICTURES: dict[str, Callable[[Runs], Figure]] = {
     "comparison": lambda runs: comparison.plot_comparison(
         {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}
     ),
-    "all_gather": _collective("all_gather"),
-    "reduce_scatter": _collective("reduce_scatter"),
-    "all_reduce": _collective("all_reduce"),
+    **{op: partial(_collective, op) for op in COLLECTIVES},
     "mesh_hsdp": lambda runs: meshmap.plot_mesh({"replicate": 2, "shard": 4}, node=4),
     "mesh_fsdp_tp": lambda runs: meshmap.plot_mesh({"dp": 4, "tp": 2}, node=4),
     "loss": lambda runs: loss.plot_losses(runs.losses),

@@ -214,7 +214,7 @@ def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
         compare(f"{scenario.name}, rank {rank}:", facts, {"laws.output": expected})
     for op, kind in (("all_gather", "gathered"), ("reduce_scatter", "reduced")):
         dtype = policy["param_dtype" if op == "all_gather" else "reduce_dtype"]
-        laws.dtypes(found, scenario, op, str(dtype).removeprefix("torch."), f"{kind}-in-wrong-dtype")
+        laws.dtypes(found, scenario, op, dtype, f"{kind}-in-wrong-dtype")
     with causes(ranks, seed, scenario, found):
         laws.same_bits(found, group.fsdp2(ranks, seed, scenario, 2), scenario)
 

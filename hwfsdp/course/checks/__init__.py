@@ -6,10 +6,15 @@ functions in the package. `checks.toml` lists them, `findings.toml` has what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -17,6 +22,26 @@ def piece(whole: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
     """The oracle of shards: what `torch.chunk` gives one of `size` ranks. There may be fewer chunks than ranks."""
     chunks = whole.chunk(size, dim)
     return chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new directory that all ranks know, until all of them are through."""
+    found = [tempfile.mkdtemp(prefix="hwfsdp-check-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    yield Path(found[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(found[0], ignore_errors=True)
+
+
+def raised_by(call: Callable[[], Any], *more: type[BaseException]) -> str | None:
+    """The kind and text of what a call raises, on one line; `more`: kinds that are no Exception."""
+    try:
+        call()
+    except (Exception, *more) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
 
 
 def with_nan(part: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from hwfsdp.course.checks.async_staging_runs import (
     values_before,
 )
 from hwfsdp.course.checks.async_staging_saves import probe_saves
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks
 
 ITEM = 4  # bytes of an element
@@ -41,27 +41,21 @@ def judge_snapshot(ranks: Ranks, seed: int) -> None:
         _compare_memory_of(where, found, seed)
         _compare_values(where, found, seed)
         _compare_sharded(f"{where}, the DTensor:", found, rank, seed, ranks.world_size)
-        found |= {"one_thing": found["one thing"], "storage": found["nothing"]}
         right = {"15.settings": SETTINGS, "15.one_thing": True, "15.kinds": ["dict", "dict", "list"]}
         compare(f"{where}:", found, {**right, "15.storage": [0, 0], "15.tied": True})
 
 
 def _compare_values(where: str, found: dict[str, Any], seed: int) -> None:
-    for index, (name, value) in enumerate(zip(tensors(seed), values_before(seed), strict=True)):
-        got = found["values"][index]
-        facts = {"aliased": found["aliased"][index], "form": f"{list(got.shape)}, {got.dtype}"}
-        facts |= {"values": got, "plain": found["plain"][index]}
-        right = {"15.aliased": False, "15.form": f"{list(value.shape)}, {value.dtype}"}
-        compare(f"{where}, the tensor {name!r}:", facts, {**right, "15.values": value, "15.plain": True})
+    for name, value in zip(tensors(seed), values_before(seed), strict=True):
+        facts, form = found["tensors"][name], f"{list(value.shape)}, {value.dtype}"
+        facts["form"] = f"{list(facts['values'].shape)}, {facts['values'].dtype}"
+        right = {"15.aliased": False, "15.form": form, "15.values": value, "15.plain": True}
+        compare(f"{where}, the tensor {name!r}:", facts, right)
 
 
 def _compare_sharded(where: str, found: dict[str, Any], rank: int, seed: int, world_size: int) -> None:
-    kind, placements, shape = found["sharded is"]
-    if kind == "DTensor" and not (placements and shape):
-        kind = "DTensor of another shape or placement"
-    facts = {"is_dtensor": kind, "sharded_aliased": found["sharded aliased"], "sharded": found["sharded"]}
     right = {"15.is_dtensor": "DTensor", "15.sharded_aliased": False}
-    compare(where, facts, {**right, "15.sharded": piece(sharded_whole(seed), world_size, rank)})
+    compare(where, found, {**right, "15.sharded": piece(sharded_whole(seed), world_size, rank)})
 
 
 APART = ("column, other column", "other column, column")  # of one storage, but they share no element
@@ -96,7 +90,7 @@ def judge_buffers(ranks: Ranks, seed: int) -> None:
     for rank, bound in enumerate(run["bound"]):
         _compare_bound(rank, bound)
     for rank, released in enumerate(run["released"]):
-        compare(f"rank {rank}:", {"released": released}, {"15.released": [0, 0]})
+        expect("15.released", f"rank {rank}:", released, [0, 0])
 
 
 def _compare_twins(rank: int, twins: dict[str, Any]) -> None:
@@ -128,7 +122,7 @@ def _compare_allocated(where: str, got: Sequence[int], expected: Sequence[int]) 
 def _compare_bound(rank: int, bound: dict[str, Any]) -> None:
     one, (full, after) = bound["one"], bound["kept"]
     where = f"rank {rank}: after six copies of {one:,} B at a time, and one more when these were dropped,"
-    compare(f"rank {rank}:", {"six_held": full}, {"15.six_held": 6 * one}, one=one)
+    expect("15.six_held", f"rank {rank}:", full, 6 * one, one=one)
     if after > 2 * one:
         raise told("15.unbounded", where, after, 2 * one)
     if after < 2 * one or bound["allocated"]:
@@ -201,18 +195,18 @@ def judge_errors(ranks: Ranks, seed: int) -> None:
         where = f"rank {rank}:"
         for time, got in zip(("first", "second"), found["a target that is there"], strict=True):
             _expect_error(f"{where} a save to a place that is taken, wait for the {time} time:", got, TAKEN)
-        compare(where, {"copy_kept": found["kept by the handle"]}, {"15.copy_kept": "NoneType"})
+        expect("15.copy_kept", where, found["kept by the handle"], "NoneType")
         silent = f"{where} the save after one"
-        _expect_none(f"{silent} whose error wait has raised:", found["after it was heard"][0])
-        _expect_error(f"{silent} that has failed, unheard:", found["nobody waits"][0], TAKEN)
-        _expect_none(f"{silent} that has raised that error:", found["after that"][0])
+        _expect_none(f"{silent} whose error wait has raised:", found["after it was heard"])
+        _expect_error(f"{silent} that has failed, unheard:", found["nobody waits"], TAKEN)
+        _expect_none(f"{silent} that has raised that error:", found["after that"])
         at_once, *waited = found["a copy that cannot be made"]
         broken = f"{where} a state with a tensor on the meta device:"
-        compare(broken, {"at_once": at_once}, {"15.at_once": None})
+        expect("15.at_once", broken, at_once, None)
         _expect_error(f"{broken} wait:", waited[0], "'broken'")
-        [got] = found["a save that is ended"]
-        _expect_error(f"{where} save_agreed raises what is no Exception, wait:", got, "signal", "Ended")
-        _expect_none(f"{where} finish_saves, when every error was heard:", found["at the end"][0])
+        ended = f"{where} save_agreed raises what is no Exception, wait:"
+        _expect_error(ended, found["a save that is ended"], "signal", "Ended")
+        _expect_none(f"{where} finish_saves, when every error was heard:", found["at the end"])
 
 
 def _expect_error(where: str, got: str | None, part: str, kind: str = "UsageError") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,12 +29,8 @@ Data = dict[str, Any]
 def probe_staging(report: Report, seed: int) -> None:
     """Stagings alone, part by part; nothing is communicated."""
     ready()
-    attempt(report, "snapshot", lambda: _snapshot(seed))
-    attempt(report, "turns", lambda: {hold: _turns(seed, hold) for hold in ("nothing", *HOLDS)})
-    attempt(report, "twins", lambda: _twins(seed))
-    attempt(report, "bound", lambda: _bound(seed))
-    attempt(report, "released", lambda: _released(seed))
-    attempt(report, "untold", lambda: _untold(seed))
+    for part in (_snapshot, _turns, _twins, _bound, _released, _untold):
+        attempt(report, part.__name__[1:], partial(part, seed))
 
 
 # --- A snapshot --------------------------------------------------------------------------------------------
@@ -101,25 +98,28 @@ def _snapshot(seed: int) -> Data:
     staged = StateDictStager().stage(state)
     _spoil(found, dtensor, settings)
     copies = {name: staged["model"][name] for name in found}
-    local = compat.local_of(staged["sharded"]) if isinstance(staged["sharded"], DTensor) else None
+    sharded, local, kind = staged["sharded"], None, type(staged["sharded"]).__name__
+    if isinstance(sharded, DTensor):
+        local = compat.local_of(sharded)
+        if [str(sharded.placements), sharded.shape] != [str(dtensor.placements), dtensor.shape]:
+            kind = "DTensor of another shape or placement"
     return {
-        "values": [copy.detach().resolve_conj().clone() for copy in copies.values()],
-        "plain": [type(copy) is Tensor and not copy.requires_grad for copy in copies.values()],
-        "aliased": [_share(copy, source) for copy, source in zip(copies.values(), found.values())],
-        "nothing": [copies["nothing"].untyped_storage().nbytes(), int(copies["nothing"].storage_offset())],
+        "tensors": {name: _facts_of(copy, found[name]) for name, copy in copies.items()},
+        "storage": [copies["nothing"].untyped_storage().nbytes(), int(copies["nothing"].storage_offset())],
         "tied": copies["matrix"] is copies["tied"] and staged["list"][1] is copies["flat"],
         "shared": shared_memory(copies),
         "sharded": None if local is None else local.clone(),
-        "sharded is": [
-            type(staged["sharded"]).__name__,
-            local is not None and str(staged["sharded"].placements) == str(dtensor.placements),
-            local is not None and tuple(staged["sharded"].shape) == tuple(dtensor.shape),
-        ],
-        "sharded aliased": local is not None and _share(local, compat.local_of(dtensor)),
+        "is_dtensor": kind,
+        "sharded_aliased": local is not None and _share(local, compat.local_of(dtensor)),
         "settings": _plain(staged["settings"]),
-        "one thing": getattr(staged["settings"]["thing"], "friend", None) is staged["settings"]["friend"][0],
+        "one_thing": getattr(staged["settings"]["thing"], "friend", None) is staged["settings"]["friend"][0],
         "kinds": [type(staged[key]).__name__ for key in ("model", "settings", "list")],
     }
+
+
+def _facts_of(copy: Tensor, source: Tensor) -> Data:
+    values, is_plain = copy.detach().resolve_conj().clone(), type(copy) is Tensor and not copy.requires_grad
+    return {"values": values, "plain": is_plain, "aliased": _share(copy, source)}
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -164,7 +164,11 @@ def sizes(seed: int) -> list[int]:
     return draw.sample(range(50, 400), 3)
 
 
-def _turns(seed: int, hold: str) -> Data:
+def _turns(seed: int) -> Data:
+    return {hold: _turns_with(seed, hold) for hold in ("nothing", *HOLDS)}
+
+
+def _turns_with(seed: int, hold: str) -> Data:
     """Staged over and over, each time after an update. What is held is let go two turns later, as a background save would.
 
     Reports by turn: bytes that were allocated, whether the values are those of the turn, whether what is held has changed.
@@ -215,16 +219,19 @@ def _twins(seed: int) -> Data:
     parts = {"first": large[:n], "last": large[-n:]}
     with Allocations() as first:
         staged = stager.stage(parts)
-    right = [torch.equal(staged[name], part) for name, part in parts.items()]
+    right = _are_equal(staged, parts)
     del staged
     with Allocations() as second:
         staged = stager.stage(parts)
-    right += [torch.equal(staged[name], part) for name, part in parts.items()]
+    right += _are_equal(staged, parts)
     longer = {"first": large[: n + 5], "last": large[-n:]}
-    again = stager.stage(longer)
-    right += [torch.equal(again[name], part) for name, part in longer.items()]
-    right += [torch.equal(staged[name], part) for name, part in parts.items()]
+    right += _are_equal(stager.stage(longer), longer)
+    right += _are_equal(staged, parts)
     return {"right": right, "allocated": [first.nbytes, second.nbytes], "elements": n}
+
+
+def _are_equal(staged: dict[str, Tensor], parts: dict[str, Tensor]) -> list[bool]:
+    return [torch.equal(staged[name], part) for name, part in parts.items()]
 
 
 def _bound(seed: int) -> Data:

@@ -8,8 +8,6 @@ Note [Races without a clock]
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,16 +16,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.checkpoint import background, blocks, saving, store
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.course.checks import raised_by, shared_folder
 from hwfsdp.course.checks.async_staging_runs import Data, make_dtensor, sizes
-from hwfsdp.course.checks.lifetimes import Allocations
+from hwfsdp.course.checks.lifetimes import Allocations, local_part
 from hwfsdp.course.run import Report, attempt
 
 Replaced = tuple[Any, str, Callable[..., Any]]  # what has it, its name, what is there in its place
@@ -128,11 +125,8 @@ class Stage:
 
 def probe_saves(report: Report, seed: int) -> None:
     """Two saves with updates in between, and saves that fail. All ranks do the same, so that none waits for another."""
-    found = [tempfile.mkdtemp(prefix="hwfsdp-async-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(found)
-    folder = Path(found[0])
     stage = Stage()
-    with stage.set_up():
+    with shared_folder() as folder, stage.set_up():
         try:
             attempt(report, "saves", lambda: _saves(seed, folder, stage))
             stage.gate.set()
@@ -140,9 +134,6 @@ def probe_saves(report: Report, seed: int) -> None:
         finally:
             stage.gate.set()
             background.queue.last = None  # whatever became of it, the end of this process need not tell
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _state(seed: int) -> Data:
@@ -180,27 +171,19 @@ def _saves(seed: int, folder: Path, stage: Stage) -> Data:
     ids = [handle.wait() for handle in handles]
     if stage.escaped:
         raise stage.escaped[0]
-    notes = list(stage.notes)
-    found: Data = {"notes": notes, "allocated": allocated, "ids": ids, "loaded": []}
-    sources = {id(s): s for s in (t.untyped_storage() for t in _tensors(state))}
-    found["nbytes"] = sum(s.nbytes() for s in sources.values())
+    notes, loaded = list(stage.notes), list[Any]()
     for turn in (1, 2, 3):
         target = _state(seed)
         _update(target, 99)
-        try:
-            store.load(target, folder / str(turn))
-            values = [sorted(set(tensor.flatten().tolist())) for tensor in _tensors(target)]
-            found["loaded"].append([values, target["optim"]["lr"]])
-        except Exception as error:
-            found["loaded"].append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return found
+        raised = raised_by(lambda: store.load(target, folder / str(turn)))
+        loaded.append(raised or [_values(target), target["optim"]["lr"]])
+    return {"notes": notes, "allocated": allocated, "ids": ids, "loaded": loaded}
 
 
-def _tensors(state: Data) -> list[Tensor]:
-    """The tensors of this rank that have elements."""
-    leaves = [leaf for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
-    parts = [compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
-    return [part for part in parts if part.numel()]
+def _values(state: Data) -> list[list[float]]:
+    """Of each tensor that has elements on this rank, every value once."""
+    parts = [local_part(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+    return [sorted(set(part.flatten().tolist())) for part in parts if part.numel()]
 
 
 def _errors(seed: int, folder: Path) -> Data:
@@ -210,17 +193,17 @@ def _errors(seed: int, folder: Path) -> Data:
     handle = store.async_save(state, taken)  # there is a checkpoint, and none may be overwritten
     found["a target that is there"] = [_raised(handle.wait), _raised(handle.wait)]
     found["kept by the handle"] = type(handle._state_dict).__name__
-    found["after it was heard"] = [_raised(lambda: store.async_save(state, folder / "a").wait())]
+    found["after it was heard"] = _raised(lambda: store.async_save(state, folder / "a").wait())
     _raised(lambda: store.async_save(state, taken))
-    found["nobody waits"] = [_raised(lambda: store.async_save(state, folder / "b"))]
-    found["after that"] = [_raised(lambda: store.async_save(state, folder / "c").wait())]
+    found["nobody waits"] = _raised(lambda: store.async_save(state, folder / "b"))
+    found["after that"] = _raised(lambda: store.async_save(state, folder / "c").wait())
     broken = {**state, "broken": torch.zeros(3, device="meta")}
     handles: list[background.SaveHandle] = []
     at_once = _raised(lambda: handles.append(store.async_save(broken, folder / "d")))
     found["a copy that cannot be made"] = [at_once, *(_raised(handle.wait) for handle in handles)]
     with mock.patch.object(saving._Saving, "run", _ended):
-        found["a save that is ended"] = [_raised(lambda: store.async_save(state, folder / "e").wait())]
-    found["at the end"] = [_raised(background.finish_saves)]
+        found["a save that is ended"] = _raised(lambda: store.async_save(state, folder / "e").wait())
+    found["at the end"] = _raised(background.finish_saves)
     return found
 
 
@@ -233,9 +216,4 @@ def _ended(*_: Any) -> str:
 
 
 def _raised(call: Callable[[], Any]) -> str | None:
-    """The kind and text of what it raises."""
-    try:
-        call()
-    except (Exception, Ended) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return None
+    return raised_by(call, Ended)

@@ -5,6 +5,7 @@ pairs of world sizes; and every crash of a commit against the two checkpoints th
 from __future__ import annotations
 
 import re
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.course.checks.checkpoints_pairs import (
+    PLAIN,
     SAVED,
     TIED,
     Spread,
@@ -28,6 +30,7 @@ from hwfsdp.course.checks.checkpoints_pairs import (
 from hwfsdp.course.checks.checkpoints_runs import (
     WORLDS,
     Held,
+    Part,
     Parts,
     held,
     nested_parts,
@@ -35,7 +38,7 @@ from hwfsdp.course.checks.checkpoints_runs import (
     probe_integers,
     tilings,
 )
-from hwfsdp.course.findings import compare, is_same, told
+from hwfsdp.course.findings import expect, is_same, told
 from hwfsdp.course.run import Ranks
 
 
@@ -56,8 +59,8 @@ def judge_boxes(ranks: Ranks, seed: int) -> None:
     run = ranks.run(probe_integers, 1, seed=seed)
     for (one, other), got in zip(pairs_of_parts(seed), run["shared"][0], strict=True):
         wanted = _common([*map(list, one)], [*map(list, other)])
+        where = f"intersection of {_text(one)} and {_text(other)}"
         if got != wanted:
-            where = f"intersection of {_text(one)} and {_text(other)}"
             raise told(_wrong_common(got, wanted), where, _text(got), _text(wanted))
     for (outer, inner), got in zip(nested_parts(seed), run["within"][0], strict=True):
         right: Any = _from([*map(list, inner)], [*map(list, outer)])
@@ -105,14 +108,11 @@ def _compare_holders(case: Held, answer: dict[str, Any]) -> None:
     if "error" in answer:
         name = "14.holders_refused" if answer["error"] == "UsageError" else "14.raises"
         raise told(name, where, f"{answer['error']}: {answer['message']}", "the holders")
-    wanted: list[list[Any]] = []
+    by_part: dict[Part, list[int]] = {}
     for rank, part in enumerate(case.parts):
-        plain = None if part is None else [list(part[0]), list(part[1])]
-        known = next((entry for entry in wanted if entry[1] == plain), None)
-        if known:
-            known[2].append(rank)
-        elif plain:
-            wanted.append([list(case.path), plain, [rank]])
+        if part is not None:
+            by_part.setdefault(part, []).append(rank)
+    wanted: list[Any] = [[list(case.path), [*map(list, part)], of] for part, of in by_part.items()]
     got = answer["boxes"]
     if got != wanted:
         tables = [
@@ -162,13 +162,8 @@ def judge_parts(ranks: Ranks, seed: int) -> None:
     for world, rank, answers in _answers(run["parts"]):
         for name, spread in spreads(seed, world).items():
             _compare_part(rank, answers, name, part_at(spread, rank) if rank < world else None, spread)
-        plain: dict[str, tuple[tuple[int, ...], Any]] = {
-            "plain": ((3, 2), [[0, 0], [3, 2]]),
-            "one number": ((), [[], []]),
-            "nothing": ((0, 2), None),
-        }
-        for name, (shape, wanted) in plain.items():
-            _compare_part(rank, answers, name, wanted, Spread(shape, (1,), ()))
+        for name, spread in PLAIN.items():
+            _compare_part(rank, answers, name, part_at(spread, 0), spread)
 
 
 def _answers(parts: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
@@ -182,18 +177,12 @@ def part_at(spread: Spread, rank: int) -> list[list[int]] | None:
     mine = cut(numbers, spread, coordinate(rank, spread.mesh))
     if not mine.numel():
         return None
-    first = int(mine.flatten()[0])
-    offset = []
-    for n in reversed(spread.shape):
-        offset.append(first % n)
-        first //= n
-    return [offset[::-1], list(mine.shape)]
+    first = torch.unravel_index(mine.flatten()[0], spread.shape)
+    return [[int(index) for index in first], list(mine.shape)]
 
 
 def _compare_part(rank: int, answers: dict[str, Any], name: str, wanted: Any, spread: Spread) -> None:
-    how = (
-        f"mesh {spread.mesh}, {list(map(str, spread.placements))}" if spread.placements else "a plain tensor"
-    )
+    how = "a plain tensor" if name in PLAIN else f"mesh {spread.mesh}, {list(map(str, spread.placements))}"
     where = f"box_of, rank {rank}, {how}, shape {list(spread.shape)}"
     if name not in answers:
         raised = next(iter(answers.get("parts that raised", {}).values()), {"kind": "?", "message": "?"})
@@ -226,23 +215,20 @@ def judge_pairs(ranks: Ranks, seed: int) -> None:
     _judge_needs(ranks, seed)
     run = ranks.run(probe_pairs, 4, seed=seed)
     failed = {pair for raised in run["raised"] for pair in raised}
-    whole = [(w, v) for w in WORLDS for v in WORLDS if f"{w} to {v}" not in failed]
+    whole = [(w, v) for w, v in product(WORLDS, WORLDS) if f"{w} to {v}" not in failed]
     for rank, raised in enumerate(run["raised"]):
         for pair, (kind, text) in raised.items():
             same_only = " to " in pair and whole and all(w == v for w, v in whole)
             assert same_only or run["causes"], "what a rank raised comes first, with its line"
             name = "14.same_only" if same_only else "14.pair_raises"
             raise told(name, f"{_pair(pair)}, rank {rank}:", f"{kind}: {text}")
-    wrong = {
-        f"{saved} to {world}": [
-            text
-            for rank in range(world)
-            for text in _differences(run["loaded"][rank][f"{saved} to {world}"], saved, world, rank, seed)
-        ]
-        for saved in WORLDS
-        for world in WORLDS
-    }
-    if bad := {pair: texts for pair, texts in wrong.items() if texts}:
+    bad: dict[str, list[str]] = {}
+    for saved, world in product(WORLDS, WORLDS):
+        for rank in range(world):
+            loaded = run["loaded"][rank][f"{saved} to {world}"]
+            if texts := _differences(loaded, saved, world, rank, seed):
+                bad.setdefault(f"{saved} to {world}", []).extend(texts)
+    if bad:
         pair, texts = next(iter(bad.items()))
         where = f"{_pair(pair)}: {texts[0].partition(' ')[2]};"
         raise told(_wrong_pairs(bad), where, tensors=sum(map(len, bad.values())), pairs=len(bad))
@@ -250,7 +236,7 @@ def judge_pairs(ranks: Ranks, seed: int) -> None:
         for pair, found in loaded.items():
             for each in found["tensors"]:
                 where = f"{_pair(pair)}, rank {rank}, {each['path']}:"
-                compare(where, each, {"14.read": each["values"].numel()})
+                expect("14.read", where, each["read"], each["values"].numel())
 
 
 def _judge_needs(ranks: Ranks, seed: int) -> None:
@@ -338,7 +324,7 @@ def _mark(got: Tensor, expected: Tensor, name: str, others: dict[float, str]) ->
 
 def _wrong_pairs(bad: dict[str, list[str]]) -> str:
     every = [text for found in bad.values() for text in found]
-    if set(bad) == {f"{w} to {v}" for w in WORLDS for v in WORLDS if w != v}:
+    if set(bad) == {f"{w} to {v}" for w, v in permutations(WORLDS, 2)}:
         return "14.pairs_same_only"
     if all(text.startswith("unread") for text in every):
         return "14.optimizer" if all("['optim']" in text for text in every) else "14.unread"

@@ -68,11 +68,8 @@ def _whole(crash: Crash, save_id: str, files: dict[str, str]) -> str:
     which = "the new save" if save_id == NEW else "the old save"
     for file, text in files.items():
         if found.get(file) != text:
-            how = (
-                "missing"
-                if file not in found
-                else f"not what was written ({len(found[file])} of {len(text)} bytes)"
-            )
+            written = f"not what was written ({len(found.get(file, ''))} of {len(text)} bytes)"
+            how = written if file in found else "missing"
             return f"a CURRENT that names {which}, whose {file} is {how}"
     more = sorted(set(found) - set(files))
     return f"{which} with a file more, {more[0]}" if more else ""

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -135,8 +136,9 @@ class Watch:
         return "another file" if not names else "the directory" if names[0] == "." else names[0]
 
     def _written(self, fd: int, data: Any) -> int:
-        if not self._looking and os.fstat(fd).st_ino in {p.stat().st_ino for p in self.root.rglob("*")}:
-            self.note(f"write {self._named(os.fstat(fd).st_ino)}")
+        name = "" if self._looking else self._named(os.fstat(fd).st_ino)
+        if name not in ("", "another file", "the directory"):
+            self.note(f"write {name}")
         return _WRITE(fd, data)
 
     def _opened(self, *arguments: Any, **options: Any) -> Any:
@@ -148,16 +150,12 @@ class Watch:
 
 _WRITE, _OPEN = os.write, io.open
 _watch: Watch | None = None
-_hears = False
 assert builtins.open is io.open
 
 
+@cache  # a hook cannot be removed again
 def _hear_of_changes() -> None:
-    """Add the audit hook, which cannot be removed again, once."""
-    global _hears
-    if not _hears:
-        sys.addaudithook(lambda event, arguments: _on_event(event, arguments))
-    _hears = True
+    sys.addaudithook(lambda event, arguments: _on_event(event, arguments))
 
 
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
@@ -201,11 +199,9 @@ class _Disk:
 
 def names_in(moment: Moment, folder: str) -> dict[str, int]:
     """The names in a folder, and what they stand for."""
-    inodes = {
-        **{name: number for name, (number, _) in moment["files"].items()},
-        **{name: number for name, number in moment["folders"].items() if name != "."},
-    }
-    return {Path(name).name: number for name, number in inodes.items() if str(Path(name).parent) == folder}
+    files = {name: number for name, (number, _) in moment["files"].items()}
+    paths = {Path(name): number for name, number in (files | moment["folders"]).items() if name != "."}
+    return {path.name: number for path, number in paths.items() if str(path.parent) == folder}
 
 
 def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterator[Crash]:
@@ -225,9 +221,9 @@ def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterato
         texts.update({number: text for number, text in moment["files"].values()})
         last = index == len(moments) - 1
         latest = {number: names_in(moment, folder) for folder, number in moment["folders"].items()}
-        yield _found(moment, latest, texts, Crash(after, moment["op"], False, {}, last))
+        yield Crash(after, moment["op"], False, _found(moment, latest, texts), last)
         for chosen, known in itertools.product(_choices(moment, latest, disk.names), (texts, disk.texts)):
-            yield _found(moment, chosen, known, Crash(after, moment["op"], True, {}, last))
+            yield Crash(after, moment["op"], True, _found(moment, chosen, known), last)
         if moment["sync"] is not None:
             disk.sync(moment, moment["sync"])
         after = moment["op"]
@@ -247,7 +243,7 @@ def _choices(
             yield {root: names, **{number: source.get(number, {}) for number in inner}}
 
 
-def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int, str], crash: Crash) -> Crash:
+def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int, str]) -> dict[str, str]:
     """What a process that looks into the directory after the crash finds."""
     files: dict[str, str] = {}
     for name, number in names[moment["folders"]["."]].items():
@@ -255,4 +251,4 @@ def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int,
             files.update({f"{name}/{inner}": texts.get(n, "") for inner, n in names[number].items()})
         else:
             files[name] = texts.get(number, "")
-    return crash._replace(files=files)
+    return files

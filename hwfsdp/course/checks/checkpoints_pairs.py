@@ -6,10 +6,9 @@ Four ranks save and load every state on meshes of the first 1, 2, 3 and 4 of the
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from hwfsdp.checkpoint import matching, plan, store
 from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hwfsdp.checkpoint.traverse import leaves_of, show
-from hwfsdp.course.checks import piece
+from hwfsdp.course.checks import piece, shared_folder
 from hwfsdp.course.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
 from hwfsdp.course.checks.lifetimes import local_part
 from hwfsdp.course.run import FAILED, Report, attempt
@@ -34,28 +33,22 @@ from hwfsdp.errors import FSDPError
 from hwfsdp.features.door import fully_shard
 
 
-class Sizes(NamedTuple):
-    """Of the state: rows, and columns of its matrices."""
-
-    rows: int
-    columns: int
-
-
-def sizes(seed: int) -> Sizes:
+def sizes(seed: int) -> tuple[int, int]:
+    """Rows of the state, and columns of its matrices."""
     draw = random.Random(seed + 5)
-    return Sizes(draw.choice((5, 7, 9, 10, 11)), draw.randint(2, 4))
+    return draw.choice((5, 7, 9, 10, 11)), draw.randint(2, 4)
 
 
 class Net(nn.Module):
     """Uneven rows, fewer rows than ranks, a tied pair, and a buffer that is whole on every rank."""
 
-    def __init__(self, size: Sizes) -> None:
+    def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
-        self.first = nn.Linear(size.columns, size.rows)
-        self.tied = nn.Linear(size.columns, size.rows, bias=False)
+        self.first = nn.Linear(columns, rows)
+        self.tied = nn.Linear(columns, rows, bias=False)
         self.tied.weight = self.first.weight
-        self.norm = nn.Linear(size.rows, 2)
-        self.register_buffer("scale", torch.zeros(size.columns))
+        self.norm = nn.Linear(rows, 2)
+        self.register_buffer("scale", torch.zeros(columns))
 
 
 class Spread(NamedTuple):
@@ -115,42 +108,29 @@ def probe_parts(report: Report, seed: int) -> None:
     meshes = {w: _meshes(w) for w in WORLDS}
     report["parts"] = {str(w): _parts(seed, w, meshes[w]) for w in WORLDS}
     for w in WORLDS:
-        attempt(report, f"needs {w}", lambda w=w: _needs(seed, w, meshes[w]))  # type: ignore[misc]
+        attempt(report, f"needs {w}", partial(_needs, seed, w, meshes[w]))
 
 
 def probe_pairs(report: Report, seed: int) -> None:
     """Every state is saved by the ranks of its mesh, then loaded on every mesh into other values."""
-    here = dist.get_rank()
-    folder = _shared_folder()
     meshes = {w: _meshes(w) for w in WORLDS}
     report["raised"], report["loaded"] = {}, {}
-    states = {w: _state(seed, w, meshes[w]) for w in WORLDS if here < w}
-    for w, state in states.items():
-        _fill(state, seed, w, is_target=False)
-        _try(report, f"save {w}", lambda w=w, state=state: _save(state, folder / str(w), meshes[w]))  # type: ignore[misc]
-    dist.barrier()
-    for v in WORLDS:
-        if here < v:
-            target = _reordered(states[v])
+    states = {w: _state(seed, w, meshes[w]) for w in WORLDS if dist.get_rank() < w}
+    with shared_folder() as folder:
+        for w, state in states.items():
+            _fill(state, seed, w, is_target=False)
+            _try(report, f"save {w}", partial(_save, state, folder / str(w), meshes[w]))
+        dist.barrier()
+        for v, state in states.items():
+            target = _reordered(state)
             for w in WORLDS:
                 _fill(target, seed, v, is_target=True)
-                pair = f"{w} to {v}"
-                _try(report, pair, lambda w=w: report["loaded"].update({pair: _load(target, folder / str(w), meshes[v])}))  # type: ignore[misc]
-    if "causes" not in report.get(FAILED, {}):
-        report["causes"] = None
-    dist.barrier()
-    if here == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+                _try(report, f"{w} to {v}", partial(_load, report, target, folder, (w, v), meshes[v]))
+        if "causes" not in report.get(FAILED, {}):
+            report["causes"] = None
 
 
 Meshes = Mapping[Numbers, DeviceMesh]
-
-
-def _shared_folder() -> Path:
-    """A new directory that all ranks know."""
-    found = [tempfile.mkdtemp(prefix="hwfsdp-pairs-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(found)
-    return Path(found[0])
 
 
 def _meshes(ranks: int) -> Meshes:
@@ -188,20 +168,28 @@ def _parts(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
     """What `box_of` says of tensors on a mesh, by name; on ranks that are not in it, too."""
     found: dict[str, Any] = {}
     for name, spread in {**spreads(seed, ranks), **more_spreads(ranks)}.items():
-        attempt(found, name, lambda s=spread: plain_box(plan.box_of(_spread_out("", s, meshes, seed, ranks))))  # type: ignore[misc]
-    attempt(found, "plain", lambda: plain_box(plan.box_of(torch.zeros(3, 2))))
-    attempt(found, "one number", lambda: plain_box(plan.box_of(torch.tensor(3.0))))
-    attempt(found, "nothing", lambda: plain_box(plan.box_of(torch.zeros(0, 2))))
+        attempt(found, name, partial(_part, _spread_out("", spread, meshes, seed, ranks)))
+    for name, spread in PLAIN.items():
+        attempt(found, name, partial(_part, torch.zeros(spread.shape)))
     return found
+
+
+def _part(tensor: Tensor) -> Any:
+    return plain_box(plan.box_of(tensor))
+
+
+# tensors that are not sharded
+PLAIN = {
+    name: Spread(shape, (1,), (Replicate(),))
+    for name, shape in {"plain": (3, 2), "one number": (), "nothing": (0, 2)}.items()
+}
 
 
 def more_spreads(ranks: int) -> dict[str, Spread]:
     """Shapes whose parts are integers only: uneven, fewer rows than ranks, no rows at all."""
     found = {f"{n} rows": Spread((n, 2), (ranks,), (Shard(0),)) for n in range(ROWS + 1)}
-    if ranks == 4:
-        found |= {
-            f"{n} rows cut twice": Spread((n, 2), (2, 2), (Shard(0), Shard(0))) for n in range(1, ROWS + 1)
-        }
+    for n in range(1, ROWS + 1) if ranks == 4 else ():
+        found[f"{n} rows cut twice"] = Spread((n, 2), (2, 2), (Shard(0), Shard(0)))
     return found
 
 
@@ -267,33 +255,27 @@ def _plain_need(need: Any) -> Any:
 
 def _state(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
     """Model, optimizer and more on a mesh; what AdamW has after a step is put there without one, which is faster."""
-    net = Net(sizes(seed))
+    net = Net(*sizes(seed))
     fully_shard(net, mesh=meshes[(ranks,)])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     for param in net.parameters():
         assert isinstance(param, DTensor)
         like = [compat.wrap_like(torch.zeros_like(compat.local_of(param)), param) for _ in range(2)]
         optimizer.state[param] = {"step": torch.zeros(()), "exp_avg": like[0], "exp_avg_sq": like[1]}
-    extra = {
-        name: _spread_out(name, spread, meshes, seed, ranks) for name, spread in spreads(seed, ranks).items()
-    }
-    return {
-        "extra": extra,
-        "model": net.state_dict(),
-        "optim": optimizer.state_dict(),
-        "step": 100 + ranks,
-    }
+    extra = {name: _spread_out(name, s, meshes, seed, ranks) for name, s in spreads(seed, ranks).items()}
+    states = {"model": net.state_dict(), "optim": optimizer.state_dict()}
+    return {"extra": extra, **states, "step": 100 + ranks}
 
 
 def _reordered(state: dict[str, Any]) -> dict[str, Any]:
     """The same tensors, the keys in another order: no two state dicts need agree in that."""
-    found = {key: state[key] for key in reversed(state)}
-    found["extra"] = {key: state["extra"][key] for key in reversed(state["extra"])}
-    of_params = {
-        index: {key: of[key] for key in reversed(of)} for index, of in state["optim"]["state"].items()
-    }
-    found["optim"] = {**state["optim"], "state": of_params}
-    return found
+    of_params = {index: _reversed(of) for index, of in state["optim"]["state"].items()}
+    optim = {**state["optim"], "state": of_params}
+    return _reversed({**state, "extra": _reversed(state["extra"]), "optim": optim})
+
+
+def _reversed(of: dict[str, Any]) -> dict[str, Any]:
+    return dict(reversed(of.items()))
 
 
 @torch.no_grad()
@@ -313,17 +295,16 @@ def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None
 
 def named(path: tuple[Any, ...]) -> str:
     """The path as text; a tied pair has one name."""
-    return (
-        show(path).replace("tied.weight", "first.weight").replace("[", ".").replace("]", "").replace("'", "")
-    )
+    text = show(path).replace("tied.weight", "first.weight").replace("[", ".")
+    return text.replace("]", "").replace("'", "")
 
 
 def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
     store.save(state, path, process_group=next(iter(meshes.values())).get_group())
 
 
-def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
-    """The local parts after a load, and how much was read for each."""
+def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, int], meshes: Meshes) -> None:
+    """Report the local parts after a load, and how much was read for each. `pair`: ranks that saved, ranks that load."""
     read: dict[str, int] = {}
     needs_of = matching.needs_of
 
@@ -335,7 +316,7 @@ def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
 
     with mock.patch.object(matching, "needs_of", counted):
         group = next(iter(meshes.values())).get_group()
-        store.load(state, save, process_group=group)
+        store.load(state, folder / str(pair[0]), process_group=group)
     tensors = [
         {
             "name": named(path),
@@ -347,4 +328,5 @@ def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
         for path, leaf in leaves_of(state)
         if isinstance(leaf, Tensor)
     ]
-    return {"tensors": tensors, "others": [state["step"], state["optim"]["param_groups"][0]["lr"]]}
+    others = [state["step"], state["optim"]["param_groups"][0]["lr"]]
+    report["loaded"]["{} to {}".format(*pair)] = {"tensors": tensors, "others": others}

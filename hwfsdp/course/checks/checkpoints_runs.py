@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -83,10 +82,8 @@ def tilings(seed: int) -> list[Parts]:
     found = [Parts("whole", (), [((), ())]), Parts("whole", (0, 3), [])]
     for shape in shapes:
         found += [Parts("whole", shape, _cut(draw, shape, draw.randint(0, 6))) for _ in range(3)]
-        if len(shape) == 1:
-            found += [
-                Parts("whole", shape, [((a,), (n,)) for a, n in chunks(shape[0], w)[::-1]]) for w in WORLDS
-            ]
+        for world in WORLDS if len(shape) == 1 else ():
+            found.append(Parts("whole", shape, [((a,), (n,)) for a, n in chunks(shape[0], world)[::-1]]))
     for good in list(found):
         found += _spoiled(draw, good)
     many = 1 << 40  # elements: too many to be marked one by one
@@ -99,14 +96,13 @@ def _cut(draw: random.Random, shape: Numbers, times: int) -> list[Part]:
     parts: list[Part] = [((0,) * len(shape), shape)]
     for _ in range(times):
         offset, sizes = parts.pop(draw.randrange(len(parts)))
-        dims = [d for d, n in enumerate(sizes) if n > 1]
-        if not dims:
+        if dims := [d for d, n in enumerate(sizes) if n > 1]:
+            dim = draw.choice(dims)
+            at = draw.randint(1, sizes[dim] - 1)
+            parts.append((offset, _with(sizes, dim, at)))
+            parts.append((_with(offset, dim, offset[dim] + at), _with(sizes, dim, sizes[dim] - at)))
+        else:
             parts.append((offset, sizes))
-            continue
-        dim = draw.choice(dims)
-        at = draw.randint(1, sizes[dim] - 1)
-        parts.append((offset, _with(sizes, dim, at)))
-        parts.append((_with(offset, dim, offset[dim] + at), _with(sizes, dim, sizes[dim] - at)))
     draw.shuffle(parts)
     return parts
 
@@ -144,9 +140,7 @@ def _spoiled(draw: random.Random, good: Parts) -> Iterator[Parts]:
 def probe_integers(report: Report, seed: int) -> None:
     """Functions that only count, and commits; each on its own, so that one that raises hides nothing of the others."""
     attempt(report, "shared", lambda: [_shared(*pair) for pair in pairs_of_parts(seed)])
-    attempt(
-        report, "within", lambda: [plain_box(boxes.within(Box(*i), Box(*o))) for o, i in nested_parts(seed)]
-    )
+    attempt(report, "within", lambda: [_within(*pair) for pair in nested_parts(seed)])
     attempt(report, "faults", lambda: [_fault(case) for case in tilings(seed)])
     attempt(report, "holders", lambda: [_holders(case) for case in held(seed)])
     attempt(report, "commits", lambda: [_commit(name, seed) for name in SCENES])
@@ -154,6 +148,10 @@ def probe_integers(report: Report, seed: int) -> None:
 
 def _shared(one: Part, other: Part) -> Any:
     return plain_box(boxes.intersection(Box(*one), Box(*other)))
+
+
+def _within(outer: Part, inner: Part) -> Any:
+    return plain_box(boxes.within(Box(*inner), Box(*outer)))
 
 
 def plain_box(box: Any) -> Any:
@@ -193,21 +191,18 @@ def held(seed: int) -> list[Held]:
     found: list[Held] = []
     for ranks in (1, 2, 3, 4, 6):
         rows, width = draw.randint(2, 9), draw.randint(1, 3)
-        parts: list[Part | None] = [((a, 0), (n, width)) for a, n in chunks(rows, ranks)]
-        parts += [None] * (ranks - len(parts))
-        whole: Part = ((0, 0), (rows, width))
-        found += [Held("whole", (rows, width), parts, [None] * ranks)]
+        parts, whole = _sharded(rows, width, ranks), ((0, 0), (rows, width))
+        none: list[int | None] = [None] * ranks
+        found += [Held("whole", (rows, width), parts, none)]
         if ranks > 1:
             crc = draw.randrange(1 << 32)
             found += [Held("whole", (rows, width), [whole] * ranks, [crc] * ranks)]
-            odd: list[int | None] = [crc] * (ranks - 1)
-            found += [Held("differing", (rows, width), [whole] * ranks, [*odd, crc ^ 1])]
-            found += [Held("missing", (rows, width), [None, *parts[1:]], [None] * ranks)]
+            found += [Held("differing", (rows, width), [whole] * ranks, [*[crc] * (ranks - 1), crc ^ 1])]
+            found += [Held("missing", (rows, width), [None, *parts[1:]], none)]
             longer: Part = ((0, 0), (min(rows, chunks(rows, ranks)[0][1] + 1), width))
-            found += [Held("overlapping", (rows, width), [longer, *parts[1:]], [None] * ranks)]
+            found += [Held("overlapping", (rows, width), [longer, *parts[1:]], none)]
         if ranks in (4, 6):  # two replicas, each sharded; and a rank in front that has nothing
-            shards: list[Part | None] = [((a, 0), (n, width)) for a, n in chunks(rows, ranks // 2)]
-            shards += [None] * (ranks // 2 - len(shards))
+            shards = _sharded(rows, width, ranks // 2)
             sums = [None if part is None else draw.randrange(1 << 32) for part in shards]
             found += [Held("whole", (rows, width), [None, *shards, *shards], [None, *sums, *sums])]
             other = [*sums[:-1], (sums[-1] or 7) ^ 1 if shards[-1] else None]
@@ -216,12 +211,18 @@ def held(seed: int) -> list[Held]:
     return found
 
 
+def _sharded(rows: int, width: int, ranks: int) -> list[Part | None]:
+    """By rank, its rows; None for a rank that has none."""
+    parts: list[Part | None] = [((a, 0), (n, width)) for a, n in chunks(rows, ranks)]
+    return parts + [None] * (ranks - len(parts))
+
+
 def _holders(case: Held) -> Any:
     """What `_holders_of` returns as data, or the error that it raises."""
     by_rank: list[dict[str, Any]] = []
     for part, crc in zip(case.parts, case.crc32, strict=True):
         entry: dict[str, Any] = {"path": list(case.path), "dtype": "float32", "shape": list(case.shape)}
-        entry["box"] = None if part is None else [list(part[0]), list(part[1])]
+        entry["box"] = part and [*map(list, part)]
         by_rank.append(entry if crc is None else {**entry, "crc32": crc})
     try:
         found = plan._holders_of(case.path, by_rank)
@@ -280,8 +281,8 @@ def _commit(name: str, seed: int) -> dict[str, Any]:
 
 
 def _attempt_commit(wanted: Scene, fails: int | None) -> tuple[list[dict[str, Any]], list[str] | None]:
-    root = Path(tempfile.mkdtemp(prefix="hwfsdp-commit-")).resolve()
-    try:
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-commit-", ignore_cleanup_errors=True) as folder:
+        root = Path(folder).resolve()
         _prepare(root, wanted)
         watch, raised = Watch(root, fails), None
         try:
@@ -290,5 +291,3 @@ def _attempt_commit(wanted: Scene, fails: int | None) -> tuple[list[dict[str, An
         except Exception as error:
             raised = [type(error).__name__, str(error)[:200], str(isinstance(error, OSError))]
         return watch.moments, raised
-    finally:
-        shutil.rmtree(root, ignore_errors=True)

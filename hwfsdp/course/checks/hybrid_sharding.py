@@ -8,7 +8,8 @@ layer: there FSDP2 leaves what was reduced in part until the layer runs again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from hwfsdp.course.checks.hybrid_sharding_runs import (
     settings_of,
     shapes_of,
 )
-from hwfsdp.course.findings import compare, is_same, told
+from hwfsdp.course.findings import expect, is_same, told
 from hwfsdp.course.diagnose import compare_order
 from hwfsdp.course.run import Ranks
 from hwfsdp.observe import accounting
@@ -56,12 +57,12 @@ def meshes(ranks: Ranks, seed: int) -> Iterator[Mesh]:
 def judge_axes(ranks: Ranks, seed: int) -> None:
     """Of the mesh, and of the 1D mesh of its second axis."""
     for mesh in meshes(ranks, seed):
-        for rank, found in enumerate(mesh["axes"]):
+        for where, rank, (of_both, of_shards) in mesh.reported("axes"):
             shard = [mesh.shard_ranks(rank), mesh.shards, rank % mesh.shards]
             replicate = [mesh.replicate_ranks(rank), mesh.replicas, rank // mesh.shards]
-            _compare_axes(found["2D"], [shard, replicate], f"{mesh}, rank {rank}:")
-            _compare_axes(found["1D"], [shard, [None, 1, 0]], f"1D mesh of {mesh.shards}, rank {rank}:")
-        for found in mesh["placements"]:
+            _compare_axes(of_both, [shard, replicate], where)
+            _compare_axes(of_shards, [shard, [None, 1, 0]], f"1D mesh of {mesh.shards}, rank {rank}:")
+        for _, _, found in mesh.reported("placements"):
             _compare_placements(mesh, found)
 
 
@@ -105,8 +106,8 @@ def _compare_placements(mesh: Mesh, found: Sequence[list[str]]) -> None:
 def judge_partials(ranks: Ranks, seed: int) -> None:
     """What is kept, taken and finished by a group alone; then steps with several micro-batches."""
     for mesh in meshes(ranks, seed):
-        for rank, found in enumerate(mesh["partials"]):
-            _compare_kept(mesh, found, seed, rank)
+        for where, rank, found in mesh.reported("partials"):
+            _compare_kept(where, found, partial(_pieces, seed, mesh, rank), mesh.shards == 1)
     for mesh in meshes(ranks, seed):
         for setting in settings_of(mesh.replicas, mesh.shards):
             if any("s" in pattern for pattern in setting.reduces):
@@ -129,20 +130,19 @@ def _pieces(seed: int, mesh: Mesh, rank: int, chosen: Sequence[int], result: Ten
     }
 
 
-def _compare_kept(mesh: Mesh, found: Mapping[str, Any], seed: int, rank: int) -> None:
-    """After reductions in part of some parameters, and then of others."""
+def _compare_kept(where: str, found: Mapping[str, Any], pieces: Callable[..., Rows], is_whole: bool) -> None:
+    """After reductions in part of some parameters, and then of others; `is_whole`: a rank has all rows."""
     sums: Rows = {}
-    where = f"{mesh}, rank {rank}:"
     for number, chosen in enumerate(CHOSEN[:3]):
-        for index, rows in _pieces(seed, mesh, rank, chosen, number).items():
+        for index, rows in pieces(chosen, number).items():
             sums[index] = sums[index] + rows if index in sums else rows
         after = f"{where} after {number + 1} reductions, the partial gradient of"
         for index, kept in enumerate(found["kept"][number]):
             _compare_sum(f"{after} p{index}", kept, sums.get(index))
-        if mesh.shards == 1 and found["shared"][number]:
+        if is_whole and found["shared"][number]:
             raise told("11.view", where, "a view of the buffer", "a copy")
     for chosen, taken in zip(((0, 1, 3), CHOSEN[3]), found["taken"], strict=True):
-        for index, rows in _pieces(seed, mesh, rank, chosen, taken["result"]).items():
+        for index, rows in pieces(chosen, taken["result"]).items():
             name = f"{where} what all-reduces of p{index}"
             _compare_sum(name, rows, sums.pop(index, torch.zeros_like(rows)))
         for index, is_left in enumerate(taken["left"]):
@@ -151,12 +151,10 @@ def _compare_kept(mesh: Mesh, found: Mapping[str, Any], seed: int, rank: int) ->
 
 
 def _compare_sum(where: str, found: Tensor | None, right: Tensor | None) -> None:
-    if found is None and right is None:
-        return
     if found is None or right is None:
-        raise told("11.missing" if found is None else "11.there", where, found, right)
-    if found.shape != right.shape:
-        raise told("11.other_shape", where, tuple(found.shape), tuple(right.shape))
+        expect("11.missing" if found is None else "11.there", where, found, right)
+        return
+    expect("11.other_shape", where, tuple(found.shape), tuple(right.shape))
     if not torch.equal(found, right):
         raise told("11.too_small" if found.sum() < right.sum() else "11.too_large", where, found, right)
 
@@ -164,19 +162,19 @@ def _compare_sum(where: str, found: Tensor | None, right: Tensor | None) -> None
 def judge_finish(ranks: Ranks, seed: int) -> None:
     """One reduction that is not over yet, on a rank without other replicas; nothing may touch the result before."""
     for mesh in meshes(ranks, seed):
-        for rank, found in enumerate(mesh["finishes"]):
+        for where, rank, found in mesh.reported("finishes"):
+            pieces = _pieces(seed, mesh, rank, range(len(shapes_of(seed, mesh.shards))), 0)
             for case, one in zip(FINISHES, found, strict=True):
-                _compare_finish(mesh, case, one, seed, rank)
+                earlier = ", a partial gradient before" if case.partial else ""
+                at = f"{where[:-1]}, all_reduce_grads={case.all_reduce}{earlier}:"
+                _compare_finish(at, case, one, pieces)
 
 
-def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: int, rank: int) -> None:
-    partial = ", a partial gradient before" if case.partial else ""
-    where = f"{mesh}, rank {rank}, all_reduce_grads={case.all_reduce}{partial}:"
-    pieces = _pieces(seed, mesh, rank, range(len(shapes_of(seed, mesh.shards))), 0)
+def _compare_finish(where: str, case: Finish, found: Mapping[str, Any], pieces: Rows) -> None:
     before, after = found["before"], found["after"]
     if any(grad is not None for grad in (*before["grads"], *before["partials"][1:])):
         raise told("11.before", where, "before it", "after it")
-    compare(where, found, {"11.early": False})
+    expect("11.early", where, found["early"], False)
     for index, new in pieces.items():
         total = new + 512.0 if case.partial and index == 0 else new
         grad, kept = after["grads"][index], after["partials"][index]
@@ -205,14 +203,15 @@ def judge_traffic(ranks: Ranks, seed: int) -> None:
     for mesh in meshes(ranks, seed):
         log = mesh.run.log(f"{mesh.replicas} {ONE.name} log")
         compare_order(log_by_rank := {r: log.select(rank=r) for r in range(mesh.world_size)})
+        calls = [found for _, _, found in mesh.reported(f"{ONE.name} calls")]
         for rank, events in log_by_rank.items():
-            _compare_members(mesh, rank)
+            _compare_members(mesh, rank, calls[rank])
             _compare_bytes(mesh, rank, [e for e in events if e.op in (*SCATTERS, *REPLICATES)])
 
 
-def _compare_members(mesh: Mesh, rank: int) -> None:
+def _compare_members(mesh: Mesh, rank: int, calls: Sequence[Any]) -> None:
     inner, outer = mesh.shard_ranks(rank), mesh.replicate_ranks(rank)
-    for op, owner, members, _ in mesh[f"{ONE.name} calls"][rank]:
+    for op, owner, members, _ in calls:
         right, other = (inner, outer) if op in SCATTERS else (outer, inner)
         if members != right:
             name = "11.over_swapped" if members == other else "11.over"
@@ -226,11 +225,9 @@ def _compare_bytes(mesh: Mesh, rank: int, events: Sequence[Event]) -> None:
             found = [e.bytes for e in events if e.op == op and e.owner == group]
             count = (2 if op == "all_gather" else 1) if right else 0
             where = f"{mesh}, rank {rank}: {op} of {group}:"
-            if len(found) != count:
-                raise told(f"11.{op}" if count else "11.nobody", where, len(found), count)
-            if sum(found) != right:
-                whole = op == "all_reduce" and sum(found) == mesh.shards * right
-                raise told("11.whole" if whole else "11.bytes", where, sum(found), right)
+            expect(f"11.{op}" if count else "11.nobody", where, len(found), count)
+            whole = op == "all_reduce" and sum(found) == mesh.shards * right
+            expect("11.whole" if whole else "11.bytes", where, sum(found), right)
     for stranger in (e for e in events if e.owner not in groups_of(Model())):
         raise told("11.strangers", f"{mesh}, rank {rank}:", op=stranger.op, nbytes=stranger.bytes)
 
@@ -251,20 +248,17 @@ def judge_order(ranks: Ranks, seed: int) -> None:
     """An all-reduce follows the reduce-scatter of its group, on a stream of its own, and nothing in backward waits for it."""
     for mesh in meshes(ranks, seed):
         log = mesh.run.log(f"{mesh.replicas} {ONE.name} log")
-        for rank, seen in enumerate(mesh[f"{ONE.name} seen"]):
-            _compare_schedule(log.select(rank=rank), f"{mesh}, rank {rank}:")
-            _compare_seen(mesh, seen, f"{mesh}, rank {rank}:")
+        for where, rank, seen in mesh.reported(f"{ONE.name} seen"):
+            _compare_schedule(log.select(rank=rank), where)
+            _compare_seen(mesh, seen, where)
 
 
 def _compare_seen(mesh: Mesh, seen: Mapping[str, Any], where: str) -> None:
     """Streams that collectives were issued on, the one that a reduction ends on, and memory that was kept."""
     for stream, current in seen["issued"]:
-        if stream != current:
-            raise told("11.current", where, current or "no stream", stream)
-    last = "all_reduce" if mesh.replicas > 1 else "reduce_scatter"
+        expect("11.current", where, current or "no stream", stream)
     for stream in seen["goes_on"]:
-        if stream != last:
-            raise told("11.goes_on", where, stream, last)
+        expect("11.goes_on", where, stream, "all_reduce" if mesh.replicas > 1 else "reduce_scatter")
     if any(seen["kept"]):
         raise told("11.kept", where, max(seen["kept"]), 0)
 
@@ -274,8 +268,7 @@ def _compare_schedule(events: Sequence[Event], where: str) -> None:
     copies = [e for e in events if e.op == "copy_in" and e.stream == "compute"]
     for event in (e for e in events if e.op == "all_reduce"):
         owner = event.owner
-        if event.stream != "all_reduce":
-            raise told("11.stream", where, event.stream, "all_reduce", owner=owner)
+        expect("11.stream", where, event.stream, "all_reduce", owner=owner)
         scatters = [e for e in events if e.op == "reduce_scatter" and e.owner == owner]
         for before in scatters or [e for e in copies if e.owner == owner]:
             if not order.happens_before(before, event):
@@ -303,5 +296,5 @@ def _compare_reductions(mesh: Mesh, setting: Setting) -> None:
     for rank in range(mesh.world_size):
         owners = [event.owner for event in log.select(rank=rank) if event.op == "all_reduce"]
         for group in groups_of(Model()):
-            facts = {"reductions": owners.count(group)}
-            compare(f"{mesh}, {setting.name}, rank {rank}:", facts, {"11.reductions": expected}, group=group)
+            where = f"{mesh}, {setting.name}, rank {rank}:"
+            expect("11.reductions", where, owners.count(group), expected, group=group)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ from hwfsdp.course.verdict import Finding
 ROUGH = 0.02  # of a gradient that is taken for a sum of parts: how much rounding may explain
 
 
-@dataclass(frozen=True)
-class Mesh:
+class Mesh(NamedTuple):
     """A mesh that was graded: what ran on it, and its ranks, number r * shards + s at (r, s)."""
 
     run: Run
@@ -45,9 +43,10 @@ class Mesh:
         """What the rank has of a whole tensor."""
         return piece(whole, self.shards, rank % self.shards)
 
-    def __getitem__(self, key: str) -> list[Any]:
-        """By rank, what was reported of a part, or of a setting."""
-        return self.run[f"{self.replicas} {key}"]
+    def reported(self, key: str) -> Iterator[tuple[str, int, Any]]:
+        """Of each rank: how sentences about it begin, its number, and what it reported of a part, or of a setting."""
+        for rank, found in enumerate(self.run[f"{self.replicas} {key}"]):
+            yield f"{self}, rank {rank}:", rank, found
 
 
 def oracle(
@@ -58,8 +57,8 @@ def oracle(
     grads: dict[str, Tensor | None] = dict.fromkeys(parts[0][0])
     pending: dict[str, Tensor] = {}
     divisor = shards if setting.factor else len(parts)
-    for micro, (step, how, _) in enumerate(micro_batches(setting)):
-        if micro and step != micro_batches(setting)[micro - 1].step:
+    for micro, (begins_step, how, _) in enumerate(micro_batches(setting)):
+        if begins_step:
             grads = dict.fromkeys(grads)
         for name in grads:
             for grad in (of_rank[micro][name] for of_rank in parts):
@@ -77,7 +76,7 @@ def oracle(
 def compare_gradients(mesh: Mesh, setting: Setting, seed: int) -> None:
     parts = parts_of(setting, seed, mesh.world_size)
     expected = oracle(parts, setting, mesh.shards)
-    by_rank = mesh[f"{setting.name} moments"]
+    by_rank = [moments for _, _, moments in mesh.reported(f"{setting.name} moments")]
     for micro, whole in enumerate(expected):
         wrong = [
             (rank, name)

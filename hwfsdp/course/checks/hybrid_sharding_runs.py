@@ -30,14 +30,13 @@ from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.streams import HostStream, Stream
 from hwfsdp.course.checks.hybrid_sharding_models import ALL, batch, build
-from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, local_part, ready, watch
+from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, copied, ready, watch
 from hwfsdp.course.run import Report, attempt, log_data
 from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES
 
-Shape = tuple[int, int]  # of a mesh: ranks that replicate, ranks that shard
 NAMES = ("replicate", "shard")
 KEPT_OPS = (*COLLECTIVES, "copy_in", "backward", "wait")
 
@@ -71,9 +70,9 @@ ON_OTHERS = (ONE, PARTS, FACTOR)  # on meshes whose one axis has one rank
 
 
 class MicroBatch(NamedTuple):
-    """One backward: of which step, what it reduces, and the layers that run."""
+    """One backward: whether it is the first of a step, what it reduces, and the layers that run."""
 
-    step: int
+    begins_step: bool
     reduces: str
     path: tuple[int, ...]
 
@@ -81,9 +80,9 @@ class MicroBatch(NamedTuple):
 def micro_batches(setting: Setting) -> list[MicroBatch]:
     """Of all steps."""
     return [
-        MicroBatch(step, how, path)
-        for step, pattern in enumerate(setting.reduces)
-        for how, path in zip(pattern, setting.paths, strict=False)
+        MicroBatch(micro == 0, how, path)
+        for pattern in setting.reduces
+        for micro, (how, path) in enumerate(zip(pattern, setting.paths, strict=False))
     ]
 
 
@@ -103,10 +102,9 @@ def _described(axis: Axis) -> list[Any]:
     return [ranks, axis.size, axis.rank]
 
 
-def _axes(mesh: DeviceMesh) -> dict[str, Any]:
+def _axes(mesh: DeviceMesh) -> list[Any]:
     """(shard, replicate) of the mesh, and of the 1D mesh of its second axis."""
-    found = {"2D": mesh, "1D": mesh[NAMES[1]]}
-    return {key: [_described(axis) for axis in data_parallel_axes(each)] for key, each in found.items()}
+    return [[_described(axis) for axis in data_parallel_axes(each)] for each in (mesh, mesh[NAMES[1]])]
 
 
 def axis_by_hand(mesh: DeviceMesh, dim: int) -> Axis:
@@ -128,21 +126,7 @@ def _placements(mesh: DeviceMesh) -> list[list[str]]:
 # --- Functions of a group by themselves --------------------------------------------------------------------
 
 
-class Held:
-    """A collective that is over when somebody waits for it.
-
-    Attributes:
-        asked: whether somebody has.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def wait(self) -> None:
-        self.asked = True
-
-
-def held_stream(work: Held) -> HostStream:
+def held_stream(work: Any) -> HostStream:
     """A stream on which this collective was issued."""
     stream = HostStream("reduce_scatter")
     with stream.run():
@@ -181,7 +165,7 @@ def reduced(group_sizes: Sequence[int], number: int) -> Tensor:
 
 def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
     """After each of three reductions in part, what is kept; then what is taken, by a fourth and by a fifth."""
-    reducer, found = _reducer(seed, mesh), dict[str, Any]()
+    reducer = _reducer(seed, mesh)
     group, partials = reducer.group, reducer.partial_grads
     shared, kept = [], []
     for number, chosen in enumerate(CHOSEN[:3]):
@@ -190,22 +174,14 @@ def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
         memory = result.untyped_storage().data_ptr()
         reducer.add_partial_grads(params, result)
         shared.append(any(_memory(partials.get(p)) == memory for p in group.params))
-        kept.append([_copied(partials.get(p)) for p in group.params])
-    found["kept"], found["shared"] = kept, shared
+        kept.append([copied(partials.get(p)) for p in group.params])
     taken = []
     for chosen in ((0, 1, 3), CHOSEN[3]):
         params = [group.params[i] for i in chosen]
         result = torch.zeros(sum(p.padded_numel for p in params))
         reducer.take_partial_grads(params, result)
-        left = [p in partials for p in group.params]
-        taken.append({"result": result, "left": left})
-    found["taken"] = taken
-    return found
-
-
-def _copied(tensor: Any) -> Tensor | None:
-    """This rank's part of a tensor or DTensor, in memory of its own."""
-    return None if tensor is None else local_part(tensor).detach().clone()
+        taken.append({"result": result, "left": [p in partials for p in group.params]})
+    return {"kept": kept, "shared": shared, "taken": taken}
 
 
 def _memory(tensor: Tensor | None) -> int:
@@ -230,7 +206,7 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
     """What is there before the reduction is over, and after; `alone`: the group of this rank."""
     found = []
     for case in FINISHES:
-        reducer, work = _reducer(seed, mesh), Held()
+        reducer, work = _reducer(seed, mesh), mock.Mock(spec=["wait"])  # over when somebody waits for it
         group = reducer.group
         reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
         if case.partial:
@@ -239,11 +215,10 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
         result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
         reducing = Reducing(result, result, Mean(1, dist.ReduceOp.SUM, 4.0), stream)
         reducer.finish(group.params, reducing)
-        before, early = _state(reducer), work.asked
+        before, early = _state(reducer), work.wait.called
         stream.settle()
         group.comm_ctx.settle()
-        after = _state(reducer)
-        found.append({"before": before, "early": early, "after": after})
+        found.append({"before": before, "early": early, "after": _state(reducer)})
     return found
 
 
@@ -251,8 +226,8 @@ def _state(reducer: HybridReducer) -> dict[str, Any]:
     params = reducer.group.params
     grads = [p.sharded_param.grad for p in params]
     return {
-        "grads": [_copied(grad) if isinstance(grad, DTensor) else None for grad in grads],
-        "partials": [_copied(reducer.partial_grads.get(p)) for p in params],
+        "grads": [copied(grad) if isinstance(grad, DTensor) else None for grad in grads],
+        "partials": [copied(reducer.partial_grads.get(p)) for p in params],
     }
 
 
@@ -261,7 +236,6 @@ def _state(reducer: HybridReducer) -> dict[str, Any]:
 
 def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[dict[str, Tensor | None]]:
     """The local gradients after each micro-batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model: Any = build(seed)
     for module in (*model.layers, model):
         package.fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -270,15 +244,14 @@ def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[
         if setting.force_sum:
             module.set_force_sum_reduction_for_comms(True)
     moments: list[dict[str, Tensor | None]] = []
-    steps = micro_batches(setting)
-    for micro, (step, how, path) in enumerate(steps):
-        if micro and step != steps[micro - 1].step:
+    for micro, (begins_step, how, path) in enumerate(micro_batches(setting)):
+        if begins_step:
             model.zero_grad()
         model.set_requires_gradient_sync(how != "n")
         if how != "n":
             model.set_requires_all_reduce(how == "a")
-        loss_of(model, seed, rank, micro, path, world_size).backward()
-        moments.append({name: _copied(p.grad) for name, p in model.named_parameters()})
+        loss_of(model, seed, dist.get_rank(), micro, path, dist.get_world_size()).backward()
+        moments.append({name: copied(p.grad) for name, p in model.named_parameters()})
     return moments
 
 
@@ -290,7 +263,7 @@ def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh
         report[f"{key}moments"] = _train(setting, seed, mesh, hwfsdp)
         calls = [note for note in _notes() if note.serial > since]
     report[f"{key}calls"] = [[c.op, c.owner, history.members_of(c.group), c.nbytes] for c in calls]
-    report[f"{key}seen"] = seen._asdict()
+    report[f"{key}seen"] = seen
     shown = [event for event in log.events if event.op in KEPT_OPS]
     report[f"{key}log"] = log_data(EventLog(shown))
 
@@ -300,31 +273,24 @@ def _notes() -> list[history.Call]:
     return history.read(bytes(ring.memory)) if ring is not None else []
 
 
-class Seen(NamedTuple):
-    """What was noticed of the reductions of a step.
+@contextmanager
+def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
+    """Instruments around what the package does with a reduction, and with a collective.
 
-    Attributes:
-        kept: at each, the bytes of inputs of earlier ones that are still alive.
+    Yields what is noticed in a step:
+        kept: at each reduction, the bytes of inputs of earlier ones that are still alive.
         goes_on: for each, the stream that it is said to be on at its end.
         issued: for each collective, its stream, and the one that was current.
     """
-
-    kept: list[int]
-    goes_on: list[str]
-    issued: list[list[str]]
-
-
-@contextmanager
-def _watched_reductions() -> Iterator[Seen]:
-    """Instruments around what the package does with a reduction, and with a collective."""
     keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
-    inputs, seen, going_on = list[Watched](), Seen([], [], []), list[str]()
+    inputs, going_on = list[Watched](), list[str]()
+    seen: dict[str, list[Any]] = {"kept": [], "goes_on": [], "issued": []}
 
     def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
         if reduction.transport.ranks.size > 1:
-            seen.kept.append(bytes_alive(inputs))
+            seen["kept"].append(bytes_alive(inputs))
             inputs.append(watch(reduction.buffer))
-        seen.goes_on.append(going_on.pop() if going_on else "reduce_scatter")
+        seen["goes_on"].append(going_on.pop() if going_on else "reduce_scatter")
         keep(self, reduction)
 
     def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
@@ -333,7 +299,7 @@ def _watched_reductions() -> Iterator[Seen]:
 
     def add_work(self: HostStream, work: Any) -> None:
         recorder = events.active()
-        seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
+        seen["issued"].append([self.name, str(recorder.stream) if recorder else ""])
         add(self, work)
 
     with (

@@ -31,6 +31,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def copied(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a tensor, in memory of its own; None if there is none, or it has no memory."""
+    part = None if tensor is None else local_part(tensor)
+    return None if part is None or part.is_meta else part.detach().clone()
+
+
 def watch(tensor: Tensor) -> Watched:
     """Views keep a storage alive as its tensor does."""
     return weakref.ref(local_part(tensor).untyped_storage())

@@ -24,7 +24,7 @@ from hwfsdp.course.checks.meta_start_runs import (
     probe_start,
     shapes,
 )
-from hwfsdp.course.findings import compare, is_same, told
+from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks
 
 ANYWHERE = ("generators", "kinds", "expected")  # what does not depend on a mesh
@@ -55,22 +55,21 @@ def judge_generator(ranks: Ranks, seed: int) -> None:
     names = [f"row_generator({key[0]}, {key[1]!r}, {key[2]})" for key in keys(seed)]
     for size, rank, facts in _each(ranks, seed, "kinds"):
         where = f"Rank {rank} of {size}:"
-        compare(where, {"kind": f"{facts['type']} on {facts['device']}"}, {"13.kind": "Generator on cpu"})
-        compare(f"{where} after row_generator,", facts, {"13.global": False})
+        expect("13.kind", where, facts["kind"], "Generator on cpu")
+        expect("13.global", f"{where} after row_generator,", facts["global"], False)
         if facts["same object"]:
             raise told("13.same_object", where, first=names[0], second=names[1])
         for name, indices in (("13.repeated", facts["changed"]), ("13.hashed", facts["hashed"])):
             if indices:
                 raise told(name, where, "other numbers", "the same numbers", key=names[indices[0]])
-    first: Tensor | None = None
-    for size, rank, found in _each(ranks, seed, "generators"):
-        first = found if first is None else first
-        for name, got, right in zip(names, found.tolist(), first.tolist(), strict=True):
+    by_rank = list(_each(ranks, seed, "generators"))
+    first = by_rank[0][2].tolist()
+    for size, rank, found in by_rank:
+        for name, got, right in zip(names, found.tolist(), first, strict=True):
             if got != right:
                 raise told("13.elsewhere", f"Rank {rank} of {size}: {name}", got[0], right[0])
-    assert first is not None, "a run"
     seen: dict[tuple[int, ...], str] = {}
-    for name, numbers in zip(names, map(tuple, first.tolist()), strict=True):
+    for name, numbers in zip(names, map(tuple, first), strict=True):
         if seen.setdefault(numbers, name) != name:
             raise told("13.collides", seen[numbers], numbers[0], "other numbers", other=name)
 
@@ -96,8 +95,8 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
         compare(where, facts, {"13.buffer": [4.0] * 4, "13.objects": True, "13.refused": "StateError"})
     for cut, facts in zip(CUTS, ranks.run(probe_start, 1, seed=seed)["cuts"][0], strict=True):
         where = f"fill_part of a part of shape {cut.local} at {cut.offset} of {cut.shape}"
-        facts |= {"part_calls": facts["calls"], "part": facts["local"]}
-        compare(where, facts, {"13.part_calls": _row_count(facts["right"]), "13.part": facts["right"]})
+        expect("13.part_calls", where, facts["calls"], _row_count(facts["right"]))
+        expect("13.part", where, facts["local"], facts["right"])
     for size in RUNS:
         run = ranks.run(probe_start, size, seed=seed)
         assert run["filled"] is not None, "what kept a rank from it is raised first"
@@ -127,8 +126,9 @@ def _check_calls(where: str, calls: Sequence[Any], whole: Tensor, piece: Tensor,
             several = whole.ndim > 0 and len(shape) == whole.ndim
             part = "part_of_row" if len(shape) == whole.ndim - 1 else "row_shape"
             raise told("13.several_rows" if several else f"13.{part}", where, shape, row_shape)
-        compare(where, {"row_dtype": of, "row_kind": kind}, {"13.row_dtype": dtype, "13.row_kind": "Tensor"})
-    compare(where, {"calls": len(calls)}, {"13.calls": _row_count(piece)})
+        expect("13.row_dtype", where, of, dtype)
+        expect("13.row_kind", where, kind, "Tensor")
+    expect("13.calls", where, len(calls), _row_count(piece))
     rows = whole if whole.ndim else whole.view(1)
     first = _first_row(rows, piece)
     for number, (*_, seed, value) in enumerate(calls):
@@ -160,10 +160,9 @@ def _first_row(rows: Tensor, piece: Tensor) -> int:
 
 def _check_again(where: str, name: str, facts: Data, piece: Tensor) -> None:
     local = _there(where, facts["local"][name])
-    if local.shape != piece.shape:
-        raise told("13.again_whole", where, list(local.shape), list(piece.shape))
+    expect("13.again_whole", where, list(local.shape), list(piece.shape))
+    late = name in facts["drawn"] and name in facts["as before"]
     if not torch.equal(local, piece):
-        late = name in facts["drawn"] and name in facts["as before"]
         raise told("13.again_late" if late else "13.again", where, local, piece)
 
 
@@ -182,17 +181,16 @@ def judge_shard(ranks: Ranks, seed: int) -> None:
 
 def _check_held(where: str, case: Held, facts: Data, given: Tensor) -> None:
     right = torch.zeros_like(given) if case.how == "the same" else given
-    facts |= {"padded_shape": facts["padded shape"], "on_host": facts["on host"]}
     compare(where, facts, {"13.dtype": [right.dtype] * 2})
-    if prod(facts["padded shape"]) < facts["numel"]:
-        raise told("13.short", where, prod(facts["padded shape"]), facts["numel"])
+    if prod(facts["padded_shape"]) < facts["numel"]:
+        raise told("13.short", where, prod(facts["padded_shape"]), facts["numel"])
     compare(where, facts, {"13.padded_shape": [facts["numel"]]})
-    facts["rows"] = _there(where, facts["rows"])
+    _there(where, facts["rows"])
     compare(where, facts, {"13.rows": right, "13.on_host": True})
     _check_placed(where, facts)
     fits = given.numel() == facts["numel"] and given.is_contiguous() and case.how != "kept on the host"
-    facts["copied"] = not facts["untouched"] or (fits and facts["moved"])
-    compare(where, facts, {"13.copied": False, "13.kept": 0, "13.leaf": True})
+    expect("13.copied", where, not facts["untouched"] or (fits and facts["moved"]), False)
+    compare(where, facts, {"13.kept": 0, "13.leaf": True})
 
 
 def _check_placed(where: str, facts: Data) -> None:
@@ -201,9 +199,9 @@ def _check_placed(where: str, facts: Data) -> None:
     if padded.numel() < numel:
         raise told("13.short", where, padded.numel(), numel)
     padding = padded[facts["local numel"] :]
-    if padding.ne(0).any():
+    if padding.any():
         raise told("13.padding", where, padding.tolist()[:8], 0)
-    compare(where, facts, {"13.bytes": numel * padded.element_size()})
+    expect("13.bytes", where, facts["bytes"], numel * padded.element_size())
 
 
 # --- Memory and communication ------------------------------------------------------------------------------
@@ -224,7 +222,7 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
     whole = max(prod(shape) * dtype.itemsize for shape, dtype in params.values())
     for size, rank, facts in reversed(list(_each(ranks, seed, "memory"))):
         where = f"Rank {rank} of {size}"
-        compare(f"{where}:", facts, {"13.collectives": []})
+        expect("13.collectives", f"{where}:", facts["collectives"], [])
         shards = [padded_bytes(name, shape, dtype, size) for name, (shape, dtype) in params.items()]
         total, most = sum(shards) + BUFFERS, max(shards)
         for moment, one, peak in (("to_empty", most, "peak"), ("init_shards", row, "rows_kept")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,15 +16,10 @@ from hwfsdp.core.param import FSDPParam, Home, Place
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.course.checks import piece
-from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, local_part, watch
+from hwfsdp.course.checks.lifetimes import bytes_alive, copied, local_part, watch
 from hwfsdp.features.layouts import CutLayout
 
 Data = dict[str, Any]
-
-
-def copied(tensor: Tensor) -> Tensor | None:
-    """None if there is no memory to copy."""
-    return None if tensor.is_meta else tensor.detach().clone()
 
 
 def placed(param: FSDPParam, local: Tensor) -> Data:
@@ -52,13 +46,10 @@ class Held(NamedTuple):
     how: str = "new"
     dim: int = 0
 
-    def local(self, rank: int, size: int, seed: int) -> Tensor:
+    def given(self, rank: int, size: int, seed: int) -> Tensor:
         """This rank's rows, new; none is zero."""
         whole = torch.arange(1, prod(self.shape) + 1).view(self.shape).float() + seed % 64
-        return piece(whole, size, rank, self.dim).clone()
-
-    def given(self, rank: int, size: int, seed: int) -> Tensor:
-        rows = self.local(rank, size, seed)
+        rows = piece(whole, size, rank, self.dim).clone()
         if self.how == "transposed":
             rows = rows.t().contiguous().t()
         return rows.bfloat16() if self.how == "bf16" else rows
@@ -94,56 +85,38 @@ class _Host(Home):
         return self.kept
 
 
-def held(seed: int, mesh: ShardMesh) -> list[Data]:
-    return [_exchange(case, mesh, seed) for case in HELD]
-
-
-def _exchange(case: Held, mesh: ShardMesh, seed: int) -> Data:
+def exchanged(case: Held, mesh: ShardMesh, seed: int) -> Data:
+    """What lies where after `hold_rows`, and bytes of memory that should be gone."""
     whole = nn.Parameter(torch.zeros(case.shape))
-    on_host = case.how == "kept on the host"
-    home = _Host() if on_host else Home()
+    home = _Host() if case.how == "kept on the host" else Home()
     layout = CutLayout(whole, case.dim, mesh, "weight") if case.dim else Layout(whole, mesh)
     module = nn.Module()
     module.register_parameter("weight", whole)
     made = FSDPParam(whole, [Place(module, "weight")], "weight", MixedPrecisionPolicy(), layout, home)
     old, memory = made.padded_shard, watch(made.padded_shard)
-    given, param = (
-        made.local if case.how == "the same" else case.given(mesh.rank, mesh.size, seed)
-    ), made.sharded_param
+    is_new, given, param = case.how != "the same", made.local, made.sharded_param
     assert isinstance(param, DTensor)
-    if case.how != "the same":
-        param = nn.Parameter(_as_dtensor(given, param))
+    if is_new:
+        given = case.given(mesh.rank, mesh.size, seed)
+        like = param.device_mesh, param.placements, param.shape, param.stride()
+        param = nn.Parameter(compat.dtensor(given, *like))
     rows = watch(given)
     made.hold_rows(param)  # type: ignore[arg-type]
     local = local_part(param)
-    facts = placed(made, local)
-    facts |= {
+    key = storage_key(made.padded_shard)
+    facts = placed(made, local) | {
         "rows": copied(local),
         "dtype": [made.padded_shard.dtype, local.dtype],
-        "padded shape": list(made.padded_shard.shape),
-        "moved": storage_key(made.padded_shard) != storage_key(given),
-        "untouched": case.how != "the same"
-        or made.padded_shard is old
-        or storage_key(old) == storage_key(made.padded_shard),
-        "on host": not on_host
-        or (isinstance(home, _Host) and storage_key(home.kept) == storage_key(made.padded_shard)),
+        "padded_shape": list(made.padded_shard.shape),
+        "moved": key != storage_key(given),
+        "untouched": is_new or key == storage_key(old),
+        "on_host": not isinstance(home, _Host) or key == storage_key(home.kept),
         "leaf": param.is_leaf and param.requires_grad,
     }
-    same = storage_key(old) == storage_key(made.padded_shard)
+    gone = [] if key == storage_key(old) else [memory]  # what should be let go
+    gone += [rows] if facts["moved"] else []
     del old, given, whole, module, local
     made.sharded_param = param  # as `adopt_registered` has done before
-    kept = [ref for ref, current in ((memory, same), (rows, not facts["moved"])) if not current]
-    facts["kept"] = _alive_besides(kept, made)
-    return facts
-
-
-def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    shape, stride = like.shape, like.stride()
-    return compat.dtensor(local, like.device_mesh, like.placements, shape, stride)
-
-
-def _alive_besides(watched: Sequence[Watched], param: FSDPParam) -> int:
-    """Bytes of memory that should be gone."""
-    for module, name in param.places:
-        compat.register_parameter(module, name, param.sharded_param)
-    return bytes_alive(watched)
+    for owner, name in made.places:
+        compat.register_parameter(owner, name, made.sharded_param)
+    return facts | {"kept": bytes_alive(gone)}

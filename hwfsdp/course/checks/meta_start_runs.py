@@ -9,9 +9,10 @@ from __future__ import annotations
 import builtins
 import gc
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,9 @@ from torch.distributed.tensor import Shard
 from hwfsdp import fully_shard
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import state_of
-from hwfsdp.course.checks import with_nan
-from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, local_part, ready
-from hwfsdp.course.checks.meta_start_held import Data, copied, held, placed
+from hwfsdp.course.checks import raised_by, with_nan
+from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, copied, ready
+from hwfsdp.course.checks.meta_start_held import HELD, Data, exchanged, placed
 from hwfsdp.course.run import Report, attempt
 from hwfsdp.features.hybrid_sharding import hybrid_mesh
 from hwfsdp.layout import init_shards
@@ -52,8 +53,10 @@ class Model(nn.Module):
         self.register_buffer("counts", torch.zeros(4))
 
 
-def shard(model: Model, mesh: DeviceMesh) -> Model:
-    """Groups of one layer each, and the root's; the last two parameters are left out."""
+def sharded(seed: int, mesh: DeviceMesh) -> Model:
+    """Groups of one layer each, and the root's, on the meta device; the last two parameters are left out."""
+    with torch.device("meta"):
+        model = Model(seed)
     for layer in (model.wide, model.uneven, model.coarse):
         fully_shard(layer, mesh=mesh)
     fully_shard(model.columns, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
@@ -62,10 +65,7 @@ def shard(model: Model, mesh: DeviceMesh) -> Model:
 
 
 def started(seed: int, mesh: DeviceMesh) -> Model:
-    with torch.device("meta"):
-        model = Model(seed)
-    shard(model, mesh).to_empty(device="cpu")
-    return model
+    return sharded(seed, mesh).to_empty(device="cpu")
 
 
 def shapes(seed: int) -> dict[str, tuple[list[int], torch.dtype]]:
@@ -86,16 +86,16 @@ def noise(fqn: str, row: Tensor, generator: torch.Generator) -> None:
 def probe_start(report: Report, seed: int) -> None:
     """All parts, whichever of them fail; ranks that a mesh does not have report None of it."""
     ready()
-    attempt(report, "generators", lambda: _generators(seed))
-    attempt(report, "kinds", lambda: _kinds(seed))
-    attempt(report, "cuts", lambda: _cuts(seed))
-    attempt(report, "expected", lambda: _expected(seed))
+    for part in (_generators, _kinds, _cuts, _expected):
+        attempt(report, part.__name__[1:], partial(part, seed))
     for size in RUNS[dist.get_world_size()]:
-        part = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("shard",))
-        _probe_mesh(report, seed, part)
-    _probe_again(
-        report, seed, DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("shard",))
-    )
+        _probe_mesh(report, seed, _mesh(size))
+    _probe_again(report, seed, _mesh(dist.get_world_size()))
+
+
+def _mesh(size: int) -> DeviceMesh:
+    """The first ranks."""
+    return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("shard",))
 
 
 def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
@@ -103,7 +103,7 @@ def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
         "emptied": lambda: with_nan(lambda: _paddings(started(seed, mesh))),
         "start": lambda: with_nan(lambda: _start(seed, mesh)),
         "memory": lambda: _memory(seed, mesh),
-        "held": lambda: with_nan(lambda: held(seed, hybrid_mesh(mesh))),
+        "held": lambda: with_nan(lambda: [exchanged(case, hybrid_mesh(mesh), seed) for case in HELD]),
     }
     for name, part in parts.items():
         attempt(report, f"{name} {mesh.size()}", part if mesh.get_coordinate() is not None else lambda: None)
@@ -143,7 +143,7 @@ def _kinds(seed: int) -> Data:
     some = keys(seed)[:40]
     state = torch.get_rng_state()
     one, other = init_shards.row_generator(*some[0]), init_shards.row_generator(*some[1])
-    facts: Data = {"type": type(one).__name__, "device": str(one.device), "same object": one is other}
+    facts: Data = {"kind": f"{type(one).__name__} on {one.device}", "same object": one is other}
     first = [_first(init_shards.row_generator(*key)) for key in some]
     facts["global"] = not torch.equal(state, torch.get_rng_state())
     torch.manual_seed(seed + 17)
@@ -152,25 +152,15 @@ def _kinds(seed: int) -> Data:
     facts["changed"] = [i for i, (a, b) in enumerate(zip(first, again, strict=True)) if not torch.equal(a, b)]
     salted = []
     for salt in (1, 2):
-        with _other_hashes(salt):
+        with mock.patch.object(builtins, "hash", partial(_salted, builtins.hash, salt)):
             salted.append([_first(init_shards.row_generator(*key)) for key in some])
     facts["hashed"] = [i for i, (a, b) in enumerate(zip(*salted, strict=True)) if not torch.equal(a, b)]
     return facts
 
 
-@contextmanager
-def _other_hashes(salt: int) -> Iterator[None]:
+def _salted(usual: Callable[[Any], int], salt: int, value: Any) -> int:
     """`hash` of texts as it is in another process."""
-    usual = builtins.hash
-
-    def salted(value: Any) -> int:
-        return usual((salt, value)) if _has_text(value) else usual(value)
-
-    builtins.hash = salted
-    try:
-        yield
-    finally:
-        builtins.hash = usual
+    return usual((salt, value)) if _has_text(value) else usual(value)
 
 
 def _has_text(value: Any) -> bool:
@@ -179,10 +169,7 @@ def _has_text(value: Any) -> bool:
 
 def _expected(seed: int) -> dict[str, Tensor]:
     """Whole parameters, row after row."""
-    found = {}
-    for name, (shape, dtype) in shapes(seed).items():
-        found[name] = _rows(name, shape, dtype, seed)
-    return found
+    return {name: _rows(name, shape, dtype, seed) for name, (shape, dtype) in shapes(seed).items()}
 
 
 def _rows(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
@@ -232,7 +219,7 @@ def _cuts(seed: int) -> list[Data]:
 
 
 def _locals(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: copied(local_part(param)) for name, param in model.named_parameters()}
+    return {name: copied(param) for name, param in model.named_parameters()}
 
 
 def _start(seed: int, mesh: DeviceMesh) -> Data:
@@ -273,13 +260,8 @@ def _paddings(model: nn.Module) -> Data:
 
 def _refused(seed: int, mesh: DeviceMesh) -> str:
     """What is said of a model that has no memory yet."""
-    with torch.device("meta"):
-        model = Model(seed)
-    try:
-        init_shards.init_shards(shard(model, mesh), noise, seed)
-        return "nothing"
-    except Exception as error:
-        return type(error).__name__
+    raised = raised_by(lambda: init_shards.init_shards(sharded(seed, mesh), noise, seed))
+    return "nothing" if raised is None else raised.partition(":")[0]
 
 
 def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
@@ -337,8 +319,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _memory(seed: int, mesh: DeviceMesh) -> Data:
     """Bytes during `to_empty`, during `init_shards`, and afterwards; and what was communicated."""
-    with torch.device("meta"):
-        model = shard(Model(seed), mesh)
+    model = sharded(seed, mesh)
     with record() as log, Allocations(ignored=torch.uint8) as seen:  # states of generators
         model.to_empty(device="cpu")
         facts = {"to_empty": [seen.largest, seen.peak], "before": bytes_alive(seen.made)}

@@ -26,7 +26,7 @@ from hwfsdp.course.checks.strided_shards_runs import (
     say_all,
 )
 from hwfsdp.course.checks.strided_shards_theories import Box, Cut, explain_boxes, explain_orders, nested
-from hwfsdp.course.findings import compare, is_same, told
+from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks, Run
 
 RANKS = prod(runs.GRID)
@@ -97,9 +97,9 @@ def judge_order(ranks: Ranks, seed: int) -> None:
     run, cases = _run(ranks, seed), runs.all_cuts(seed)
     explain_orders(cases, run["orders"][0])
     for (mesh, placements), actual in zip(runs.REFUSED, run["refused"][0], strict=True):
+        counted = any(not compat.is_shard(p) or described(p)[1] != 0 for p in placements)
+        name = "12.refused_counted" if counted else "12.refused_factor"
         if actual != "refused":
-            counted = any(not compat.is_shard(p) or described(p)[1] != 0 for p in placements)
-            name = "12.refused_counted" if counted else "12.refused_factor"
             raise told(name, f"mesh {mesh}, {runs.shown(placements)}:", actual, "a UsageError")
 
 
@@ -142,8 +142,8 @@ def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
     whole, coordinates = case.whole(), list(case.cuts.coordinates())
     pieces = [runs.box_of(whole, case.cuts, c) for c in coordinates]
     where = f"shard_strided of {case}{', pad=True' if pad else ''}"
-    compare(f"{where}:", {"number": len(facts["shards"])}, {"12.number": len(pieces)})
-    compare(f"{where}:", {"written": not facts["same"]}, {"12.written": False})
+    expect("12.number", f"{where}:", len(facts["shards"]), len(pieces))
+    compare(f"{where}:", facts, {"12.written": False})
     largest = [max(p.shape[d] for p in pieces) for d in range(whole.ndim)]
     for coordinate, actual, right in zip(coordinates, facts["shards"], pieces, strict=True):
         expected = right.new_zeros(largest if pad else right.shape)
@@ -165,13 +165,11 @@ def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
 
 def _explain_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor) -> None:
     """`right`: without padding."""
-    if actual.dtype != expected.dtype:
-        raise told("12.dtype", where, str(actual.dtype), str(expected.dtype))
-    if actual.shape != expected.shape:
-        longer = all(a >= b for a, b in zip(actual.shape, right.shape, strict=False))
-        name = "12.padded" if expected.shape == right.shape and longer else "12.rows_shape"
-        name = "12.unpadded" if actual.shape == right.shape else name
-        raise told(name, where, tuple(actual.shape), tuple(expected.shape))
+    expect("12.dtype", where, str(actual.dtype), str(expected.dtype))
+    longer = all(a >= b for a, b in zip(actual.shape, right.shape, strict=False))
+    name = "12.padded" if expected.shape == right.shape and longer else "12.rows_shape"
+    name = "12.unpadded" if actual.shape == right.shape else name
+    expect(name, where, tuple(actual.shape), tuple(expected.shape))
     if torch.equal(actual[tuple(slice(n) for n in right.shape)], right):
         raise told("12.padding", where, actual, expected)
     shifted = actual.flatten().sort()[0].equal(expected.flatten().sort()[0]) and right.shape != expected.shape
@@ -194,15 +192,11 @@ def judge_whole(ranks: Ranks, seed: int) -> None:
 
 def _check_whole(where: str, expected: Tensor, pad: bool, facts: dict[str, Any]) -> None:
     actual = facts["whole"]
-    if actual.shape != expected.shape:
-        name = "12.whole_padded" if pad and actual.numel() > expected.numel() else "12.whole_shape"
-        raise told(name, where, tuple(actual.shape), tuple(expected.shape))
-    if actual.dtype != expected.dtype:
-        raise told("12.dtype", where, str(actual.dtype), str(expected.dtype))
-    if not torch.equal(actual, expected):
-        name = _wrong_whole(actual, facts["laid out"])
-        raise told(name, where, actual, expected, padding=PADDING, replica=REPLICA)
-    facts |= {"own": facts["own"] or not expected.numel(), "whole_grad": facts["grad"]}
+    name = "12.whole_padded" if pad and actual.numel() > expected.numel() else "12.whole_shape"
+    expect(name, where, tuple(actual.shape), tuple(expected.shape))
+    expect("12.dtype", where, str(actual.dtype), str(expected.dtype))
+    name = _wrong_whole(actual, facts["laid out"])
+    expect(name, where, actual, expected, padding=PADDING, replica=REPLICA)
     compare(where, facts, {"12.same": True, "12.own": True, "12.whole_grad": True})
 
 
@@ -247,12 +241,11 @@ def judge_training(ranks: Ranks, seed: int) -> None:
     before, after, losses = _oracle_training(seed)
     for rank, found in enumerate(run["placements"]):
         for name, cuts in CUT_BY_TP.items():
-            facts = {"layout": say_all(found[name])}
-            compare(f"Rank {rank}: {name}", facts, {"12.layout": runs.shown(cuts.placements())})
+            expect("12.layout", f"Rank {rank}: {name}", say_all(found[name]), runs.shown(cuts.placements()))
     for key, expected in (("before", before), ("after", after)):
         for rank, found in enumerate(run[key]):
             for name, cuts in CUT_BY_TP.items():
                 rows = runs.box_of(expected[name], cuts, divmod(rank, runs.GRID[1]))
-                compare(f"Rank {rank}: {name}, {key} training,", {"local": found[name]}, {"12.local": rows})
+                expect("12.local", f"Rank {rank}: {name}, {key} training,", found[name], rows)
     for rank, numbers in enumerate(run["losses"]):
-        compare(f"Rank {rank}:", {"losses": numbers}, {"12.losses": losses[rank // runs.GRID[1]]})
+        expect("12.losses", f"Rank {rank}:", numbers, losses[rank // runs.GRID[1]])

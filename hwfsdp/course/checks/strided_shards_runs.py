@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
@@ -42,10 +43,13 @@ class Cuts(NamedTuple):
         found: list[Placement] = [Replicate()] * len(self.mesh)
         for dim, order in enumerate(self.orders):
             for place, mesh_dim in enumerate(order):
-                before = [j for j in order[:place] if j > mesh_dim]
-                factor = prod(self.mesh[j] for j in before)
-                found[mesh_dim] = compat.strided_shard(dim, factor) if before else Shard(dim)
+                before = [self.mesh[j] for j in order[:place] if j > mesh_dim]
+                found[mesh_dim] = compat.strided_shard(dim, prod(before)) if before else Shard(dim)
         return found
+
+    def by_dim(self) -> dict[int, list[int]]:
+        """The orders of the tensor dims that are cut at all."""
+        return {dim: list(order) for dim, order in enumerate(self.orders) if order}
 
     def coordinates(self) -> Iterator[Sizes]:
         """Of all ranks, in row-major order."""
@@ -115,13 +119,10 @@ def all_cuts(seed: int) -> list[Cuts]:
     return small_cuts() + mixed_cuts(seed)
 
 
-BOXES = list[tuple[Cuts, Sizes]]
-
-
-def boxes(seed: int) -> BOXES:
+def boxes(seed: int) -> list[tuple[Cuts, Sizes]]:
     """Cuts, and shapes to cut: every length up to 16 on meshes of two dims, some on others."""
     draw = random.Random(seed)
-    found: BOXES = []
+    found: list[tuple[Cuts, Sizes]] = []
     for cuts in small_cuts():
         lengths = range(17) if len(cuts.mesh) == 2 else draw.sample(range(28), 3)
         found += [(cuts, (n,)) for n in lengths]
@@ -197,14 +198,10 @@ def axes(seed: int) -> list[tuple[Axes, int]]:
         ([(compat.strided_shard(0, 2), 3), (Shard(0), 2)], 0),
         ([(Partial(), 2), (Shard(0), 2)], 0),
     ]
+    kinds = [Shard(0), Shard(1), Replicate(), Shard(0), compat.strided_shard(0, 2)]
     for _ in range(30):
-        kinds = [Shard(0), Shard(1), Replicate(), Shard(0), compat.strided_shard(0, 2)]
-        found.append(
-            (
-                [(draw.choice(kinds), draw.randint(1, 4)) for _ in range(draw.randint(1, 3))],
-                draw.randint(0, 1),
-            )
-        )
+        before = [(draw.choice(kinds), draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
+        found.append((before, draw.randint(0, 1)))
     return found
 
 
@@ -213,22 +210,19 @@ def axes(seed: int) -> list[tuple[Axes, int]]:
 
 def probe_cuts(report: Report, seed: int) -> None:
     """Every function on its own: one that raises hides nothing of the others."""
-    attempt(report, "cut after", lambda: [described(layouts.cut_after(*case)) for case in axes(seed)])
-    attempt(report, "joined", lambda: [_joined(*case) for case in axes(seed)])
-    attempt(report, "orders", lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)])
-    attempt(report, "refused", lambda: [_refusal(lambda: extents.orders_of_cuts(m, p)) for m, p in REFUSED])
-    attempt(report, "boxes", lambda: _boxes(seed))
-    attempt(
-        report,
-        "shards",
-        lambda: with_nan(lambda: [_sharded(case, p) for case in tensors(seed) for p in (0, 1)]),
-    )
-    attempt(
-        report,
-        "whole",
-        lambda: with_nan(lambda: [_unsharded(case, p) for case in tensors(seed) for p in (0, 1)]),
-    )
-    attempt(report, "misfits", lambda: [_refusal(misfit) for misfit in _misfits()])
+    tensors_, pads = tensors(seed), (False, True)
+    parts: dict[str, Callable[[], Any]] = {
+        "cut after": lambda: [described(layouts.cut_after(*case)) for case in axes(seed)],
+        "joined": lambda: [_joined(*case) for case in axes(seed)],
+        "orders": lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)],
+        "refused": lambda: [_refusal(partial(extents.orders_of_cuts, *case)) for case in REFUSED],
+        "boxes": lambda: _boxes(seed),
+        "shards": lambda: with_nan(lambda: [_sharded(case, pad) for case in tensors_ for pad in pads]),
+        "whole": lambda: with_nan(lambda: [_unsharded(case, pad) for case in tensors_ for pad in pads]),
+        "misfits": lambda: [_refusal(misfit) for misfit in _misfits()],
+    }
+    for key, part in parts.items():
+        attempt(report, key, part)
 
 
 def _joined(before: Axes, dim: int) -> list[Any]:
@@ -265,33 +259,26 @@ def _boxes(seed: int) -> Tensor | dict[str, Any]:
     """Shape and offset of every rank, end to end; if something is no pair of tuples of integers, the first of these."""
     numbers: list[int] = []
     for cuts, shape in boxes(seed):
-        orders = {dim: list(order) for dim, order in enumerate(cuts.orders) if order}
         for coordinate in cuts.coordinates():
-            found = extents.nested_extent(shape, cuts.mesh, orders, coordinate)
+            found = extents.nested_extent(shape, cuts.mesh, cuts.by_dim(), coordinate)
             parts = [getattr(found, name, None) for name in ("shape", "offset")]
-            if not all(_is_tuple_of_integers(part, len(shape)) for part in parts):
+            if any(type(part) is not tuple or [*map(type, part)] != [int] * len(shape) for part in parts):
                 case = f"shape {shape}, {cuts}, coordinate {coordinate}"
                 return {"case": case, "shown": repr(found)[:120]}
             numbers += [*found.shape, *found.offset]
     return torch.tensor(numbers)
 
 
-def _is_tuple_of_integers(value: Any, length: int) -> bool:
-    return type(value) is tuple and [type(number) for number in value] == [int] * length
-
-
 def _plain(value: Any) -> Any:
     return value if type(value) is int else repr(value)
 
 
-def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
-    whole = case.whole()
-    if case.dtype.is_floating_point:
-        whole.requires_grad_()
+def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
+    whole = case.whole().requires_grad_(case.dtype.is_floating_point)
     kept = whole.detach().clone()
-    shards = extents.shard_strided(whole, case.cuts.mesh, case.cuts.placements(), pad=bool(pad))
+    shards = extents.shard_strided(whole, case.cuts.mesh, case.cuts.placements(), pad=pad)
     grad = None
-    if case.dtype.is_floating_point and any(s.requires_grad for s in shards):
+    if whole.requires_grad and any(s.requires_grad for s in shards):
         sum((number + 1) * shard.sum() for number, shard in enumerate(shards)).backward()  # type: ignore[union-attr]
         grad = whole.grad
     keys = {compat.storage_key(shard) for shard in shards}
@@ -301,12 +288,12 @@ def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
         "own": len(keys) == len(shards) and compat.storage_key(whole) not in keys,
         "views": [compat.storage_key(shard) == compat.storage_key(whole) for shard in shards],
         "bytes": [shard.untyped_storage().nbytes() for shard in shards],
-        "same": torch.equal(whole.detach(), kept),
+        "written": not torch.equal(whole.detach(), kept),
         "grad": grad,
     }
 
 
-def _unsharded(case: Tensors, pad: int) -> dict[str, Any]:
+def _unsharded(case: Tensors, pad: bool) -> dict[str, Any]:
     """From shards that the oracle cut, with padding and replicas that must not come back."""
     cuts, seen = case.cuts, set[tuple[Any, ...]]()
     pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
@@ -323,8 +310,8 @@ def _unsharded(case: Tensors, pad: int) -> dict[str, Any]:
     keys = {compat.storage_key(shard) for shard in shards}
     return {
         "whole": found.detach(),
-        "grad": found.requires_grad == shards[0].requires_grad,
-        "own": compat.storage_key(found) not in keys,
+        "whole_grad": found.requires_grad == shards[0].requires_grad,
+        "own": not found.numel() or compat.storage_key(found) not in keys,
         "same": all(torch.equal(a, b) for a, b in zip(before, shards, strict=True)),
         "laid out": torch.cat([s.flatten() for s in before]),
     }
@@ -335,7 +322,7 @@ def _misfits() -> list[Callable[[], object]]:
     mesh, placements, whole = (3, 2), [compat.strided_shard(0, 2), Shard(0)], torch.arange(7)
     shards = [box_of(whole, Cuts(mesh, ((1, 0),)), c) for c in product(range(3), range(2))]
     wrong = [shards[:-1], [shards[0][:1], *shards[1:]], [torch.arange(3), *shards[1:]]]
-    return [lambda each=each: extents.unshard_strided(each, (7,), mesh, placements) for each in wrong]  # type: ignore[misc]
+    return [partial(extents.unshard_strided, each, (7,), mesh, placements) for each in wrong]
 
 
 # --- FSDP over tensor parallelism, on four ranks -----------------------------------------------------------
@@ -347,8 +334,7 @@ class Model(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(seed)
-        hidden = int(torch.randint(0, 4, (1,), generator=draw))
-        hidden = (7, 3, 9, 5)[hidden]  # divides neither by 2 nor by 4
+        hidden = (7, 3, 9, 5)[int(torch.randint(0, 4, (1,), generator=draw))]  # 2 and 4 divide none of them
         self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 3)
         with torch.no_grad():
             for param in self.parameters():

@@ -16,28 +16,26 @@ Orders = dict[int, list[int]]
 
 def explain_orders(cases: Sequence[Cuts], answers: Sequence[Any]) -> None:
     """Raise a Finding if an order is not the one that placements say; dims of the mesh of size 1 may be anywhere."""
-    wrong = [
-        (cuts, answer) for cuts, answer in zip(cases, answers, strict=True) if not _is_right(cuts, answer)
-    ]
+    pairs = list(zip(cases, answers, strict=True))
+    wrong = [(cuts, answer) for cuts, answer in pairs if not _is_right(cuts, answer)]
     if not wrong:
         return
     cuts, answer = wrong[0]
     got = f"was refused ({answer})" if isinstance(answer, str) else f"is {dict(map(tuple, answer))}"
-    wanted = {dim: list(order) for dim, order in enumerate(cuts.orders) if order}
+    wanted = cuts.by_dim()
     text = f"mesh {cuts.mesh}, {shown(cuts.placements())}: orders_of_cuts {got}, expected {wanted}."
-    raise Finding(_order_misconception(cases, answers, wrong), text, str(wanted), str(answer))
+    raise Finding(_order_misconception(pairs, wrong), text, str(wanted), str(answer))
 
 
 def _is_right(cuts: Cuts, answer: Any) -> bool:
     if isinstance(answer, str):
         return False
-    found = _orders(answer)
-    if any(not isinstance(m, int) for order in found.values() for m in order):
-        return False
-    wanted = {dim: list(order) for dim, order in enumerate(cuts.orders) if order}
-    return {d: sorted(o) for d, o in found.items()} == {d: sorted(o) for d, o in wanted.items()} and {
-        d: _without_ones(o, cuts.mesh) for d, o in found.items()
-    } == {d: _without_ones(o, cuts.mesh) for d, o in wanted.items()}
+    found, wanted = _orders(answer), cuts.by_dim()
+    members = [{dim: sorted(map(str, order)) for dim, order in of.items()} for of in (found, wanted)]
+    return members[0] == members[1] and all(
+        _without_ones(found[dim], cuts.mesh) == _without_ones(order, cuts.mesh)
+        for dim, order in wanted.items()
+    )
 
 
 def _orders(answer: Any) -> Orders:
@@ -48,32 +46,26 @@ def _without_ones(order: Sequence[int], mesh: Sizes) -> list[int]:
     return [m for m in order if mesh[m] > 1]
 
 
-def _order_misconception(
-    cases: Sequence[Cuts], answers: Sequence[Any], wrong: Sequence[tuple[Cuts, Any]]
-) -> str:
-    if any(not isinstance(answer, str) and _members(answer) - _cutting(cuts) for cuts, answer in wrong):
+def _order_misconception(pairs: Sequence[tuple[Cuts, Any]], wrong: Sequence[tuple[Cuts, Any]]) -> str:
+    made, refused = ([(c, a) for c, a in pairs if isinstance(a, str) is kind] for kind in (False, True))
+    counted = any(
+        {m for _, order in a for m in order} - _cutting(c) for c, a in wrong if not isinstance(a, str)
+    )
+    if counted or all(_is_mixed(cuts) for cuts, _ in wrong):
         return "counted-as-cut"
-    if all(_is_mixed(cuts) for cuts, _ in wrong):
-        return "counted-as-cut"
-    theories: list[Callable[[Sequence[int]], list[int]]] = [
-        sorted,
-        lambda o: sorted(o, reverse=True),
-        lambda o: list(o)[::-1],
-    ]
-    for theory in theories:
-        made = [(cuts, a) for cuts, a in zip(cases, answers, strict=True) if not isinstance(a, str)]
+    for theory in ORDER_THEORIES:
         if any(pair in wrong for pair in made) and all(_as(theory, *pair) for pair in made):
             return "wrong-order-of-cuts"
-    simple = [cuts for cuts, _ in wrong if max(len(_without_ones(o, cuts.mesh)) for o in cuts.orders) <= 2]
-    return (
-        "wrong-order-of-cuts"
-        if simple and not any(isinstance(a, str) for _, a in wrong)
-        else "wrong-split-factor"
-    )
+    simple = any(max(len(_without_ones(o, c.mesh)) for o in c.orders) <= 2 for c, _ in wrong)
+    return "wrong-order-of-cuts" if simple and not refused else "wrong-split-factor"
 
 
-def _members(answer: Any) -> set[int]:
-    return {m for _, order in answer for m in order}
+OrderTheory = Callable[[Sequence[int]], list[int]]
+ORDER_THEORIES: tuple[OrderTheory, ...] = (
+    sorted,
+    lambda order: sorted(order, reverse=True),
+    lambda order: list(order)[::-1],
+)
 
 
 def _cutting(cuts: Cuts) -> set[int]:
@@ -82,12 +74,11 @@ def _cutting(cuts: Cuts) -> set[int]:
 
 def _is_mixed(cuts: Cuts) -> bool:
     """Whether some dim of the mesh cuts nothing, or another tensor dim than others do."""
-    return len([order for order in cuts.orders if order]) != 1 or len(_cutting(cuts)) < len(cuts.mesh)
+    return len(cuts.by_dim()) != 1 or len(_cutting(cuts)) < len(cuts.mesh)
 
 
-def _as(theory: Callable[[Sequence[int]], list[int]], cuts: Cuts, answer: Any) -> bool:
-    wanted = {dim: theory(order) for dim, order in enumerate(cuts.orders) if order}
-    return _orders(answer) == wanted
+def _as(theory: OrderTheory, cuts: Cuts, answer: Any) -> bool:
+    return _orders(answer) == {dim: theory(order) for dim, order in cuts.by_dim().items()}
 
 
 # --- Boxes -------------------------------------------------------------------------------------------------
@@ -109,10 +100,16 @@ class Box(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        return all(
-            n % prod(self.cuts.mesh[m] for m in order) == 0
-            for n, order in zip(self.shape, self.cuts.orders, strict=False)
-        )
+        sizes = [prod(self.cuts.mesh[m] for m in order) for order in self.cuts.orders]
+        return all(n % size == 0 for n, size in zip(self.shape, sizes, strict=False))
+
+    @property
+    def has_right_lengths(self) -> bool:
+        return [n for n, _ in self.actual] == [n for n, _ in self.expected]
+
+    @property
+    def is_right_if_not_empty(self) -> bool:
+        return all(a == e or e[0] == 0 for a, e in zip(self.actual, self.expected, strict=True))
 
 
 def explain_boxes(boxes: Sequence[Box]) -> None:
@@ -121,18 +118,16 @@ def explain_boxes(boxes: Sequence[Box]) -> None:
     if not wrong:
         return
     name = _box_misconception(boxes, wrong)
-    box = next((b for b in wrong if name != "evenness-assumed" or not b.is_even), wrong[0])
-    box = next(
-        (b for b in wrong if name == "wrong-order-of-cuts" and prod(b.cuts.mesh) > 1 and b.is_line), box
-    )
-    text = f"nested_extent for shape {box.shape} on mesh {box.cuts.mesh}, cut by {_say_orders(box.cuts)}, coordinate "
+    telling = wrong  # boxes that show this mistake best
+    if name == "evenness-assumed":
+        telling = [box for box in wrong if not box.is_even]
+    elif name == "wrong-order-of-cuts":
+        telling = [box for box in wrong if prod(box.cuts.mesh) > 1 and box.is_line]
+    box = (telling or wrong)[0]
+    orders = [f"mesh dims {order} along dim {dim}" for dim, order in box.cuts.by_dim().items()]
+    text = f"nested_extent for shape {box.shape} on mesh {box.cuts.mesh}, cut by {' and '.join(orders) or 'none'}, coordinate "
     text += f"{box.coordinate}, is {_say_box(box.actual)}; expected {_say_box(box.expected)}."
     raise Finding(name, text, _say_box(box.expected), _say_box(box.actual))
-
-
-def _say_orders(cuts: Cuts) -> str:
-    found = [f"mesh dims {list(order)} along dim {dim}" for dim, order in enumerate(cuts.orders) if order]
-    return " and ".join(found) or "none"
 
 
 def _say_box(box: Sequence[tuple[int, int]]) -> str:
@@ -140,28 +135,16 @@ def _say_box(box: Sequence[tuple[int, int]]) -> str:
 
 
 def _box_misconception(boxes: Sequence[Box], wrong: Sequence[Box]) -> str:
-    if all(_lengths(b.actual) == _lengths(b.expected) and _differ_when_empty(b) for b in wrong):
+    right_lengths = all(box.has_right_lengths for box in wrong)
+    if right_lengths and all(box.is_right_if_not_empty for box in wrong):
         return "empty-at-zero"
     lines = [b for b in boxes if b.is_line]
     for name, theory in THEORIES:
         if any(b in wrong for b in lines) and all(_same(b, theory) for b in lines):
             return name
-    if any(n > 2**53 for b in wrong for n in b.shape) and all(max(b.shape, default=0) > 2**53 for b in wrong):
+    if all(max(b.shape, default=0) > 2**53 for b in wrong):
         return "float-for-integer"
-    return "wrong-rows" if any(b.is_even for b in wrong) or _only_offsets(wrong) else "evenness-assumed"
-
-
-def _lengths(box: Sequence[tuple[int, int]]) -> list[int]:
-    return [n for n, _ in box]
-
-
-def _differ_when_empty(box: Box) -> bool:
-    return all(a == e or e[0] == 0 for a, e in zip(box.actual, box.expected, strict=True))
-
-
-def _only_offsets(wrong: Sequence[Box]) -> bool:
-    """Whether lengths are right: then it is not the sizes that were misjudged."""
-    return all(_lengths(b.actual) == _lengths(b.expected) for b in wrong)
+    return "wrong-rows" if right_lengths or any(b.is_even for b in wrong) else "evenness-assumed"
 
 
 class Cut(NamedTuple):
@@ -173,6 +156,7 @@ class Cut(NamedTuple):
 
 
 Theory = Callable[[int, list[Cut]], tuple[int, int]]  # rows, cuts, the first one first → length, offset
+Chunk = Callable[[int, Cut], tuple[int, int]]  # rows, cut → where the rank's chunk starts, and its length
 
 
 def _same(box: Box, theory: Theory) -> bool:
@@ -183,49 +167,36 @@ def _same(box: Box, theory: Theory) -> bool:
     return made == actual or (made[0] <= 0 and actual[0] <= 0)
 
 
-def nested(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
+def _ceiling(n: int, cut: Cut) -> tuple[int, int]:
+    """As torch.chunk does it."""
+    chunk = -(-n // cut.size)
+    start = min(cut.which * chunk, n)
+    return start, min(chunk, n - start)
+
+
+def nested(n: int, cuts: Sequence[Cut], chunk: Chunk = _ceiling) -> tuple[int, int]:
+    """Length and offset of what is left after chunk of chunk."""
     offset, length = 0, n
-    for _, size, index in cuts:
-        chunk = -(-length // size)
-        start = min(index * chunk, length)
-        offset, length = offset + start, min(chunk, length - start)
+    for cut in cuts:
+        start, length = chunk(length, cut)
+        offset += start
     return length, offset
 
 
-def _backwards(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    return nested(n, cuts[::-1])
+def _balanced(n: int, cut: Cut) -> tuple[int, int]:
+    """The remainder spread over the first ranks."""
+    quotient, rest = divmod(n, cut.size)
+    return cut.which * quotient + min(cut.which, rest), quotient + (cut.which < rest)
 
 
-def _left_to_right(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    return nested(n, sorted(cuts))
+def _divided(n: int, cut: Cut) -> tuple[int, int]:
+    """The remainder left out."""
+    return cut.which * (n // cut.size), n // cut.size
 
 
-def _balanced(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    """The remainder spread over the first ranks, at every cut."""
-    offset, length = 0, n
-    for _, size, index in cuts:
-        quotient, rest = divmod(length, size)
-        offset += index * quotient + min(index, rest)
-        length = quotient + (index < rest)
-    return length, offset
-
-
-def _divided(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    """The remainder left out, at every cut."""
-    offset, length = 0, n
-    for _, size, index in cuts:
-        length //= size
-        offset += index * length
-    return length, offset
-
-
-def _overlong(n: int, cuts: list[Cut]) -> tuple[int, int]:
+def _overlong(n: int, cut: Cut) -> tuple[int, int]:
     """A full chunk for every rank."""
-    offset, length = 0, n
-    for _, size, index in cuts:
-        length = -(-length // size)
-        offset += index * length
-    return length, offset
+    return cut.which * -(-n // cut.size), -(-n // cut.size)
 
 
 def _once(n: int, cuts: list[Cut]) -> tuple[int, int]:
@@ -240,32 +211,24 @@ def _stripes(n: int, cuts: list[Cut]) -> tuple[int, int]:
     """From left to right: a dim of the mesh that others on its right cut before takes a stripe of each of their pieces."""
     rows, order = list(range(n)), [cut.mesh_dim for cut in cuts]
     for cut in sorted(cuts):
-        earlier = [c.size for c in cuts[: order.index(cut.mesh_dim)] if c.mesh_dim > cut.mesh_dim]
-        stripes = [_chunk(piece, cut.size, cut.which) for piece in _chunks(rows, prod(earlier))]
-        rows = [row for stripe in stripes for row in stripe]
+        earlier = prod(c.size for c in cuts[: order.index(cut.mesh_dim)] if c.mesh_dim > cut.mesh_dim)
+        pieces = [_chunk(rows, earlier, index) for index in range(earlier)]
+        rows = [row for piece in pieces for row in _chunk(piece, cut.size, cut.which)]
     return (len(rows), rows[0]) if rows else (0, n)
 
 
 def _chunk(rows: list[int], size: int, index: int) -> list[int]:
-    chunk = -(-len(rows) // size)
-    return rows[index * chunk : (index + 1) * chunk]
-
-
-def _chunks(rows: list[int], count: int) -> list[list[int]]:
-    return [_chunk(rows, count, index) for index in range(count)]
-
-
-def _all(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    return n, 0
+    start, length = _ceiling(len(rows), Cut(0, size, index))
+    return rows[start : start + length]
 
 
 THEORIES: tuple[tuple[str, Theory], ...] = (
-    ("replicated", _all),
+    ("replicated", lambda n, cuts: (n, 0)),
     ("stripes-not-boxes", _stripes),
-    ("wrong-order-of-cuts", _left_to_right),
-    ("wrong-order-of-cuts", _backwards),
-    ("spread-evenly", _balanced),
-    ("floor-instead-of-ceil", _divided),
-    ("past-the-end", _overlong),
+    ("wrong-order-of-cuts", lambda n, cuts: nested(n, sorted(cuts))),
+    ("wrong-order-of-cuts", lambda n, cuts: nested(n, cuts[::-1])),
+    ("spread-evenly", lambda n, cuts: nested(n, cuts, _balanced)),
+    ("floor-instead-of-ceil", lambda n, cuts: nested(n, cuts, _divided)),
+    ("past-the-end", lambda n, cuts: nested(n, cuts, _overlong)),
     ("evenness-assumed", _once),
 )

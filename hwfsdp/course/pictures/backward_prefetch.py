@@ -11,11 +11,7 @@ from matplotlib.figure import Figure
 
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
-from hwfsdp.course.pictures.timelines import Place, draw_strips, simulated, training
-from hwfsdp.plot import sheet
-
-LANES = ("all_gather", "compute", "reduce_scatter")
-OPS = ("all_gather", "copy_out", "forward", "backward", "copy_in", "reduce_scatter", "optimizer")
+from hwfsdp.course.pictures.timelines import draw_strips, simulated, training
 
 
 @contextmanager
@@ -38,10 +34,8 @@ def draw() -> Figure:
         with waiting():
             none = simulated(training)
     strips = {
-        "Each gather when it is needed, each reduction waited for": none,
-        "Each reduction under the next backward": overlapped,
-        "And the next gather under this backward": simulated(training),
+        "Nothing ahead": none,
+        "Reductions behind": overlapped,
+        "And gathers ahead": simulated(training),
     }
-    figure = sheet.new_figure(sheet.PAGE, 5.7)
-    draw_strips(figure, strips, Place(0.135, 0.71, 0.85, 0.225, 0.305), LANES, OPS)
-    return figure
+    return draw_strips(strips)

@@ -1,16 +1,16 @@
-"""What the pictures share: axes with nothing around them, boxes with a word in them, words, arrows, captions, legends."""
+"""What the pictures share: axes with nothing around them, boxes with a word in them, words, arrows, captions, stacked bars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.patheffects import withStroke
 
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 Point = tuple[float, float]
 
@@ -68,9 +68,25 @@ def caption(figure: Figure, text: str, y: float = 0.035, size: float = style.TEX
     figure.text(0.5, y, text, ha="center", fontsize=size, color=style.GREYS[3])
 
 
-def patches(looks: Mapping[str, style.Look], edge: str = "") -> list[Patch]:
-    """The entries of a legend, by name; each has an edge of its own color unless one is given."""
-    return [
-        Patch(facecolor=look.color, hatch=look.hatch, edgecolor=edge or style.edge_of(look), label=name)
-        for name, look in looks.items()
-    ]
+def stacks(axes: Axes, bars: Mapping[str, Sequence[float]], looks: Mapping[str, style.Look]) -> None:
+    """One bar for each name, its parts from the bottom up, each with its look, and the sum above.
+
+    Args:
+        looks: of the parts, by name; a legend above the bars names them.
+    """
+    style.open_frame(axes)
+    for place, parts in enumerate(bars.values()):
+        bottom = 0.0
+        for part, look in zip(parts, looks.values(), strict=True):
+            axes.bar(place, part, 0.7, bottom, linewidth=0.5, **style.filled(look))
+            bottom += part
+        at, more = (place, bottom), {"ha": "center", "size": style.TEXT_SIZE + 1}
+        sheet.note(axes, f"{bottom:.3g}", at, (0, 3), color=style.BLACK, **more)
+    axes.set_xticks(range(len(bars)), list(bars))
+    axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE + 0.5)
+    axes.set_xlim(-0.6, len(bars) - 0.4)
+    axes.set_ylim(0.0, 1.1 * max(map(sum, bars.values())))
+    keys = [sheet.key(look, name) for name, look in looks.items()]
+    narrow: dict[str, Any] = {"columnspacing": 1.0, "handletextpad": 0.4, "handlelength": 1.4}
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.03), "ncol": len(keys)}
+    axes.legend(handles=keys, frameon=False, fontsize=style.TEXT_SIZE, **place, **narrow)

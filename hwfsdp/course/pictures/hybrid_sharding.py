@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
@@ -11,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp.course.pictures.drawing import Point, arrow, box, clear, headline, say
+from hwfsdp.course.pictures.drawing import Point, arrow, box, clear, headline, say, stacks
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
@@ -21,18 +19,11 @@ from hwfsdp.plot import sheet, style
 WIDTH, LAYERS = 64, 3
 SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))
 NAMES = ("FSDP", "hybrid", "DDP")
-INSIDE, ACROSS = ("all_gather", "reduce_scatter"), ("all_reduce",)
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-class Sent(NamedTuple):
-    """Bytes that rank 0 sends in a step, by collective."""
-
-    shape: MeshShape
-    by_op: dict[str, int]
-
-
-def record_shapes() -> list[Sent]:
-    """On a rank of four: one step on each mesh; what travels is measured, what of it a rank sends follows."""
+def record_shapes() -> list[list[float]]:
+    """On a rank of four: KiB that it sends in a step on each mesh, by collective; what travels is measured, the rest follows."""
     found = []
     for shape in SHAPES:
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicate", "shard"))
@@ -41,9 +32,8 @@ def record_shapes() -> list[Sent]:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
         with record() as log:
             model(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-        ops = (*INSIDE, *ACROSS)
-        moved = {op: sum(event.bytes for event in log.select(op)) for op in ops}
-        found.append(Sent(shape, bytes_sent(moved, shape)))
+        moved = {op: sum(event.bytes for event in log.select(op)) for op in OPS}
+        found.append([nbytes / 1024 for nbytes in bytes_sent(moved, shape).values()])
         dist.barrier()
     return found
 
@@ -53,7 +43,11 @@ def draw() -> Figure:
     sent = launch(record_shapes, 4)[0]
     figure = sheet.new_figure(sheet.PAGE, 3.8)
     _draw_grid(figure.add_axes((0.01, 0.03, 0.53, 0.86)))
-    _draw_bytes(figure.add_axes((0.6, 0.14, 0.39, 0.74)), sent)
+    right = figure.add_axes((0.6, 0.14, 0.39, 0.66))
+    headline(right, "sent by rank 0 in a step, KiB", 28, weight="bold")
+    names = [f"{shape.replicate} × {shape.shard}\n{name}" for shape, name in zip(SHAPES, NAMES, strict=True)]
+    looks = {op.replace("_", "-"): style.look_of_op(op) for op in OPS}
+    stacks(right, dict(zip(names, sent, strict=True)), looks)
     return figure
 
 
@@ -84,30 +78,3 @@ def _draw_grid(axes: Axes) -> None:
 
 def _draw_exchange(axes: Axes, start: Point, end: Point, color: str) -> None:
     arrow(axes, start, end, color, 2.2, arrowstyle="<->", mutation_scale=16)
-
-
-def _draw_bytes(axes: Axes, sent: list[Sent]) -> None:
-    """A bar for each axis of each arrangement."""
-    headline(axes, "sent by rank 0 in a step", 4, weight="bold")
-    top = max(sum(each.by_op.values()) for each in sent)
-    for index, each in enumerate(sent):
-        for offset, ops, name in ((-0.23, INSIDE, "inside"), (0.23, ACROSS, "across")):
-            bottom = 0
-            for op in ops:
-                height, look = each.by_op[op], style.look_of_op(op)
-                if height:
-                    axes.bar(index + offset, height, 0.38, bottom=bottom, color=look.color)
-                bottom += height
-            text, at = f"{style.format_bytes(bottom)}\n{name}", (index + offset, bottom + top * 0.015)
-            say(axes, at, text, style.SMALL_SIZE, ha="center", va="bottom", color=style.BLACK)
-    for op in (*INSIDE, *ACROSS):
-        axes.bar(0, 0, color=style.look_of_op(op).color, label=op.replace("_", "-"))
-    axes.legend(loc="upper right", fontsize=style.SMALL_SIZE, frameon=False, handlelength=1.2)
-    ticks = [
-        f"{shape.replicate} × {shape.shard}\n{name}" for (shape, _), name in zip(sent, NAMES, strict=True)
-    ]
-    axes.set_xticks(range(len(sent)), ticks, fontsize=style.TEXT_SIZE + 0.5)
-    axes.set_yticks([])
-    axes.set_ylim(0, top * 1.32)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)

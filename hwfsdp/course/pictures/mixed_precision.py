@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.course.pictures.drawing import headline, patches, say
+from hwfsdp.course.pictures.drawing import headline, say
 from hwfsdp.features.door import fully_shard
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.launcher.ranks import launch
@@ -84,7 +84,8 @@ def draw() -> Figure:
     longest = max(stop.nbytes for stops in columns for stop in stops)
     left, each, height = 1.5, 2.12, 3.0  # inches
     text = f"nn.Linear({WIDTH}, {WIDTH}, bias=False) on {RANKS} ranks, recorded on rank 0; time goes down."
-    head = sheet.head("One weight in a step, under three policies", text, patches(LOOKS, style.WHITE), 6.0)
+    keys = [sheet.key(look, name, style.WHITE) for name, look in LOOKS.items()]
+    head = sheet.head("One weight in a step, under three policies", text, keys, 6.0)
     figure = sheet.new_figure(sheet.PAGE, head.height + height + 0.35)
     head.draw(figure, left)
     for index, (title, stops) in enumerate(zip(POLICIES, columns, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -10,18 +10,11 @@ from matplotlib.figure import Figure
 
 from hwfsdp.core import form as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
-from hwfsdp.course.pictures.drawing import box, clear, headline, say
+from hwfsdp.course.pictures.drawing import arrow, box, clear, headline, say
 from hwfsdp.plot import sheet, style
 
 SHAPE, RANKS = (5, 3), 3
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)  # of ranks
-
-
-class Moment(NamedTuple):
-    """What a rank has after a call: its name, and bytes of the memory that comes and goes."""
-
-    verb: str
-    nbytes: int
 
 
 def draw() -> Figure:
@@ -50,12 +43,8 @@ def _draw_rows(axes: Axes) -> None:
             own = row < extent.length
             color = COLORS[rank] if own else style.GREYS[0]
             _draw_row(axes, 5.0, top + row, columns, color, f"r{extent.start + row}" if own else "0")
-        axes.annotate(
-            "",
-            (4.8, top + 0.5 * chunk),
-            (3.2, extent.start + 0.5 * extent.length),
-            arrowprops={"arrowstyle": "-|>", "color": style.GREYS[2]},
-        )
+        middle = extent.start + 0.5 * extent.length
+        arrow(axes, (3.2, middle), (4.8, top + 0.5 * chunk), style.GREYS[2], 1.0)
         _draw_bracket(axes, 8.25, top, extent.length, f"its rows: ({extent.length}, {columns})")
     last = (RANKS - 1) * (chunk + 0.85) + chunk
     text = (
@@ -78,20 +67,20 @@ def _draw_bracket(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
 # --- States ------------------------------------------------------------------------------------------------
 
 
-def moments() -> list[Moment]:
-    """Forward and backward of a step, with the bytes that the storage itself reports after each call."""
+def moments() -> list[tuple[str, int]]:
+    """The calls in forward and backward of a step, with the bytes that the storage itself reports after each."""
     gathered = torch.empty(RANKS * padded_local_numel(SHAPE, RANKS))
-    found = list[Moment]()
+    found = list[tuple[str, int]]()
     for verb in ("", "gather", "free", "gather", "free"):
         (storage.allocate if verb == "gather" else storage.free)(gathered)
-        found.append(Moment(verb, gathered.untyped_storage().nbytes()))
+        found.append((verb, gathered.untyped_storage().nbytes()))
     return found
 
 
 def _draw_states(axes: Axes) -> None:
     style.open_frame(axes)
     found, shard = moments(), padded_local_numel(SHAPE, RANKS) * 4
-    most = max(moment.nbytes for moment in found)
+    most = max(nbytes for _, nbytes in found)
     headline(axes, "What one rank holds", weight="bold")
     axes.set_xlim(0, len(found))
     axes.set_ylim(0, 1.42 * (shard + most))
@@ -102,22 +91,11 @@ def _draw_states(axes: Axes) -> None:
     axes.bar(0, shard, len(found), align="edge", color=style.BLUE)
     text = f"rows and padding: {shard} B, always there"
     say(axes, (len(found) / 2, shard / 2), text, ha="center", color=style.WHITE)
-    for index, moment in enumerate(found):
-        _draw_moment(axes, index, moment, shard, most)
-
-
-def _draw_moment(axes: Axes, index: int, moment: Moment, shard: int, most: int) -> None:
-    """What comes and goes, on top of the shard; and the call that led there."""
-    axes.bar(index, moment.nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
-    height = shard + max(moment.nbytes / 2, most * 0.12)
-    text = f"whole\n{moment.nbytes} B"
-    say(axes, (index + 0.5, height), text, ha="center", color=style.BLACK)
-    if index:
-        axes.annotate(
-            *(moment.verb, (index, shard + most * 1.04)),
-            (index, 1.3 * (shard + most) if index % 2 else 1.18 * (shard + most)),
-            ha="center",
-            va="bottom",
-            fontsize=style.TEXT_SIZE,
-            arrowprops={"arrowstyle": "-|>", "color": style.GREYS[2]},
-        )
+    for index, (verb, nbytes) in enumerate(found):  # what comes and goes, on top of the shard
+        axes.bar(index, nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
+        middle = index + 0.5, shard + max(nbytes / 2, most * 0.12)
+        say(axes, middle, f"whole\n{nbytes} B", ha="center", color=style.BLACK)
+        if verb:
+            top = (1.3 if index % 2 else 1.18) * (shard + most)
+            arrow(axes, (index, top), (index, shard + most * 1.04), style.GREYS[2], 1.0)
+            say(axes, (index, top), verb, ha="center", va="bottom", color=style.BLACK)

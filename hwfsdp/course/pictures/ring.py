@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,9 @@ def walk() -> dict[str, list[Tensor]]:
             sums.append(send.clone())
         exchange(send, receive, group)
 
-    try:
-        ring.exchange = watched
+    with mock.patch.object(ring, "exchange", watched):
         ring.ring_all_gather(gathered, own, None)
         ring.ring_reduce_scatter(reduced, shares.view(-1), None, mean=False)
-    finally:
-        ring.exchange = exchange
     return {"held": [*held, gathered], "sums": [s.view(RANKS, RANKS) for s in [*sums, reduced]]}
 
 

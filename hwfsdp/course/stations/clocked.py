@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from hwfsdp.virtual.programs import Target
 from hwfsdp.virtual.run import Simulation, simulate
 
 GPUS = 8
+REDUCTIONS = tuple(op for op in COLLECTIVES if op != "all_gather")
 WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512)
 NARROW = GPTConfig(dim=64, layers=3, heads=2, seq_len=16)
 
@@ -189,11 +190,9 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
         found = simulate_here(lambda: runner.start(), GPUS, device)
     log = found.log
     begins = [("forward", 0), ("backward", runner.forward_end)] if with_backward else [("forward", 0)]
-    busy, gathers = union(runner.watch.kernels), log.select("all_gather")
-    reductions = log.select(*(op for op in COLLECTIVES if op != "all_gather"))
-    waited = union(
-        [*runner.watch.kernels, *((e.start_us, e.end_us) for e in gathers)]
-    )  # a late gather is not their fault
+    busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)
+    # a late gather is not the fault of reductions
+    waited = union([*busy, *((e.start_us, e.end_us) for e in gathers)])
     return {
         "step_us": found.step_seconds * 1e6,
         "peak_bytes": round(found.peak_allocated_gib * (1 << 30)),
@@ -206,7 +205,7 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
 
 def _in_flight(log: EventLog) -> int:
     """The most reductions at once that compute had not waited for, counted whenever one starts."""
-    reductions = [e for e in log.select(*(op for op in COLLECTIVES if op != "all_gather"))]
+    reductions = log.select(*REDUCTIONS)
     stream_of = {e.seq: e.stream for e in log.events}
     # By seq of a reduction: the seq of the first wait for it, or for a later one on its stream.
     over: dict[int, int] = {}
@@ -214,25 +213,18 @@ def _in_flight(log: EventLog) -> int:
         for each in reductions:
             if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
                 over.setdefault(each.seq, wait.seq)
-    return max(
-        (
-            sum(each.seq <= last.seq < over.get(each.seq, len(log.events)) for each in reductions)
-            for last in reductions
-        ),
-        default=0,
-    )
+    ends = [over.get(each.seq, len(log.events)) for each in reductions]
+    numbers = [
+        sum(e.seq <= last.seq < end for e, end in zip(reductions, ends, strict=True)) for last in reductions
+    ]
+    return max(numbers, default=0)
 
 
 def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) -> list[list[Any]]:
+    spans = [(e.start_us, e.end_us) for e in found]
+    alone = [e.dur_us - length(intersect([span], busy)) for e, span in zip(found, spans, strict=True)]
     return [
-        [
-            e.start_us,
-            e.end_us,
-            e.dur_us - length(intersect([(e.start_us, e.end_us)], busy)),
-            e.seq >= forward_end,
-            e.owner,
-        ]
-        for e in found
+        [*span, us, e.seq >= forward_end, e.owner] for e, span, us in zip(found, spans, alone, strict=True)
     ]
 
 
@@ -268,19 +260,9 @@ class Runner:
         loss.backward()
 
 
-class Exposed(NamedTuple):
+def exposed_of(figures: dict[str, Any]) -> dict[str, float]:
     """µs in which bytes travelled and nothing was computed: of gathers in forward and in backward, and of reductions."""
-
-    forward: float
-    backward: float
-    reductions: float
-
-
-def exposed_of(figures: dict[str, Any]) -> Exposed:
-    """The findings of `timed`, in total."""
-    gathers, reductions = figures["gathers"], figures["reductions"]
-    return Exposed(
-        sum(us for _, _, us, in_backward, _ in gathers if not in_backward),
-        sum(us for _, _, us, in_backward, _ in gathers if in_backward),
-        sum(us for _, _, us, _, _ in reductions),
-    )
+    total = {"forward": 0.0, "backward": 0.0, "reductions": 0.0}
+    for _, _, us, in_backward, _ in figures["gathers"]:
+        total["backward" if in_backward else "forward"] += us
+    return total | {"reductions": sum(us for _, _, us, _, _ in figures["reductions"])}

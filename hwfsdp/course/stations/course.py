@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks, Unreported
 from hwfsdp.course.stations import laws, machines, parts, scenarios
 from hwfsdp.course.stations.facts import (
@@ -31,24 +31,18 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 PLAIN = Scenario("a GPT")
 DEEP = Scenario("a deep GPT", "deep")
-BREAKING = tuple(
-    Scenario(name, model)
-    for name, model in {
-        "tied weights": "tied",
-        "frozen layers": "frozen",
-        "a layer that runs twice": "twice",
-        "unused parameters": "unused",
-        "recomputed layers": "recomputed",
-        "nested units": "nested",
-    }.items()
+BREAKING = (
+    Scenario("tied weights", "tied"),
+    Scenario("frozen layers", "frozen"),
+    Scenario("a layer that runs twice", "twice"),
+    Scenario("unused parameters", "unused"),
+    Scenario("recomputed layers", "recomputed"),
+    Scenario("nested units", "nested"),
 )
 WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING)
-BY_MODEL = {scenario.model: scenario for scenario in BREAKING}
 CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
 MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
-CASTS = Scenario(
-    "bf16, output in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32), ("output_dtype", FP32))
-)
+CASTS = Scenario("bf16, output in fp32", policy=(*MIXED.policy, ("output_dtype", FP32)))
 NUMBERS = Scenario("bf16, numbers as inputs", "stack", policy=MIXED.policy)
 REDUCED_LOW = Scenario("fp32, reduced in bf16", policy=(("reduce_dtype", BF16),))
 PRECISIONS = (MIXED, CASTS, NUMBERS, REDUCED_LOW)
@@ -56,9 +50,7 @@ ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
 SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
 KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
 WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
-SHORTENED = Scenario(
-    "micro-batches, of which the last leaves layers out", "shortened", micros=3, steps=2, sync_last=True
-)
+SHORTENED = SUMMED._replace(name="micro-batches, of which the last leaves layers out", model="shortened")
 LOOKED_AT = Scenario("a frozen inlet, after a look at the loss", "frozen inlet", steps=2, peeked=True)
 ACCUMULATED = (SUMMED, KEPT, WHOLE, SHORTENED)
 
@@ -138,9 +130,9 @@ def judge_replicate(ranks: Ranks, seed: int) -> None:
     found = ranks.run(probe_replicate, THREE, seed=seed, scenario=PLAIN)["replicate"]
     oracle = laws.unsharded(PLAIN, seed, THREE)["grads"][0]
     for rank, facts in enumerate(found):
-        for name, expected in oracle.items():
+        for name, right in oracle.items():
             where = f"{name}, rank {rank}, replicated"
-            laws.compare_whole_gradient(where, facts["grads"][name], expected, THREE)
+            laws.compare_whole_gradient(where, facts["grads"][name], right, THREE)
     compare("replicate", found[0], {"laws.returned": True})
 
 
@@ -167,14 +159,14 @@ def judge_trains(ranks: Ranks, seed: int) -> None:
 def judge_memory(ranks: Ranks, seed: int) -> None:
     """Nothing stays whole between forward and backward, or between steps; in a forward few units are whole at once."""
     laws.freed(memory_of(ranks, seed, DEEP), DEEP, "rest", "after", "between")
-    machines.judge_one_whole(ranks, seed)
+    machines.judge_forward_peak("not-freed", ranks, seed)
 
 
 # --- 04 It breaks ------------------------------------------------------------------------------------------
 
 
 def judge_model(model: str, ranks: Ranks, seed: int) -> None:
-    scenario = BY_MODEL[model]
+    [scenario] = [each for each in BREAKING if each.model == model]
     found = BROKEN.found(ranks, seed, scenario)
     laws.same_rows(found, scenario, seed)
     laws.same_numbers(found, scenario, seed)
@@ -182,9 +174,8 @@ def judge_model(model: str, ranks: Ranks, seed: int) -> None:
 
 def judge_freed(ranks: Ranks, seed: int) -> None:
     """Nothing stays whole after a step, whatever the model."""
-    laws.same_rows(
-        BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed
-    )  # there are no rows without sharding
+    # there are no rows without sharding
+    laws.same_rows(BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed)
     for scenario in WIDE:
         found = memory_of(ranks, seed, scenario, *WIDE)
         laws.freed(found, scenario, "rest", "after")
@@ -213,15 +204,15 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
         where = f"{PLAIN.name}, {THREE} ranks:"
         if not measured:
-            name = "laws.no_all_gather" if op == "all_gather" else "laws.no_reduce_scatter"
-            raise told(name, where, "none", laws.NAMES[op])
-        if measured != said[op]:
-            raise told("laws.said", where, said[op], measured, what=laws.NAMES[op])
+            raise told(f"laws.no_{op}", where, "none", laws.NAMES[op])
+        expect("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 
-def judge_grouped(ranks: Ranks, seed: int) -> None:
-    for scenario in BREAKING:
-        laws.same_numbers(BROKEN.found(ranks, seed, scenario), scenario, seed)
+def judge_numbers(group: str, ranks: Ranks, seed: int) -> None:
+    """Every scenario of a group of this module gives the numbers of the unsharded model."""
+    together: Together = globals()[group]
+    for scenario in together.scenarios:
+        laws.same_numbers(together.found(ranks, seed, scenario), scenario, seed)
 
 
 # --- 06 Mixed precision ------------------------------------------------------------------------------------
@@ -229,12 +220,10 @@ def judge_grouped(ranks: Ranks, seed: int) -> None:
 
 def judge_wire(ranks: Ranks, seed: int) -> None:
     for scenario in PRECISIONS:
-        policy = dict(scenario.policy)
+        policy = {"param_dtype": FP32, **dict(scenario.policy)}
         found = PRECISE.found(ranks, seed, scenario, 2)
-        gathers = str(policy.get("param_dtype", FP32)).removeprefix("torch.")
-        laws.dtypes(found, scenario, "all_gather", gathers, "gathered-in-wrong-dtype")
-        reductions = str(policy["reduce_dtype"]).removeprefix("torch.")
-        laws.dtypes(found, scenario, "reduce_scatter", reductions, "reduced-in-wrong-dtype")
+        laws.dtypes(found, scenario, "all_gather", policy["param_dtype"], "gathered-in-wrong-dtype")
+        laws.dtypes(found, scenario, "reduce_scatter", policy["reduce_dtype"], "reduced-in-wrong-dtype")
 
 
 def judge_precise(ranks: Ranks, seed: int) -> None:
@@ -277,12 +266,9 @@ def judge_overflow(ranks: Ranks, seed: int) -> None:
 def judge_sync(ranks: Ranks, seed: int) -> None:
     found = GRADUAL.found(ranks, seed, SUMMED)
     units = len(scenarios.build(SUMMED, seed).units)
-    for micro in range(SUMMED.micros - 1):
-        laws.counts(
-            found, SUMMED, f"backward {micro}", "reduce_scatter", 0, "reduced-too-often", "not-reduced"
-        )
-    last = f"backward {SUMMED.micros - 1}"
-    laws.counts(found, SUMMED, last, "reduce_scatter", units, "reduced-too-often", "not-reduced")
+    for micro in range(SUMMED.micros):
+        phase, number = f"backward {micro}", units if micro == SUMMED.micros - 1 else 0
+        laws.counts(found, SUMMED, phase, "reduce_scatter", number, "reduced-too-often", "not-reduced")
 
 
 def judge_summed(ranks: Ranks, seed: int) -> None:
@@ -290,25 +276,12 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
         laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
 
 
-def judge_whole(ranks: Ranks, seed: int) -> None:
-    found = GRADUAL.found(ranks, seed, WHOLE)
-    laws.counts(found, WHOLE, "backward", "all_gather", 0, "resharded-anyway", "not-gathered")
-    laws.same_numbers(found, WHOLE, seed)
-
-
-def judge_kept(ranks: Ranks, seed: int) -> None:
-    found = GRADUAL.found(ranks, seed, KEPT)
-    laws.counts(found, KEPT, "forward 1", "all_gather", 0, "resharded-anyway", "not-gathered")
-    laws.same_numbers(found, KEPT, seed)
-
-
-# --- 09 Forward prefetch -----------------------------------------------------------------------------------
-
-
-def judge_fresh(ranks: Ranks, seed: int) -> None:
-    """A wrong guess of what is needed next does no harm."""
-    found = CHANGED.found(ranks, seed, CHANGING)
-    laws.same_numbers(found, CHANGING, seed)
+def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
+    """Nothing is gathered in this phase of a scenario of this module: its parameters are still whole."""
+    case: Scenario = globals()[scenario]
+    found = GRADUAL.found(ranks, seed, case)
+    laws.counts(found, case, phase, "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, case, seed)
 
 
 # --- 10 Backward prefetch ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.compat import DispatchMode, default_store
 from hwfsdp.course.capstone.witness import Witness, witnessed
-from hwfsdp.course.checks.lifetimes import ready
+from hwfsdp.course.checks.lifetimes import copied, local_part, ready
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.scenarios import Built, Scenario
@@ -182,7 +182,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
                 phase: [[e.op, e.owner, e.bytes, e.dtype] for e in seqs if start <= e.seq < end]
                 for phase, (start, end) in spans.items()
             }
-        grads.append({name: local(param.grad) for name, param in params.items()})
+        grads.append({name: copied(param.grad) for name, param in params.items()})
         if scenario.evaluated:
             with torch.no_grad():
                 model(scenarios.batch_of(model, seed, 0, 0))
@@ -222,9 +222,8 @@ class Guarded(DispatchMode):
             recorder = events.active()
             drafts = recorder.drafts[self.began :] if recorder else []
             gathers = sum(draft.op == "all_gather" for draft in drafts)
-            raise WeightGone(
-                f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
-            )
+            message = f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
+            raise WeightGone(message)
         return op(*args, **(kwargs or {}))
 
     def begin(self, phase: str) -> int:
@@ -270,7 +269,7 @@ def described(model: nn.Module) -> dict[str, Any]:
     """The registered parameters, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
     return {
         name: {
-            "rows": local(param) if is_there(param) else None,
+            "rows": copied(param) if is_there(param) else None,
             "placed": placed(param),
             "is_parameter": isinstance(param, nn.Parameter),
             "requires_grad": param.requires_grad,
@@ -296,16 +295,8 @@ def places_of(model: nn.Module) -> list[list[str]]:
 
 def is_there(tensor: Tensor) -> bool:
     """Whether a tensor has memory, or needs none."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = local_part(tensor)
     return not part.numel() or part.untyped_storage().nbytes() > 0
-
-
-def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a tensor, in memory of its own."""
-    if tensor is None:
-        return None
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach().clone()
 
 
 def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
@@ -318,7 +309,7 @@ def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
     model = scenarios.build(scenario, seed).model
     returned = learners().replicate(model) is model
     scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0)).backward()
-    return {"returned": returned, "grads": {n: local(p.grad) for n, p in model.named_parameters()}}
+    return {"returned": returned, "grads": {n: copied(p.grad) for n, p in model.named_parameters()}}
 
 
 # --- Memory ------------------------------------------------------------------------------------------------
@@ -348,12 +339,8 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
 
 def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
     """Count the bytes of a unit's own parameters when they are whole. Units inside it own theirs."""
-    inner = {
-        p
-        for _, other in units
-        if other is not module and other in set(module.modules())
-        for p in other.parameters()
-    }
+    others = {other for _, other in units} - {module}
+    inner = {p for other in others & set(module.modules()) for p in other.parameters()}
     size = dist.get_world_size()
     return sum(size * -(-len(p) // size) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner)
 
@@ -414,5 +401,4 @@ def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
 
 
 def _bytes(tensor: Tensor | None) -> int:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return 0 if part is None else part.numel() * part.element_size()
+    return 0 if tensor is None else local_part(tensor).nbytes

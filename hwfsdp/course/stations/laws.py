@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hwfsdp.course.checks import piece
 from hwfsdp.course.diagnose import first_difference, ratio
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.facts import LR, MOST_UNITS, places_of
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
-from hwfsdp.layout.extents import local_extent_of
 
 TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
 ABSURD = 1e9  # times the largest element: what memory holds by chance, not what a wrong formula gives
@@ -35,15 +35,6 @@ NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_
 
 
 # --- What is registered ------------------------------------------------------------------------------------
-
-
-def rows_of(param: Tensor, world_size: int, rank: int) -> Tensor:
-    """The rows of one rank, by nested chunking."""
-    from torch.distributed.tensor import Shard
-
-    extent = local_extent_of(param.shape, (world_size,), (Shard(0),), (rank,))
-    start = extent.offset[0] if extent.shape[0] else 0
-    return param.detach()[start : start + extent.shape[0]]
 
 
 def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
@@ -72,7 +63,7 @@ def same_places(found: Facts, scenario: Scenario, seed: int) -> None:
 
 
 def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, world_size: int) -> None:
-    rows, expected = got["rows"], rows_of(param, world_size, rank)
+    rows, expected = got["rows"], piece(param.detach(), world_size, rank)
     if rows is None:
         raise told("laws.no_memory", f"{where}:", "a tensor whose memory was freed", "this rank's rows")
     shapes = tuple(rows.shape), tuple(expected.shape)
@@ -80,12 +71,10 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
     padded = len(rows) == chunk > len(expected) and rows.shape[1:] == expected.shape[1:]
     if rows.shape == param.shape != expected.shape and not padded:  # a single row would be both
         raise told("laws.whole", where, *shapes)
-    if rows.shape != expected.shape:
-        name = "laws.padded" if padded else "laws.other_shape"
-        raise told(name, where, *shapes, total=len(param), world_size=world_size)
-    facts = {"other_rows": rows, "is_parameter": got["is_parameter"], "requires_grad": got["requires_grad"]}
-    right = {"laws.other_rows": expected, "laws.is_parameter": True}
-    compare(where, facts, {**right, "laws.requires_grad": param.requires_grad})
+    name = "laws.padded" if padded else "laws.other_shape"
+    expect(name, where, *shapes, total=len(param), world_size=world_size)
+    expect("laws.other_rows", where, rows, expected)
+    compare(where, got, {"laws.is_parameter": True, "laws.requires_grad": param.requires_grad})
 
 
 def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
@@ -95,9 +84,8 @@ def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
         for rank, facts in enumerate(found):
             if (got := facts["rows"][name]["placed"]) != expected:
                 shown = f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}" if got else "no DTensor"
-                raise told(
-                    "laws.placed", f"{scenario.name}, rank {rank}: {name}", shown, "Shard(0) on all ranks"
-                )
+                where = f"{scenario.name}, rank {rank}: {name}"
+                raise told("laws.placed", where, shown, "Shard(0) on all ranks")
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
@@ -136,9 +124,8 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
                 (loss / world_size).backward()
                 of_micro.append(loss.detach())
                 if not own and micro == scenario.micros - 1:
-                    own = {
-                        n: (p.grad - earlier[n]) * world_size for n, p in params.items() if p.grad is not None
-                    }
+                    trained = {name: p.grad for name, p in params.items() if p.grad is not None}
+                    own = {name: (grad - earlier[name]) * world_size for name, grad in trained.items()}
             of_step.append(of_micro)
         losses.append(of_step)
         grads.append({name: None if p.grad is None else p.grad.clone() for name, p in params.items()})
@@ -171,7 +158,7 @@ def _loss_finding(
     where: str, step: int, micro: int, scenario: Scenario, got: Tensor, expected: Tensor
 ) -> Finding:
     of_micro = f", micro-batch {micro + 1}" if scenario.micros > 1 else ""
-    words = {"step": step + 1, "before": step, "micro": of_micro}
+    words: dict[str, Any] = {"step": step + 1, "before": step, "micro": of_micro}
     name = "laws.loss_after" if step else "laws.loss"
     return told(name, f"{where}:", got.item(), expected.item(), **words)
 
@@ -184,7 +171,7 @@ def _compare_gradient(
         if any(grad is not None and grad.any() for grad in rows):
             raise told("laws.has_gradient", where, "a gradient", "none")
         return
-    wanted = [rows_of(expected, size, rank) for rank in range(size)]
+    wanted = [piece(expected, size, rank) for rank in range(size)]
     for rank, (grad, want) in enumerate(zip(rows, wanted, strict=True)):
         if grad is None:
             if want.numel():
@@ -217,7 +204,7 @@ def _theory(
     for theory, expected in theories:
         if _is_near(whole, expected):
             return told(theory, f"The gradient of {where}")
-    own = rows_of(oracle["own"].get(name, whole), len(rows), 0) if step == 0 else None
+    own = piece(oracle["own"].get(name, whole), len(rows), 0) if step == 0 else None
     if own is not None and len(rows) > 1 and rows[0] is not None and own.numel() and _is_near(rows[0], own):
         return told("laws.own_batch", f"The gradient of {where} on rank 0")
     return finding
@@ -278,18 +265,15 @@ def same_bits(found: Facts, oracle: Facts, scenario: Scenario) -> None:
                     raise told("laws.loss_bits", f"{where}, micro-batch {micro + 1}:", a.item(), b.item())
             for name, expected in theirs["grads"][step].items():
                 if expected is not None and expected.numel():
-                    _compare_bits(
-                        f"{where}: the gradient of {name}", facts["grads"][step].get(name), expected
-                    )
+                    grad = facts["grads"][step].get(name)
+                    _compare_bits(f"{where}: the gradient of {name}", grad, expected)
 
 
 def _compare_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
     if grad is None:
         raise told("laws.bits_missing", where, "none", "a gradient")
-    if grad.dtype != expected.dtype:
-        raise told("laws.dtype", where, str(grad.dtype), str(expected.dtype))
-    if grad.shape != expected.shape:
-        raise told("laws.bits_shape", where, tuple(grad.shape), tuple(expected.shape))
+    expect("laws.dtype", where, str(grad.dtype), str(expected.dtype))
+    expect("laws.bits_shape", where, tuple(grad.shape), tuple(expected.shape))
     if not torch.equal(grad, expected):
         close = torch.allclose(grad, expected, rtol=0.05, atol=1e-3)
         raise told("laws.bits_close" if close else "laws.bits", where, at=first_difference(grad, expected))
@@ -300,9 +284,8 @@ def _compare_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
 
 def moved(facts: Mapping[str, Any], phase: str, op: str) -> list[Any]:
     """Collectives of one kind in the forwards, or the backwards, of a step: (op, owner, bytes, dtype)."""
-    return [
-        each for key, of in facts["moves"].items() if key.startswith(phase) for each in of if each[0] == op
-    ]
+    in_phase = [each for key, of in facts["moves"].items() if key.startswith(phase) for each in of]
+    return [each for each in in_phase if each[0] == op]
 
 
 def too_often(owners: Sequence[str], needed: int = 1) -> str:
@@ -327,14 +310,12 @@ def counts(
         expected: how many, or the least and the most. more, fewer: what is wrong with others.
     """
     least, most = expected if isinstance(expected, tuple) else (expected, expected)
-    right = f"{least} or {most}" if least < most else f"{least}"
+    words = {"phase": phase, "what": NAMES[op], "most": f" or {most}" if least < most else ""}
     for rank, facts in enumerate(found):
         number = len(moved(facts, phase, op))
         if not least <= number <= most:
-            message = (
-                f"{scenario.name}, rank {rank}: {number} {NAMES[op]} in {phase} of step 2, expected {right}."
-            )
-            raise Finding(more if number > most else fewer, message, least, number)
+            kind = more if number > most else fewer
+            raise told("laws.counts", f"{scenario.name}, rank {rank}:", number, least, kind=kind, **words)
 
 
 def carried(
@@ -345,12 +326,11 @@ def carried(
         travels = moved(facts, phase, op)
         nbytes = sum(each[2] for each in travels)
         if nbytes != expected:
-            where = f"{scenario.name}, rank {rank}, {phase} of step 2"
             after = ", which comes after a forward without a backward" if scenario.peeked else ""
-            message = f"{where}{after}: {NAMES[op]} move {nbytes:,} B, expected {expected:,} B, all parameters' or nothing"
+            where = f"{scenario.name}, rank {rank}, {phase} of step 2{after}: {NAMES[op]}"
             owners = [owner for _, owner, *_ in travels] if nbytes > expected else []
-            message += f"{too_often(owners, needed=1 if expected else 0)}."
-            raise Finding(kinds[0] if nbytes > expected else kinds[1], message, expected, nbytes)
+            more, kind = too_often(owners, needed=1 if expected else 0), kinds[nbytes < expected]
+            raise told("laws.carried", where, nbytes, expected, kind=kind, too_often=more)
 
 
 def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
@@ -361,29 +341,29 @@ def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
             raise told("laws.not_gathered", where, "nothing", "what the forward needs", phase=phase)
 
 
-def dtypes(found: Facts, scenario: Scenario, op: str, expected: str, wrong: str) -> None:
+def dtypes(found: Facts, scenario: Scenario, op: str, dtype: torch.dtype, wrong: str) -> None:
     """In which dtype something travels, which it has to."""
+    expected = str(dtype).removeprefix("torch.")
     for rank, facts in enumerate(found):
         where = f"{scenario.name}, rank {rank}:"
         travels = moved(facts, "", op)
         if not travels:
-            name = "laws.no_all_gather" if op == "all_gather" else "laws.no_reduce_scatter"
-            raise told(name, where, "none", NAMES[op])
-        for _, owner, _, dtype in travels:
-            if dtype != expected:
-                message = f"{where} {NAMES[op]} of {owner or 'a unit'} are in {dtype}."
-                raise Finding(wrong, message, expected, dtype)
+            raise told(f"laws.no_{op}", where, "none", NAMES[op])
+        for _, owner, _, got in travels:
+            if got != expected:
+                travelling = f"{where} {NAMES[op]} of {owner or 'a unit'}"
+                raise told("laws.travels_in", travelling, got, expected, kind=wrong)
 
 
 def kept_in(found: Facts, scenario: Scenario, dtype: torch.dtype) -> None:
     """Rows stay in a dtype, and so do their gradients."""
     for rank, facts in enumerate(found):
-        rows = {name: facts["after"][name]["rows"] for name in facts["after"]}
-        for kind, tensors in (("", rows), ("the gradient of ", facts["grads"][-1])):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.dtype != dtype:
-                    where = f"{scenario.name}, rank {rank}: {kind}{name}"
-                    raise told("laws.dtype", where, str(tensor.dtype), str(dtype))
+        tensors = {name: registered["rows"] for name, registered in facts["after"].items()}
+        tensors |= {f"the gradient of {name}": grad for name, grad in facts["grads"][-1].items()}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                where = f"{scenario.name}, rank {rank}: {name}"
+                expect("laws.dtype", where, str(tensor.dtype), str(dtype))
 
 
 # --- What is kept ------------------------------------------------------------------------------------------
@@ -396,10 +376,7 @@ def freed(
     words = {"rest": "between two steps", "between": "between forward and backward", "after": "after a step"}
     for rank, facts in enumerate(found):
         for moment in moments:
-            units = facts[moment] / facts["unit"]
+            units, right = facts[moment] / facts["unit"], f"less than {MOST_UNITS:g}"
             if units > MOST_UNITS:
-                message = (
-                    f"{scenario.name}, rank {rank}: {words[moment]}, {facts[moment]:,} B are alive besides shards, gradients and "
-                    f"activations. This is {units:.1f} of the largest unit."
-                )
-                raise Finding(kind, message, f"less than {MOST_UNITS:g}", f"{units:.1f}")
+                where, nbytes = f"{scenario.name}, rank {rank}: {words[moment]},", facts[moment]
+                raise told("laws.alive", where, f"{units:.1f}", right, kind=kind, nbytes=nbytes)

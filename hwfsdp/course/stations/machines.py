@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Run
 from hwfsdp.course.stations.laws import too_often
 from hwfsdp.course.stations.clocked import WIDE, exposed_of, probe_clock, probe_order
@@ -68,9 +69,8 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
 
 def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
     """The part of the step that an event belongs to. `ends`: number of events at the end of each forward and backward."""
-    if "reduce_scatter" in (race.first.stream, race.second.stream) or "reduction" in names.get(
-        race.storage, ""
-    ):
+    streams = race.first.stream, race.second.stream
+    if "reduce_scatter" in streams or "reduction" in names.get(race.storage, ""):
         return "reduction"
     return next((part for part, end in ends if race.second.seq < end), "forward")
 
@@ -88,7 +88,7 @@ def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
     """Figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`. "machine": which."""
     found: dict[str, Any] = {**ranks.run(probe_clock, 1, seed=seed)[machine][0], "machine": machine}
     if machine != "forward":
-        alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found)._asdict().items())
+        alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found).items())
         ranks.measured[f"virtual {'GPU' if machine == 'gpu' else machine}"] = (
             f"step {found['step_us'] / 1e3:.1f} ms, in which bytes travel alone for ms: {alone}; "
             f"peak {found['peak_bytes'] / 1e6:.0f} MB"
@@ -101,18 +101,15 @@ def gathers_of(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
 
 
 def compare_exposed(where: str, found: dict[str, Any], part: str, target: float, misconception: str) -> None:
-    """`part`: of `Exposed`."""
+    """`part`: of `exposed_of`."""
     travels = found["reductions"] if part == "reductions" else gathers_of(found, part == "backward")
-    exposed = getattr(exposed_of(found), part)
+    exposed = exposed_of(found)[part]
     if exposed > target:
         bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
-        message = (
-            f"{where} travel for {exposed:,.0f} µs while nothing is computed; target {target:,.0f} µs. "
-            f"{len(bare)} of {len(travels)} are not hidden by anything."
-        )
         first = part == "reductions"  # the first gather has nothing to hide behind, a reduction has
         shown = [each for each in bare if first or each is not travels[0]] or travels
-        raise Finding(misconception, message, target, round(exposed)).at(_seen(found, shown[0][0]))
+        words: dict[str, Any] = {"kind": misconception, "bare": len(bare), "number": len(travels)}
+        raise told("laws.exposed", where, round(exposed), target, **words).at(_seen(found, shown[0][0]))
 
 
 def _seen(found: dict[str, Any], us: float | None) -> Seen:
@@ -120,22 +117,13 @@ def _seen(found: dict[str, Any], us: float | None) -> Seen:
 
 
 def compare_peak(where: str, found: dict[str, Any], limit: int, misconception: str) -> None:
-    if found["peak_bytes"] > limit:
-        message = f"{where}: {found['peak_bytes']:,} B are alive at once; bound {limit:,} B."
-        raise Finding(misconception, message, limit, found["peak_bytes"]).at(_seen(found, None))
+    if (peak := found["peak_bytes"]) > limit:
+        raise told("laws.peak", f"{where}:", peak, limit, kind=misconception).at(_seen(found, None))
 
 
 def _nothing(what: str, misconception: str, found: dict[str, Any]) -> Finding:
     right = f"an all-gather for each of {UNITS} units"
-    return Finding(misconception, f"{what} gathers nothing.", right, "none").at(_seen(found, 0.0))
-
-
-# --- 03 Naive FSDP -----------------------------------------------------------------------------------------
-
-
-def judge_one_whole(ranks: Ranks, seed: int) -> None:
-    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
-    compare_peak("A forward on the virtual host", figures(ranks, seed, "forward"), FORWARD_PEAK, "not-freed")
+    return told("laws.gathers_nothing", what, "none", right, kind=misconception).at(_seen(found, 0.0))
 
 
 # --- 08 Streams --------------------------------------------------------------------------------------------
@@ -166,10 +154,10 @@ def compare_overlap(ranks: Ranks, seed: int) -> None:
     compare_exposed("A forward on the virtual GPU: gathers", found, "forward", GPU_FORWARD_US, "no-overlap")
 
 
-def judge_forward_peak(ranks: Ranks, seed: int) -> None:
-    """One unit is gathered ahead, no more."""
+def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
+    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
     found = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, "unbounded-prefetch")
+    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, misconception)
 
 
 # --- 09 Forward prefetch -----------------------------------------------------------------------------------
@@ -210,12 +198,10 @@ def _gathered_once(where: str, found: dict[str, Any], in_backward: bool) -> None
     gathers = gathers_of(found, in_backward)
     if len(gathers) != UNITS:
         owners = [each[4] for each in gathers]
-        message = f"{where} has {len(gathers)} all-gathers for {UNITS} units ({', '.join(owners)}){too_often(owners)}."
         again = (each for place, each in enumerate(gathers) if each[4] in owners[:place])
         moment = next(again, gathers[-1] if gathers else [0.0])[0]
-        raise Finding(
-            "gathered-again" if len(gathers) > UNITS else "not-gathered", message, UNITS, len(gathers)
-        ).at(_seen(found, moment))
+        words = {"owners": ", ".join(owners), "too_often": too_often(owners)}
+        raise told("laws.gathers", where, len(gathers), UNITS, **words).at(_seen(found, moment))
 
 
 # --- 10 Backward prefetch, reductions behind ---------------------------------------------------------------
@@ -235,21 +221,18 @@ def judge_reductions(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
     if not found["reductions"]:
-        message = "A step on the virtual host reduces nothing."
-        raise Finding("not-reduced", message, f"{UNITS} reductions", 0).at(_seen(found, 0.0))
+        where = "A step on the virtual host"
+        raise told("laws.reduces_nothing", where, 0, f"{UNITS} reductions").at(_seen(found, 0.0))
     where = "A step on the virtual host: gradients"
     compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
 
 
 def judge_bound(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
-    flying = found["flying"]
-    if flying > 2:
-        message = (
-            f"A step on the virtual host: {flying} reductions are started that compute has not waited for."
-        )
+    if (flying := found["flying"]) > 2:
         third = found["reductions"][2][0]  # by now there are more than two
-        raise Finding("unbounded-reductions", message, "at most 2", flying).at(_seen(found, third))
+        where = "A step on the virtual host:"
+        raise told("laws.flying", where, flying, "at most 2").at(_seen(found, third))
 
 
 def judge_peak(ranks: Ranks, seed: int) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import expect, told
 from hwfsdp.course.guard import watch_wire
 from hwfsdp.course.run import Ranks, Report, attempt
 from hwfsdp.course.stations.facts import learners
@@ -37,11 +37,12 @@ def cases() -> list[tuple[int, int]]:
 
 
 def probe_rows(report: Report, seed: int) -> None:
-    file = learners()
-    attempt(report, "padded", lambda: [_plain(file.padded_rows(n, w)) for n, w in cases()])
-    attempt(
-        report, "rows", lambda: [[_plain(file.rows_of(n, w, rank)) for rank in range(w)] for n, w in cases()]
-    )
+    attempt(report, "padded", lambda: [_plain(learners().padded_rows(n, w)) for n, w in cases()])
+    attempt(report, "rows", lambda: [_rows(n, w) for n, w in cases()])
+
+
+def _rows(n: int, world_size: int) -> list[Any]:
+    return [_plain(learners().rows_of(n, world_size, rank)) for rank in range(world_size)]
 
 
 def _plain(value: Any) -> Any:
@@ -65,18 +66,16 @@ def chunks(n: int, world_size: int) -> tuple[tuple[int, int], ...]:
 
 def judge_padded(ranks: Ranks, seed: int) -> None:
     answers = ranks.run(probe_rows, 1, seed=seed)["padded"][0]
-    for (n, w), answer in zip(cases(), answers, strict=True):
-        first = chunks(n, w)[0]
-        expected = first[1] - first[0]
-        if answer != expected:
+    pairs = list(zip(cases(), answers, strict=True))
+    always = all(given == n // w + 1 for (n, w), given in pairs if n <= MOST)
+    for (n, w), answer in pairs:
+        start, stop = chunks(n, w)[0]
+        if answer != stop - start:
             misconception = "floor-instead-of-ceil" if answer == n // w else "wrong-value"
+            misconception = "padded-always" if always else misconception
             if isinstance(answer, str) or n > MOST:
                 misconception = "float-for-integer"
-            elif all(
-                given == n // w + 1 for (n, w), given in zip(cases(), answers, strict=True) if n <= MOST
-            ):
-                misconception = "padded-always"
-            raise Finding(misconception, f"padded_rows({n}, {w}) is {answer}.", expected, answer)
+            raise Finding(misconception, f"padded_rows({n}, {w}) is {answer}.", stop - start, answer)
 
 
 def judge_rows(ranks: Ranks, seed: int) -> None:
@@ -101,9 +100,8 @@ def judge_rows(ranks: Ranks, seed: int) -> None:
             more = " The second number is how many rows there are; asked for is the row after the last."
         elif [b - a for a, b in given] == sorted((n // w + (r < n % w) for r in range(w)), reverse=True):
             misconception = "spread-evenly"
-        raise Finding(
-            misconception, f"rows_of({n}, {w}, {rank}) is {tuple(got)}.{more}", tuple(want), tuple(got)
-        )
+        message = f"rows_of({n}, {w}, {rank}) is {tuple(got)}.{more}"
+        raise Finding(misconception, message, tuple(want), tuple(got))
 
 
 # --- 02 Rings ----------------------------------------------------------------------------------------------
@@ -199,35 +197,34 @@ def _compare_wire(
     where: str, result: Mapping[str, Any], kept: Tensor, sent: int, rank: int, size: int
 ) -> None:
     """The input is as it was; this rank sent no more than it must, to its neighbor alone."""
-    compare(f"{where}:", result, {"02.input": kept})
+    expect("02.input", f"{where}:", result["input"], kept)
     for kind, peer in (("send", (rank + 1) % size), ("recv", (rank - 1) % size)):
         peers = [p for what, p, _ in result["moves"] if what == kind]
         bytes_ = [nbytes for what, _, nbytes in result["moves"] if what == kind]
-        for stranger in (p for p in peers if p != peer):
-            raise told("02.stranger", f"{where}: {kind}s", f"rank {stranger}", f"rank {peer}")
-        if sum(bytes_) != sent:
-            words = {"steps": len(bytes_), "piece": 4 * N, "enough": size - 1}
-            raise told("02.wire", f"{where}: {kind}", sum(bytes_), sent, **words)
+        for each in peers:
+            expect("02.stranger", f"{where}: {kind}s", f"rank {each}", f"rank {peer}")
+        words = {"steps": len(bytes_), "piece": 4 * N, "enough": size - 1}
+        expect("02.wire", f"{where}: {kind}", sum(bytes_), sent, **words)
 
 
 # --- 05 Closed forms ---------------------------------------------------------------------------------------
 
 
-class Setup:
-    """Shapes, a strategy, ranks."""
+class Setup(NamedTuple):
+    """A call of `traffic`; `shards` is an argument of the hybrid strategy alone."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], strategy: str, world_size: int, shards: int) -> None:
-        self.shapes, self.strategy, self.world_size, self.shards = shapes, strategy, world_size, shards
+    shapes: list[tuple[int, ...]]
+    strategy: str
+    world_size: int
+    shards: int
 
     @property
-    def words(self) -> str:
-        of_hybrid = f", shards={self.shards}" if self.strategy == "hybrid" else ""
-        return f"traffic({self.shapes}, {self.strategy!r}, {self.world_size}{of_hybrid})"
+    def options(self) -> dict[str, int]:
+        return {"shards": self.shards} if self.strategy == "hybrid" else {}
 
-    def expected(self) -> dict[str, int]:
-        shards = self.shards if self.strategy == "hybrid" else None
-        groups = [GroupSizes(self.shapes)]
-        return strategy_traffic(groups, STRATEGIES[self.strategy], self.world_size, shards)
+    def __str__(self) -> str:
+        more = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"traffic({self.shapes}, {self.strategy!r}, {self.world_size}{more})"
 
 
 def setups(seed: int) -> list[Setup]:
@@ -235,10 +232,8 @@ def setups(seed: int) -> list[Setup]:
     found = [Setup([(8, 3)], name, 4, 2) for name in STRATEGIES]
     for name in STRATEGIES:
         for _ in range(12):
-            shapes = [
-                tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
-                for _ in range(draw.randint(1, 4))
-            ]
+            lengths = range(draw.randint(1, 4))
+            shapes = [tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3))) for _ in lengths]
             replicas, shards = draw.randint(1, 4), draw.randint(1, 5)
             found.append(Setup(shapes, name, replicas * shards, shards))
     return found
@@ -249,8 +244,7 @@ def probe_traffic(report: Report, seed: int) -> None:
 
 
 def _traffic(setup: Setup) -> dict[str, Any]:
-    more = {"shards": setup.shards} if setup.strategy == "hybrid" else {}
-    found = learners().traffic(setup.shapes, setup.strategy, setup.world_size, **more)
+    found = learners().traffic(setup.shapes, setup.strategy, setup.world_size, **setup.options)
     return {str(op): _plain(nbytes) for op, nbytes in dict(found).items()}
 
 
@@ -262,16 +256,15 @@ def probe_own_traffic(report: Report, seed: int, shapes: list[tuple[int, ...]], 
 def judge_traffic(ranks: Ranks, seed: int) -> None:
     answers = ranks.run(probe_traffic, 1, seed=seed)["traffic"][0]
     for setup, answer in zip(setups(seed), answers, strict=True):
-        expected = setup.expected()
+        strategy, groups = STRATEGIES[setup.strategy], [GroupSizes(setup.shapes)]
+        expected = strategy_traffic(groups, strategy, setup.world_size, setup.options.get("shards"))
         for op, nbytes in expected.items():
             got = answer.get(op, 0)
             if got != nbytes:
-                raise Finding(
-                    _wrong_traffic(setup, op, got, nbytes), f"{setup.words}: {op} is {got} B.", nbytes, got
-                )
+                raise Finding(_wrong_traffic(setup, got, nbytes), f"{setup}: {op} is {got} B.", nbytes, got)
 
 
-def _wrong_traffic(setup: Setup, op: str, got: Any, expected: int) -> str:
+def _wrong_traffic(setup: Setup, got: Any, expected: int) -> str:
     if not isinstance(got, int):
         return "bytes-for-numbers"
     plain = 4 * sum(torch.Size(shape).numel() for shape in setup.shapes)

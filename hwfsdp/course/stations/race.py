@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 import hwfsdp
+from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Report
 from hwfsdp.course.stations import machines
 from hwfsdp.course.stations.clocked import simulate_here
 from hwfsdp.course.stations.facts import attempt_together, learners
-from hwfsdp.course.verdict import Finding
 from hwfsdp.train.models.gpt import GPT, GPTConfig
 
 GPUS, DEVICE, BATCH = 64, "h100", 2
@@ -92,8 +92,7 @@ def board(ranks: Ranks, seed: int) -> Board:
 def _compare(board: Board, figure: str, what: str, unit: str, misconception: str) -> None:
     for name, (mine, theirs) in board.items():
         if mine[figure] > BOUND * theirs[figure]:
-            message = (
-                f"{name!r} on {GPUS} virtual GPUs: the {what} {mine[figure]:,.0f} {unit}, "
-                f"{mine[figure] / theirs[figure]:.2f} times FSDP2's {theirs[figure]:,.0f}; bound {BOUND:g} times."
-            )
-            raise Finding(misconception, message, round(BOUND * theirs[figure]), round(mine[figure]))
+            where, right = f"{name!r} on {GPUS} virtual GPUs: the {what}", round(BOUND * theirs[figure])
+            words: dict[str, Any] = {"unit": unit, "bound": BOUND, "theirs": theirs[figure]}
+            words["times"] = mine[figure] / theirs[figure]
+            raise told("laws.raced", where, round(mine[figure]), right, kind=misconception, **words)

@@ -20,9 +20,8 @@ from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss
 Units = list[tuple[str, nn.Module]]
 EVEN = 12  # a multiple of 1, 2, 3 and 4
 ROWS = 2  # of a micro-batch of one rank
-DEEP = GPTConfig(
-    dim=36, layers=8, heads=2, seq_len=12, vocab=12
-)  # units much larger than activations of 4 tokens
+# units much larger than activations of 4 tokens
+DEEP = GPTConfig(dim=36, layers=8, heads=2, seq_len=12, vocab=12)
 
 
 class Scenario(NamedTuple):
@@ -102,9 +101,8 @@ class Adapted(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.base, self.adapter = nn.Linear(width, width).requires_grad_(False), nn.Linear(
-            width, width, bias=False
-        )
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.adapter = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.base(x))
@@ -243,61 +241,51 @@ class Checkpoint(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def _gpt(draw: random.Random) -> Built:
-    model = GPT(GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19])))
-    return Built(model, _units(model, model.blocks))
+def _gpt(
+    draw: random.Random, kind: type[GPT] = GPT, tied: bool = False, vocabs: Sequence[int] = (13, 17, 19)
+) -> Built:
+    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice(vocabs), tied)
+    return _built(kind(config))
 
 
-def _deep(draw: random.Random) -> Built:
-    model = GPT(DEEP)
-    return Built(model, _units(model, model.blocks))
+_gained = partial(_gpt, kind=Gained)
 
 
 def _stack(
-    kind: type[Stack], block: Callable[[int], nn.Module], widths: Sequence[int] = (5, 7), blocks: int = 3
-) -> Callable[[random.Random], Built]:
-    def build(draw: random.Random) -> Built:
-        width = draw.choice(widths)
-        model = kind(width, [block(width) for _ in range(blocks)])
-        return Built(model, _units(model, model.blocks))
-
-    return build
+    draw: random.Random,
+    kind: type[Stack] = Stack,
+    block: Callable[[int], nn.Module] = Perceptron,
+    widths: Sequence[int] = (5, 7),
+    blocks: int = 3,
+) -> Built:
+    width = draw.choice(widths)
+    return _built(kind(width, [block(width) for _ in range(blocks)]))
 
 
 def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
     """The first unit's backward never comes; the third one's brings the gradient of an input alone."""
-    built = _stack(Stack, Adapted, widths, blocks=4)(draw)
-    inlet, blocks = built.model.inlet, built.model.blocks
-    for frozen in (inlet, blocks[0], blocks[2]):  # type: ignore[index]
+    built = _stack(draw, block=Adapted, widths=widths, blocks=4)
+    model: Any = built.model
+    for frozen in (model.inlet, model.blocks[0], model.blocks[2]):
         frozen.requires_grad_(False)
     return built
 
 
 def _frozen_inlet(draw: random.Random) -> Built:
     """The root's backward is over before the blocks'."""
-    built = _stack(Stack, Perceptron)(draw)
+    built = _stack(draw)
     model: Any = built.model
     model.inlet.requires_grad_(False)
     return built
 
 
 def _nested(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
-    model = _stack(Nesting, Nested, widths)(draw).model
-    units: Units = []
-    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
-        units += [(f"blocks.{index}.inner", block.inner), (f"blocks.{index}", block)]
-    return Built(model, [*units, ("model", model)])
+    return _built(_stack(draw, Nesting, Nested, widths).model, "inner")
 
 
 def _loud(draw: random.Random) -> Built:
     model = Loud()
     return Built(model, [("model", model)])
-
-
-def _gained(draw: random.Random, tied: bool = False, vocabs: Sequence[int] = (13, 17, 19)) -> Built:
-    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice(vocabs), tied)
-    model = Gained(config)
-    return Built(model, _units(model, model.blocks))
 
 
 def _gained_frozen(draw: random.Random) -> Built:
@@ -312,10 +300,8 @@ def _gained_frozen(draw: random.Random) -> Built:
 def _gained_nested(draw: random.Random) -> Built:
     """The attention of each block is a unit inside its block. So is the head, which has one parameter."""
     model: Any = _gained(draw).model
-    units: Units = []
-    for index, block in enumerate(model.blocks):
-        units += [(f"blocks.{index}.attention", block.attention), (f"blocks.{index}", block)]
-    return Built(model, [*units, ("head", model.head), ("model", model)])
+    *inner, root = _built(model, "attention").units
+    return Built(model, [*inner, ("head", model.head), root])
 
 
 def _even(draw: random.Random, reentrant: bool | None = None) -> Built:
@@ -326,29 +312,32 @@ def _even(draw: random.Random, reentrant: bool | None = None) -> Built:
 
 def _side_by_side(model: GPT) -> Built:
     """Units side by side; the model itself is none."""
-    blocks = _units(model, model.blocks)[:-1]
-    names = ("tokens", "positions", "norm", "head")
-    first, last = ([(name, getattr(model, name)) for name in half] for half in (names[:2], names[2:]))
-    return Built(model, [*first, *blocks, *last])
+    parts = [(name, getattr(model, name)) for name in ("tokens", "positions", "norm", "head")]
+    return Built(model, [*parts[:2], *_built(model).units[:-1], *parts[2:]])
 
 
-def _units(model: nn.Module, blocks: Any) -> Units:
-    return [*((f"blocks.{index}", block) for index, block in enumerate(blocks)), ("model", model)]
+def _built(model: nn.Module, inner: str = "") -> Built:
+    """Its units are its blocks, and itself; before each block, the module with the name `inner` in it."""
+    found: Units = []
+    for name, block in model.get_submodule("blocks").named_children():
+        found += [(f"blocks.{name}.{inner}", block.get_submodule(inner))] if inner else []
+        found.append((f"blocks.{name}", block))
+    return Built(model, [*found, ("model", model)])
 
 
 WIDE = (37, 41)  # units much larger than activations of two rows
 MODELS: dict[str, Callable[[random.Random], Built]] = {
     "gpt": _gpt,
-    "deep": _deep,
+    "deep": lambda draw: _built(GPT(DEEP)),
     "tied": partial(_gained, tied=True),
     "frozen": _frozen,
     "frozen inlet": _frozen_inlet,
-    "stack": _stack(Stack, Perceptron),
-    "twice": _stack(Twice, Perceptron),
-    "unused": _stack(Unused, Perceptron),
-    "changing": _stack(Changing, Perceptron),
-    "shortened": _stack(Shortened, Perceptron),
-    "recomputed": _stack(Recomputed, Perceptron),
+    "stack": _stack,
+    "twice": partial(_stack, kind=Twice),
+    "unused": partial(_stack, kind=Unused),
+    "changing": partial(_stack, kind=Changing),
+    "shortened": partial(_stack, kind=Shortened),
+    "recomputed": partial(_stack, kind=Recomputed),
     "nested": _nested,
     "loud": _loud,
     "gained": _gained,
@@ -361,9 +350,9 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "even and deep": lambda draw: _side_by_side(GPT(DEEP)),
     "wide and tied": partial(_gained, tied=True, vocabs=(301, 307)),  # the root is the largest unit
     "wide and frozen": partial(_frozen, widths=WIDE),
-    "wide and unused": _stack(Unused, Perceptron, WIDE),
-    "wide and twice": _stack(Twice, Perceptron, WIDE),
-    "wide and recomputed": _stack(Recomputed, Perceptron, WIDE),
+    "wide and unused": partial(_stack, kind=Unused, widths=WIDE),
+    "wide and twice": partial(_stack, kind=Twice, widths=WIDE),
+    "wide and recomputed": partial(_stack, kind=Recomputed, widths=WIDE),
     "wide and nested": partial(_nested, widths=WIDE),
 }
 
