@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -409,11 +410,8 @@ def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) 
         with around():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, name, surrounded)
-    try:
+    with mock.patch.object(ShardingPropagator, name, surrounded):
         yield
-    finally:
-        setattr(ShardingPropagator, name, original)
 
 
 def functional_operators() -> list[Any]:

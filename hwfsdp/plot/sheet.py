@@ -144,6 +144,16 @@ def blank(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
     axes.set_ylim(height, -top)
 
 
+def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
+    """Axes without a frame and without ticks, but for names; downwards, with `top` more above."""
+    axes.spines[:].set_visible(False)
+    axes.set_xlim(0.0, width)
+    axes.set_ylim(height, -top)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+
+
 def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
     """Rows with their names at the left, and a scale below that is in this unit."""
     style.open_frame(axes)
