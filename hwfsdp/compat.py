@@ -348,10 +348,8 @@ def arguments_of(op: Any) -> tuple[OperatorArgument, ...]:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective calls by this name."""
-    resolve: Callable[[str], dist.ProcessGroup] = getattr(
-        dist.distributed_c10d, "_resolve_process_group"
-    )  # noqa: B009
-    return resolve(name)
+    group: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
+    return group
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

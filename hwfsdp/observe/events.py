@@ -54,10 +54,7 @@ COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
     *("reduce", "gather", "scatter", "barrier"),
 )
-OPS = (
-    *COLLECTIVES,
-    *("copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free"),
-)
+OPS = (*COLLECTIVES, "copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free")
 COMPUTE_OPS = ("forward", "backward", "optimizer", "copy_in", "copy_out")
 
 

@@ -132,10 +132,8 @@ def plot_memory(
         _draw_peak(axes, stack, unit, name, timed=not in_order)
     axes.tick_params(axis="x", labelbottom=not in_order)
     since = "the recording" if len(stacks) == 1 else "each recording"
-    unit_of_x = (
-        "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
-    )
-    axes.set_xlabel(unit_of_x, fontsize=style.TEXT_SIZE)
+    time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
+    axes.set_xlabel(time, fontsize=style.TEXT_SIZE)
     head.draw(figure, _LEFT)
     return figure
 

@@ -231,10 +231,8 @@ def fitting(name: str, size: float, width: float) -> str:
     if inches(name, size) <= width:
         return name
     dots = [at + 1 for at, letter in enumerate(name) if letter == "."]
-    for cuts in (
-        dots,
-        range(1, len(name)),
-    ):  # at a dot if possible; the later the cut, the shorter what is left
+    # At a dot if possible. The later the cut, the shorter what is left.
+    for cuts in (dots, range(1, len(name))):
         first = bisect_left(cuts, True, key=lambda at: inches(f"…{name[at:]}", size) <= width)
         if first < len(cuts):
             return f"…{name[cuts[first]:]}"
