@@ -122,7 +122,7 @@ Clock = Callable[[str], Mark]  # Note [Clocks]
 
 
 class Draft:
-    """An event that has begun; `close` ends it. Its fields are those of `Event`, but for the times.
+    """An event that has begun; `close` ends it, and so does the end of a block. Its fields are those of `Event`, but for the times.
 
     Attributes:
         clock: times the event. begin, end: its marks. follows_stream: see `Recorder.begin`.
@@ -152,6 +152,12 @@ class Draft:
             self.end = mark or self.clock(self.stream)
             if not self.follows_stream:
                 self.recorder.last_seq[self.stream] = self.seq
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def timed(self, step: int, start_us: float, dur_us: float) -> Event:
         """The event with this step and these times."""
@@ -391,22 +397,7 @@ _NOTHING = nullcontext()
 
 def span(op: str, stream: str, **details: Any) -> AbstractContextManager[Any]:
     """Log an event that lasts as long as the block, if a recording is active. `details`: see `Recorder.begin`."""
-    return _NOTHING if _active is None else _Span(_active.begin(op, stream, **details))
-
-
-class _Span:
-    """Closes a draft at the end of a block."""
-
-    __slots__ = ("draft",)
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self.draft.close()
+    return _NOTHING if _active is None else _active.begin(op, stream, **details)
 
 
 def scope(
