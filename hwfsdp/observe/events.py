@@ -407,24 +407,17 @@ def scope(
 
     None: as around the block. Without a recording this does nothing.
     """
-    return _NOTHING if _active is None else _Scope(_active, phase, owner, clock)
+    return _NOTHING if _active is None else _scoped(_active, phase, owner, clock)
 
 
-class _Scope:
-    """Sets fields of the recorder for a block, and puts the old values back."""
-
-    __slots__ = ("recorder", "inner", "outer")
-
-    def __init__(self, recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> None:
-        self.recorder, self.inner = recorder, (phase, owner, clock)
-        self.outer = recorder.phase, recorder.owner, recorder.clock
-
-    def __enter__(self) -> None:
-        recorder, (phase, owner, clock) = self.recorder, self.inner
-        self.outer = recorder.phase, recorder.owner, recorder.clock
-        recorder.phase = recorder.phase if phase is None else phase
-        recorder.owner = recorder.owner if owner is None else owner
-        recorder.clock = clock or recorder.clock
-
-    def __exit__(self, *error: object) -> None:
-        self.recorder.phase, self.recorder.owner, self.recorder.clock = self.outer
+@contextmanager
+def _scoped(recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> Iterator[None]:
+    """Set fields of the recorder for a block, and put the old values back."""
+    outer = recorder.phase, recorder.owner, recorder.clock
+    recorder.phase = recorder.phase if phase is None else phase
+    recorder.owner = recorder.owner if owner is None else owner
+    recorder.clock = clock or recorder.clock
+    try:
+        yield
+    finally:
+        recorder.phase, recorder.owner, recorder.clock = outer
