@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -347,10 +348,8 @@ def arguments_of(op: Any) -> tuple[OperatorArgument, ...]:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective calls by this name."""
-    resolve: Callable[[str], dist.ProcessGroup] = getattr(
-        dist.distributed_c10d, "_resolve_process_group"
-    )  # noqa: B009
-    return resolve(name)
+    group: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
+    return group
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -409,11 +408,8 @@ def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) 
         with around():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, name, surrounded)
-    try:
+    with mock.patch.object(ShardingPropagator, name, surrounded):
         yield
-    finally:
-        setattr(ShardingPropagator, name, original)
 
 
 def functional_operators() -> list[Any]:

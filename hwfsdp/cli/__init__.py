@@ -1,5 +1,6 @@
 """The command `hwfsdp`: a table of verbs and their options, `verbs.toml`, and a module for each verb that has work to do here.
 
+    options    options, read from the rows of the table; the answer as text or JSON
     training   what verbs that train share
     demo       the same run three times, compared, and drawn
     health     what doctor looks at
@@ -13,7 +14,6 @@
     grade      one submission, or a class of them
     release    the student's edition
     greeting   the command without a verb: what to do next
-    options    options, read from the rows of the table
     command    the parser of the table, and the exit status
 
 The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported when

@@ -55,13 +55,13 @@ def _proposal() -> Iterator[str]:
 def _without_course() -> Iterator[str]:
     """Propose the demo, then a copy of the course if the package carries one."""
     course = carried_course()
-    if course is None or not _DEMO.exists():
-        exercises = (
-            f"Then write the course, {len(course.exercises)} exercises, to a folder:" if course else ""
-        )
-        yield from _demo(f"{exercises}\n  hwfsdp course fsdp-course" if exercises else "")
+    if course is None:
+        yield from _demo("")
         return
-    yield "Next, write the course to a folder to work in:"
+    if not _DEMO.exists():
+        yield from _demo(f"Then write the course, {len(course.exercises)} exercises, to a folder:")
+    else:
+        yield "Next, write the course to a folder to work in:"
     yield "  hwfsdp course fsdp-course"
 
 

@@ -221,11 +221,8 @@ def look_at_gpus() -> Look:
             says = f"{there}, but torch is built for the CPU"
             return Look("GPU", "note", says, f"To use it: {_ANOTHER_BUILD} for the driver here")
         says = f"{there}, but torch finds none"
-        remedy = (
-            "Is CUDA_VISIBLE_DEVICES set, or the driver older than torch's CUDA (nvidia-smi)? "
-            + _ANOTHER_BUILD
-        )
-        return Look("GPU", "note", says, remedy)
+        asked = "Is CUDA_VISIBLE_DEVICES set, or the driver older than torch's CUDA (nvidia-smi)?"
+        return Look("GPU", "note", says, f"{asked} {_ANOTHER_BUILD}")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     try:
         for index in range(len(names)):

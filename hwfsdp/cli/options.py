@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shared: Mapping[str,
         shared: rows by their name, for "@name".
     """
     to: Any = parser
-    for row in _whole_rows(rows):
+    for row in re.sub(r"\n +", " ", textwrap.dedent(rows).strip()).splitlines():  # each in one line
         if row.startswith("@"):
             add_options(to, shared[row[1:]], shared)
         elif row.startswith("["):
@@ -33,11 +33,6 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shared: Mapping[str,
             names, kind, text = re.split(r" {2,}", row, maxsplit=2)
             name, _, value = names.partition(" ")
             to.add_argument(name, help=text, **_value(value), **_kind(kind))
-
-
-def _whole_rows(rows: str) -> Iterator[str]:
-    """Each row in one line."""
-    return iter(re.sub(r"\n +", " ", textwrap.dedent(rows).strip()).splitlines())
 
 
 def _value(name: str) -> dict[str, Any]:

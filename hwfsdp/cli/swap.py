@@ -11,12 +11,12 @@ from types import TracebackType
 
 import hwfsdp
 
-STARTUP = (
-    Path(hwfsdp.__file__).parent / "startup"
-)  # with the `sitecustomize` that exchanges the names when Python starts
+# With the `sitecustomize` that exchanges the names when Python starts.
+STARTUP = Path(hwfsdp.__file__).parent / "startup"
 
 
 def swap(args: argparse.Namespace) -> int:
+    """Run the program; an error of it is shown as Python shows it."""
     hwfsdp.install()
     behind = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), behind]))

@@ -198,6 +198,15 @@ def init_process_group(
     wait_for_connections()
 
 
+def limit_collectives(seconds: float) -> None:
+    """Give collectives of the default process group this timeout: the ranks meet again, in the same store."""
+    backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+    store, limit = compat.default_store_below("with a limit"), timedelta(seconds=seconds)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    wait_for_connections()
+
+
 def wait_for_connections() -> None:
     """Wait until all ranks are connected. A rank that left earlier would break connections that others still make."""
     if dist.get_backend() == "gloo":

@@ -58,7 +58,8 @@ def explain_on_paper(
     with torch.device("meta"):
         model = build()
     blocks = find_blocks(model) if classes is None else find_classes(model, classes)
-    with _on_paper(rank, ranks):
+    remedy = "Call hwfsdp.explain(model) there, or destroy the process group first."
+    with on_paper(rank, ranks, "explain_on_paper", remedy):
         mesh = init_device_mesh("cpu", (ranks,))
         for block in [*reversed(blocks.values()), model]:  # inner ones first
             fully_shard(block, mesh=mesh)
@@ -66,14 +67,18 @@ def explain_on_paper(
 
 
 @contextmanager
-def _on_paper(rank: int, ranks: int) -> Iterator[None]:
-    """In the block, this process is one of so many ranks, which do not exist."""
+def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]:
+    """In the block, this process is one of so many ranks, which do not exist.
+
+    Raises:
+        StateError: the process has a process group already; about `subject`.
+    """
     if dist.is_initialized():
         raise StateError(
-            "explain_on_paper",
+            subject,
             expected="a process without a process group",
             got=f"one of {dist.get_world_size()} ranks",
-            remedy="Call hwfsdp.explain(model) there, or destroy the process group first.",
+            remedy=remedy,
         )
     with fake_process_group(rank, ranks):
         yield

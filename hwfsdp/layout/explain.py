@@ -159,9 +159,8 @@ def _in_units(nbytes: int) -> str:
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return (
-        f"{nbytes:,} B" if unit == "B" else f"{size:,.{0 if size >= 100 else 1 if size >= 10 else 2}f} {unit}"
-    )
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2
+    return f"{nbytes:,} B" if unit == "B" else f"{size:,.{digits}f} {unit}"
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -204,12 +203,9 @@ def _totals(params: Sequence[FSDPParam]) -> Totals:
 
 
 def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
-    dim, whole, placements = (
-        getattr(param.layout, "dim", 0),
-        param.layout.global_shape,
-        param.layout.placements,
-    )
-    shape, offset = compute_local_shape_and_global_offset(whole, param.layout.device_mesh, placements)
+    layout, dim = param.layout, getattr(param.layout, "dim", 0)
+    whole, placements = layout.global_shape, layout.placements
+    shape, offset = compute_local_shape_and_global_offset(whole, layout.device_mesh, placements)
     return ParamRow(
         fqn,
         group,

@@ -54,10 +54,7 @@ COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
     *("reduce", "gather", "scatter", "barrier"),
 )
-OPS = (
-    *COLLECTIVES,
-    *("copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free"),
-)
+OPS = (*COLLECTIVES, "copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free")
 COMPUTE_OPS = ("forward", "backward", "optimizer", "copy_in", "copy_out")
 
 
@@ -125,7 +122,7 @@ Clock = Callable[[str], Mark]  # Note [Clocks]
 
 
 class Draft:
-    """An event that has begun; `close` ends it. Its fields are those of `Event`, but for the times.
+    """An event that has begun; `close` ends it, and so does the end of a block. Its fields are those of `Event`, but for the times.
 
     Attributes:
         clock: times the event. begin, end: its marks. follows_stream: see `Recorder.begin`.
@@ -155,6 +152,12 @@ class Draft:
             self.end = mark or self.clock(self.stream)
             if not self.follows_stream:
                 self.recorder.last_seq[self.stream] = self.seq
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def timed(self, step: int, start_us: float, dur_us: float) -> Event:
         """The event with this step and these times."""
@@ -394,22 +397,7 @@ _NOTHING = nullcontext()
 
 def span(op: str, stream: str, **details: Any) -> AbstractContextManager[Any]:
     """Log an event that lasts as long as the block, if a recording is active. `details`: see `Recorder.begin`."""
-    return _NOTHING if _active is None else _Span(_active.begin(op, stream, **details))
-
-
-class _Span:
-    """Closes a draft at the end of a block."""
-
-    __slots__ = ("draft",)
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self.draft.close()
+    return _NOTHING if _active is None else _active.begin(op, stream, **details)
 
 
 def scope(
@@ -419,24 +407,17 @@ def scope(
 
     None: as around the block. Without a recording this does nothing.
     """
-    return _NOTHING if _active is None else _Scope(_active, phase, owner, clock)
+    return _NOTHING if _active is None else _scoped(_active, phase, owner, clock)
 
 
-class _Scope:
-    """Sets fields of the recorder for a block, and puts the old values back."""
-
-    __slots__ = ("recorder", "inner", "outer")
-
-    def __init__(self, recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> None:
-        self.recorder, self.inner = recorder, (phase, owner, clock)
-        self.outer = recorder.phase, recorder.owner, recorder.clock
-
-    def __enter__(self) -> None:
-        recorder, (phase, owner, clock) = self.recorder, self.inner
-        self.outer = recorder.phase, recorder.owner, recorder.clock
-        recorder.phase = recorder.phase if phase is None else phase
-        recorder.owner = recorder.owner if owner is None else owner
-        recorder.clock = clock or recorder.clock
-
-    def __exit__(self, *error: object) -> None:
-        self.recorder.phase, self.recorder.owner, self.recorder.clock = self.outer
+@contextmanager
+def _scoped(recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> Iterator[None]:
+    """Set fields of the recorder for a block, and put the old values back."""
+    outer = recorder.phase, recorder.owner, recorder.clock
+    recorder.phase = recorder.phase if phase is None else phase
+    recorder.owner = recorder.owner if owner is None else owner
+    recorder.clock = clock or recorder.clock
+    try:
+        yield
+    finally:
+        recorder.phase, recorder.owner, recorder.clock = outer

@@ -22,16 +22,17 @@ _SAYS_STRATEGY = {
 
 def describe(findings: Findings, name: str) -> str:
     """Return the text that `hwfsdp trace show` prints."""
-    parts = [[_headline(findings, name)], _traffic(findings), _strategies(findings), _times(findings)]
+    parts = [
+        [printable(_headline(findings, name))],
+        _traffic(findings),
+        _strategies(findings),
+        _times(findings),
+    ]
     parts += [_memory(findings), _races(findings)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _headline(findings: Findings, name: str) -> str:
-    return printable(_said_of_run(findings, name))
-
-
-def _said_of_run(findings: Findings, name: str) -> str:
     about = findings.about
     text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')}"
     if about is None:

@@ -8,7 +8,7 @@ a drawing cannot show what did not happen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,24 +22,26 @@ from hwfsdp.plot import sheet, style
 MOST_RANKS, MOST_ELEMENTS = 7, 24
 
 _ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.6, 1.2, 0.12, 0.5  # inches
-_HATCHES = (
-    "",
-    "///",
-    "...",
-    "\\\\\\",
-    "|||",
-    "xxx",
-    "ooo",
-)  # of the marks that say where a number comes from
+# Of the marks that say where a number comes from.
+_HATCHES = ("", "///", "...", "\\\\\\", "|||", "xxx", "ooo")
+_WORDS = {
+    "all_gather": "Every rank gives its shard, and gets the shards of all ranks, in their order.",
+    "reduce_scatter": "Every rank gives a whole tensor, and gets one part of the reduction: its own.",
+    "all_reduce": "Every rank gives a whole tensor, and gets the whole reduction.",
+}
 
 
 class _Side(NamedTuple):
-    """Before or after: the rows of the ranks, in chunks of so many elements, and which ranks each chunk comes from."""
+    """Before or after: the rows of the ranks, in chunks of so many elements, and which ranks each chunk comes from.
+
+    Attributes:
+        names: of the chunks. sources: by chunk, the ranks; None: the rank that holds it.
+    """
 
     rows: list[list[float]]
     chunk: int
     names: list[str]
-    sources: Callable[[int, int], Sequence[int]]  # (rank, chunk) → ranks
+    sources: list[Sequence[int]] | None
 
 
 def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Figure:
@@ -61,7 +63,8 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
     cell = max(0.36, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.1)
     widths = [_width(side, cell) for side in (left, right)]
     full = 2 * sheet.MARGIN + _NAMES + sum(widths) + _ARROW
-    head = sheet.head(_title(op, ranks, reduction), _words(op, ranks), (), max(full, 6.0) - 2 * sheet.MARGIN)
+    text = _WORDS[op] if ranks > 1 else "With one rank there is nothing to exchange."
+    head = sheet.head(_title(op, ranks, reduction), text, (), max(full, 6.0) - 2 * sheet.MARGIN)
     height = ranks * _ROW + _CHUNK_NAMES
     figure = sheet.new_figure(max(full, 6.0), head.height + height + sheet.MARGIN)
     axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, full - 2 * sheet.MARGIN, height)
@@ -79,7 +82,7 @@ def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
     """Returns how numbers are reduced, "sum" or "mean"; "" for a gather."""
     ranks, lengths = len(before), {tuple(t.shape) for t in before}
     asked = f"plot_collective({op!r})"
-    if op not in ("all_gather", "reduce_scatter", "all_reduce"):
+    if op not in _WORDS:
         raise UsageError(
             asked,
             expected="all_gather, reduce_scatter or all_reduce",
@@ -125,21 +128,14 @@ def _list(values: Tensor) -> str:
 def _sides(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[_Side, _Side]:
     ranks, rows, results = range(len(before)), _rows(before), _rows(after)
     length = len(rows[0])
-
-    def own(rank: int, chunk: int) -> Sequence[int]:
-        return (rank,)
-
-    def everybody(rank: int, chunk: int) -> Sequence[int]:
-        return ranks
-
     if op == "all_gather":
-        names = [f"from {r}" for r in ranks]
-        return _Side(rows, length, [""], own), _Side(results, length, names, lambda _, chunk: (chunk,))
+        gathered = _Side(results, length, [f"from {r}" for r in ranks], [(r,) for r in ranks])
+        return _Side(rows, length, [""], None), gathered
     if op == "reduce_scatter":
         chunk = length // len(ranks)
-        given = _Side(rows, chunk, [f"to {r}" for r in ranks], own)
-        return given, _Side(results, chunk, ["own part"], everybody)
-    return _Side(rows, length, [""], own), _Side(results, length, ["the same everywhere"], everybody)
+        given = _Side(rows, chunk, [f"to {r}" for r in ranks], None)
+        return given, _Side(results, chunk, ["own part"], [ranks])
+    return _Side(rows, length, [""], None), _Side(results, length, ["the same everywhere"], [ranks])
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -160,22 +156,13 @@ def _title(op: str, ranks: int, reduction: str) -> str:
     return f"{op}{how} of {ranks} rank{'s' * (ranks > 1)}"
 
 
-def _words(op: str, ranks: int) -> str:
-    if ranks == 1:
-        return "With one rank there is nothing to exchange."
-    return {
-        "all_gather": "Every rank gives its shard, and gets the shards of all ranks, in their order.",
-        "reduce_scatter": "Every rank gives a whole tensor, and gets one part of the reduction: its own.",
-        "all_reduce": "Every rank gives a whole tensor, and gets the whole reduction.",
-    }[op]
-
-
 def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> None:
     sheet.say(axes, left, -0.38, gid, weight="bold", color="black")
     for rank, row in enumerate(side.rows):
         for place, value in enumerate(row):
             chunk = place // side.chunk
-            x, sources = left + place * cell + chunk * _CHUNK_GAP, side.sources(rank, chunk)
+            x = left + place * cell + chunk * _CHUNK_GAP
+            sources = side.sources[chunk] if side.sources else (rank,)
             _draw_cell(axes, (x, rank * _ROW), cell, value, sources, f"{gid} {rank} {place}")
             if rank == 0 and place % side.chunk == 0:
                 _name_chunk(axes, x, side.names[chunk], min(side.chunk, len(row)) * cell, gid)
@@ -200,11 +187,10 @@ def _draw_cell(
     sheet.add_box(axes, at, (width, height), style.Look(face), gid, linewidth=0.8, **drawn)
     each = width / len(sources)
     for place, source in enumerate(sources):
-        look, corner = style.Look(style.SEVEN[source], _HATCHES[source]), (
-            x + place * each,
-            y + height - strip,
+        look = style.Look(style.SEVEN[source], _HATCHES[source])
+        sheet.add_box(
+            axes, (x + place * each, y + height - strip), (each, strip), look, f"{gid} from {source}", **drawn
         )
-        sheet.add_box(axes, corner, (each, strip), look, f"{gid} from {source}", **drawn)
     middle = (x + width / 2, y + (height - strip) / 2)
     style.draw_label(axes, middle, _text(value), face, style.TEXT_SIZE, hatched=False)
 

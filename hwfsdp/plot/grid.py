@@ -90,13 +90,15 @@ def plot_sharding(
     head = sheet.head(_title(mesh), _text(parameters), _keys(), width - left - sheet.MARGIN)
     rows = len(parameters) * _LINE
     figure = sheet.new_figure(width, head.height + _RANK_NAMES + rows + sheet.MARGIN)
-    maps = _frame(sheet.axes_at(figure, left, sheet.MARGIN, _MAP, rows), len(parameters), 1.0)
+    maps = sheet.axes_at(figure, left, sheet.MARGIN, _MAP, rows)
+    sheet.bare(maps, 1.0, len(parameters))
     maps.set_yticks(
         [line + 0.45 for line in range(len(parameters))],
         [sheet.fitting(p.name, style.TEXT_SIZE, names) for p in parameters],
     )
     at = left + _MAP + _GAP
-    cells = _frame(sheet.axes_at(figure, at, sheet.MARGIN, ranks * cell, rows), len(parameters), ranks)
+    cells = sheet.axes_at(figure, at, sheet.MARGIN, ranks * cell, rows)
+    sheet.bare(cells, ranks, len(parameters))
     _name_ranks(cells, ranks, cell)
     for line, parameter in enumerate(parameters):
         parts, cut = _parts(parameter, mesh, axis), _cut(parameter, axis)
@@ -177,16 +179,6 @@ def _keys() -> list[Patch]:
         sheet.key(own, "own rows or columns, first…last", style.GREYS[3]),
         sheet.key(_PADDING, "padding: sent, no part of a parameter", style.GREYS[2]),
     ]
-
-
-def _frame(axes: Axes, lines: int, width: float) -> Axes:
-    axes.spines[:].set_visible(False)
-    axes.set_xlim(0.0, width)
-    axes.set_ylim(lines, 0.0)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
-    return axes
 
 
 def _name_ranks(axes: Axes, ranks: int, cell: float) -> None:

@@ -49,12 +49,8 @@ def _end(event: Event, place: int, shown: Sequence[Event], events: Sequence[Even
 def draw_issued(axes: Axes, found: Sequence[Issued], places: int) -> None:
     """A row for gathers, one for compute, one for reductions, as far as there are any; `places` wide."""
     rows = 1 + max((ROWS[each.event.op] for each in found), default=1)
-    axes.set_xlim(0, places)
-    axes.set_ylim(rows, -0.1)
-    axes.spines[:].set_visible(False)
-    axes.set_xticks([])
+    sheet.bare(axes, places, rows, top=0.1)
     axes.set_yticks([row + _HEIGHT / 2 for row in range(rows)], _NAMES[:rows])
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
     for event, begin, end in found:
         draw_box(axes, (begin, ROWS[event.op]), end - begin, style.look_of_op(event.op), event.owner)
 

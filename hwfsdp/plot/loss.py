@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -101,26 +100,16 @@ def _labels(curves: Mapping[str, Curve]) -> dict[str, str]:
     visible = _LOOKS_EQUAL * (max(finite) - min(finite)) if finite else 0.0
     labels = {}
     for place, name in enumerate(names):
-        twin = _closest([(earlier, curves[earlier]) for earlier in names[:place]], curves[name])
-        if twin is None or twin.distance > visible:
+        alike = [earlier for earlier in names[:place] if len(curves[earlier]) == len(curves[name])]
+        distances = {earlier: _distance(curves[earlier], curves[name]) for earlier in alike}
+        twin = min(distances, key=distances.__getitem__, default=None)
+        if twin is None or distances[twin] > visible:
             labels[name] = name
-        elif twin.distance == 0.0:
-            labels[name] = f"{name} (equals {twin.name} exactly)"
+        elif distances[twin] == 0.0:
+            labels[name] = f"{name} (equals {twin} exactly)"
         else:
-            labels[name] = f"{name} (at most {twin.distance:.1e} from {twin.name})"
+            labels[name] = f"{name} (at most {distances[twin]:.1e} from {twin})"
     return labels
-
-
-class _Twin(NamedTuple):
-    """An earlier curve and the largest difference from it."""
-
-    name: str
-    distance: float
-
-
-def _closest(earlier: Sequence[tuple[str, Curve]], curve: Curve) -> _Twin | None:
-    twins = [_Twin(name, _distance(other, curve)) for name, other in earlier if len(other) == len(curve)]
-    return min(twins, key=lambda twin: twin.distance, default=None)
 
 
 def _distance(first: Curve, second: Curve) -> float:

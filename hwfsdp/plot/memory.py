@@ -18,7 +18,7 @@ the samples in their order, without times and without the strip (`in_order`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -132,10 +132,8 @@ def plot_memory(
         _draw_peak(axes, stack, unit, name, timed=not in_order)
     axes.tick_params(axis="x", labelbottom=not in_order)
     since = "the recording" if len(stacks) == 1 else "each recording"
-    unit_of_x = (
-        "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
-    )
-    axes.set_xlabel(unit_of_x, fontsize=style.TEXT_SIZE)
+    time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
+    axes.set_xlabel(time, fontsize=style.TEXT_SIZE)
     head.draw(figure, _LEFT)
     return figure
 
@@ -152,17 +150,21 @@ def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None, from_zero:
             got="samples without bytes" if samples else f"samples of the ranks {sorted(log.samples)}",
             remedy=recorded if samples else "Choose one of these.",
         )
-    known = (*STAY, *COME_AND_GO)
-    order = [kind for kind in (*known, *sorted(found - set(known))) if kind in found]
     events, last = log.select(rank=rank), samples[-1]
     end = max(max((e.end_us for e in events), default=0.0), last.us, samples[0].us + 1.0)
     shown = [*samples, Sample(end, last.bytes_by_kind)]
-    heights = {kind: [s.bytes_by_kind.get(kind, 0) for s in shown] for kind in order}
+    heights = {kind: [s.bytes_by_kind.get(kind, 0) for s in shown] for kind in _ordered(found)}
     totals = [sum(found) for found in zip(*heights.values(), strict=True)]
     highest = totals.index(max(totals))  # of several, the first
     zero = shown[0].us if from_zero else 0.0
     phases = [_Phase(op, begin - zero, end - zero) for op, begin, end in _phases(events)]
     return _Stack([s.us - zero for s in shown], heights, (shown[highest].us - zero, totals[highest]), phases)
+
+
+def _ordered(kinds: Iterable[str]) -> list[str]:
+    """Kinds from the lowest area to the highest."""
+    known = (*STAY, *COME_AND_GO)
+    return sorted(kinds, key=lambda kind: (known.index(kind) if kind in known else len(known), kind))
 
 
 def _phases(events: Sequence[Event]) -> list[_Phase]:
@@ -181,8 +183,7 @@ def _phases(events: Sequence[Event]) -> list[_Phase]:
 def _keys(stacks: Mapping[str, _Stack]) -> list[Patch]:
     """Kinds from the lowest area to the highest; of a stack that is alone, with their bytes at the peak."""
     kinds = dict.fromkeys(kind for stack in stacks.values() for kind in stack.heights)
-    known = [kind for kind in (*STAY, *COME_AND_GO) if kind in kinds]
-    labels = {kind: kind for kind in (*known, *(kind for kind in kinds if kind not in known))}
+    labels = {kind: kind for kind in _ordered(kinds)}
     if len(stacks) == 1:
         [stack] = stacks.values()
         labels = {kind: f"{kind}: {style.format_bytes(stack.at_peak(kind))}" for kind in labels}

@@ -144,6 +144,16 @@ def blank(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
     axes.set_ylim(height, -top)
 
 
+def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
+    """Axes without a frame and without ticks, but for names; downwards, with `top` more above."""
+    axes.spines[:].set_visible(False)
+    axes.set_xlim(0.0, width)
+    axes.set_ylim(height, -top)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+
+
 def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
     """Rows with their names at the left, and a scale below that is in this unit."""
     style.open_frame(axes)
@@ -221,10 +231,8 @@ def fitting(name: str, size: float, width: float) -> str:
     if inches(name, size) <= width:
         return name
     dots = [at + 1 for at, letter in enumerate(name) if letter == "."]
-    for cuts in (
-        dots,
-        range(1, len(name)),
-    ):  # at a dot if possible; the later the cut, the shorter what is left
+    # At a dot if possible. The later the cut, the shorter what is left.
+    for cuts in (dots, range(1, len(name))):
         first = bisect_left(cuts, True, key=lambda at: inches(f"…{name[at:]}", size) <= width)
         if first < len(cuts):
             return f"…{name[cuts[first]:]}"

@@ -23,7 +23,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hwfsdp.compat import default_store_below, local_of
+from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.features.door import fully_shard
@@ -292,14 +291,8 @@ def patience(implementation: str, seconds: float | None) -> float | None:
 
 def limit_collectives(seconds: float | None) -> None:
     """Give collectives of the default process group a timeout a little longer than a step's (`time_limit`)."""
-    if seconds is None:
-        return
-    backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
-    store = default_store_below("with a limit")
-    dist.destroy_process_group()
-    limit = timedelta(seconds=seconds + _LATER)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    worker.wait_for_connections()
+    if seconds is not None:
+        worker.limit_collectives(seconds + _LATER)
 
 
 @contextmanager

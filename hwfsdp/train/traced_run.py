@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.capture import Capture, Steps, run_script
 from hwfsdp.launcher.ranks import launch
-from hwfsdp.launcher.worker import init_process_group
+from hwfsdp.launcher.worker import limit_collectives
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train.implementations import OURS, blamed
 from hwfsdp.train.loop import TrainConfig, train
@@ -128,9 +127,7 @@ def _check(target: Target) -> None:
 def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: float | None = None) -> Captured:
     """Run the target on a rank, and record the wanted steps. `seconds` limits each collective."""
     if seconds is not None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        init_process_group(device, seconds, f"file://{(rendezvous / 'ranks').absolute()}", rank, ranks)
+        limit_collectives(seconds)
     with Capture(target.steps).running() as capture:
         if target.script is not None:
             run_script(target.script, list(target.arguments), rendezvous, seconds)

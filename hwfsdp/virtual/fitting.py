@@ -50,10 +50,8 @@ def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) 
     )
     found = find_fitting(simulation, chosen, simulate_with)
     if found is None:
-        return (
-            text
-            + f"nor would {_MOST} GPUs do: what does not shrink is too large (shorter sequences would help)"
-        )
+        why = "what does not shrink is too large (shorter sequences would help)"
+        return f"{text}nor would {_MOST} GPUs do: {why}"
     choice, fitting = found
     return text + f"{choice.flags} would fit, with {fitting.peak_allocated_gib:.1f} GiB"
 

@@ -23,7 +23,8 @@ def report(found: Simulation) -> str:
         ("communication not hidden", f"{found.exposed_comm_fraction:.1%} of the step"),
         ("memory", memory if found.fits else f"{memory}: does NOT fit"),
     ]
-    rows += [(f"  {kind}", f"{nbytes / GIB:.2f} GiB") for kind, nbytes in _largest_first(found.peak_by_kind)]
+    largest_first = sorted(found.peak_by_kind.items(), key=lambda item: -item[1])
+    rows += [(f"  {kind}", f"{nbytes / GIB:.2f} GiB") for kind, nbytes in largest_first]
     for op, count in summary["count_by_op"].items():
         rows.append((op, f"{count} in a step, {summary['bytes_by_op'][op] / GIB:.2f} GiB"))
     head = f"{found.target} on {where}; per GPU {plan.batch} × {plan.seq} tokens, checkpointing: {plan.checkpoint}"
@@ -39,10 +40,6 @@ def _fitted(found: Simulation) -> str:
 def _footer(fitted: str) -> list[str]:
     texts = f"Predicted, not measured: {LIMITS}.", f"Matrix products: {fitted}."
     return [textwrap.fill(text, 80, break_on_hyphens=False) for text in texts]
-
-
-def _largest_first(by_kind: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(by_kind.items(), key=lambda item: -item[1])
 
 
 def sweep_report(found: Sequence[Simulation]) -> str:

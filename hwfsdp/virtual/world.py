@@ -42,7 +42,8 @@ from hwfsdp.comm import history
 from hwfsdp.comm.divergence import place_in
 from hwfsdp import compat
 from hwfsdp.core.streams import StreamSet, backend
-from hwfsdp.errors import StateError, UsageError
+from hwfsdp.errors import UsageError
+from hwfsdp.layout.blueprint import on_paper
 from hwfsdp.observe import events
 from hwfsdp.observe.collectives import tensors_in
 from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
@@ -90,15 +91,9 @@ class World:
         Raises:
             StateError: this process has a process group already.
         """
-        if dist.is_initialized():
-            raise StateError(
-                "virtual GPUs",
-                expected="a process without a process group",
-                got=f"one of {dist.get_world_size()} ranks",
-                remedy="Call it in a separate process, or after dist.destroy_process_group().",
-            )
+        remedy = "Call it in a separate process, or after dist.destroy_process_group()."
         with ExitStack() as stack:
-            stack.enter_context(compat.fake_process_group(0, self.gpus))
+            stack.enter_context(on_paper(0, self.gpus, "virtual GPUs", remedy))
             stack.enter_context(events.keeping_clock())
             stack.callback(setattr, StreamSet, "newest", StreamSet.newest)
             virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
