@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 
 from hwfsdp.cli import main
+
+Run = Callable[..., "Said"]  # of the fixture `run`
 
 
 class Said(NamedTuple):

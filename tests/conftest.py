@@ -6,10 +6,12 @@ those of the other ranks, so that a test in which they differ fails at once inst
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -28,6 +30,14 @@ os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the verb that a file of tests is about, its VERB."""
+    from commands import said_by
+
+    return functools.partial(said_by, capsys, request.module.VERB)
 
 
 def pytest_configure(config: pytest.Config) -> None:

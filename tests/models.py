@@ -227,6 +227,15 @@ class Structured(Model):
         return join(cross(Sides(left, {"right": right})))
 
 
+class Embedded(Model):
+    """An embedding of 11 rows, whose gradient needs no parameters, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Embedding(11, 6), Block(6, 5, 3)])
+
+    inputs = Transformer.inputs
+
+
 # --- Modules used oddly ------------------------------------------------------------------------------------
 
 

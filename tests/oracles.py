@@ -15,22 +15,24 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import hwfsdp
 import hwfsdp.optim
 import pretended
 import suites
-import together
 from models import Model
+from together import Together
 
 DEVICE = pretended.DEVICE or "cpu"
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
 Policy = dict[str, Any]
+BF16_FP32: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 Shape = tuple[int, ...]
 
 
@@ -68,6 +70,16 @@ def theirs(module: nn.Module, **options: Any) -> nn.Module:
     from torch.distributed import fsdp
 
     return shard(fsdp, module, **options)
+
+
+def by_columns(param: nn.Parameter) -> Shard | None:
+    """A `shard_placement_fn`."""
+    return Shard(1) if param.ndim > 1 else None
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Of either library."""
+    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
 
 
 def unsharded(module: nn.Module, **_: Any) -> nn.Module:
@@ -411,68 +423,40 @@ def compare_traffic(
 Check = Callable[[], dict[str, list[str]]]
 
 
-def run_checks(checks: dict[str, Check]) -> dict[str, Any]:
-    """Run named checks on a rank; an exception is what its check complains of."""
-    warnings.simplefilter("ignore")  # FSDP2's own, in a process of its own
-    found = together.run_all(checks)
-    return {name: {"error": [said]} if isinstance(said, str) else said for name, said in found.items()}
-
-
-def run_promises(promises: dict[str, dict[str, Check]]) -> dict[str, dict[str, Any]]:
-    """Run the checks of several promises on a rank."""
-    return {promise: run_checks(checks) for promise, checks in promises.items()}
-
-
-def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, *oracles: str) -> list[str]:
-    """What the ranks complain of in a check, against these oracles, or against all; of each rank the first few."""
-    found = []
-    for rank, result in enumerate(results):
-        by_oracle = result[check]
-        assert by_oracle, f"{check} was compared with nothing"
-        lines = by_oracle.get("error") or [
-            f"{oracle}: {line}" for oracle in oracles or by_oracle for line in by_oracle[oracle][:4]
-        ]
-        found += [f"rank {rank}: {line}" for line in lines]
-    return found
+def complaints_of(check: Check) -> list[str]:
+    """What a check complains of on this rank, by oracle, of each the first few."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP2's own
+        by_oracle = check()
+    assert by_oracle, "it was compared with nothing"
+    return [f"{oracle}: {line}" for oracle, lines in by_oracle.items() for line in lines[:4]]
 
 
 class Promises:
-    """What the ranks check, by promise and case; one launch for each number of ranks, when first asked for.
-
-    Cases that `make test` leaves out are launched apart.
-    """
+    """Checks by promise and case; one launch for each number of ranks, and another one for its long cases."""
 
     def __init__(self) -> None:
-        # By number of ranks and whether they are long; then by promise and case.
-        self.checks: dict[tuple[int, bool], dict[str, dict[str, Check]]] = {}
+        self.frames: dict[tuple[int, bool], Together] = {}
+        self.cases: list[Any] = []
 
     def add(
         self, promise: str, checks: dict[str, Check], ranks: int = 2, fast: Iterable[str] | None = None
     ) -> None:
         """Checks that together show that a promise is kept; of them `make test` runs the fast ones (None: all)."""
-        fast = checks.keys() if fast is None else {*fast}
-        if unknown := fast - checks.keys():
-            raise ValueError(f"not among the checks: {unknown}")
-        for is_long in (False, True):
-            chosen = {name: check for name, check in checks.items() if (name not in fast) == is_long}
-            if chosen:
-                self.checks.setdefault((ranks, is_long), {})[promise] = chosen
+        for name in suites.fast_are(checks if fast is None else fast, checks):
+            is_long = type(name) is not str
+            (name,) = name.values if is_long else (name,)
+            frame = self.frames.setdefault((ranks, is_long), Together(ranks, timeout=600))
+            frame.add(f"{promise}: {name}", functools.partial(complaints_of, checks[name]), [])
+            self.cases.append((suites.long if is_long else pytest.param)(promise, ranks, name))
 
-    def cases(self) -> list[Any]:
-        """Promise, number of ranks and name of each check, for `pytest.mark.parametrize`."""
-        return [
-            suites.long(promise, ranks, name) if is_long else (promise, ranks, name)
-            for (ranks, is_long), promises in self.checks.items()
-            for promise, checks in promises.items()
-            for name in checks
-        ]
+    def test(self) -> Callable[..., None]:
+        """A test for each of the cases: no rank complains."""
 
-    @functools.cache
-    def results(self, ranks: int, is_long: bool) -> Any:
-        """By rank and promise."""
-        return hwfsdp.launch(run_promises, ranks, self.checks[ranks, is_long], timeout=600)
+        @pytest.mark.parametrize("promise, ranks, case", self.cases)
+        def test_it(promise: str, ranks: int, case: str) -> None:
+            check = f"{promise}: {case}"
+            is_long = check not in self.frames.get((ranks, False), Together(ranks)).checks
+            self.frames[ranks, is_long].assert_finds(check)
 
-    def broken(self, promise: str, ranks: int, case: str) -> list[str]:
-        """What the ranks complain of."""
-        is_long = case not in self.checks.get((ranks, False), {}).get(promise, {})
-        return complaints([found[promise] for found in self.results(ranks, is_long)], case)
+        return test_it

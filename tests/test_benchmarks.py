@@ -13,8 +13,8 @@ from benchmarks import startup, steps
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build
 from benchmarks.limit import TRANSPORTS, block_numels
 from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
-from benchmarks.report import as_markdown, as_text, number, tables
-from benchmarks.timing import slowest, take_turns, timed
+from benchmarks.report import as_markdown, as_text, tables
+from benchmarks.timing import take_turns, timed
 from hwfsdp.observe.accounting import GroupSizes, step_traffic
 
 SMALLEST = "0.2 M"
@@ -74,14 +74,6 @@ def test_collectives_of_the_limit_move_what_a_step_moves():
     assert step_traffic(groups, 3) == {"all_gather": 2 * whole, "reduce_scatter": whole}
 
 
-@pytest.mark.parametrize("axis", [scaling.LAYERS, scaling.PARAMETERS, scaling.GROUPS])
-def test_points_of_an_axis_differ_in_nothing_else(axis):
-    models = {point: scaling.model_at(axis, point) for point in scaling.POINTS[axis]}
-    sizes = {sum(p.numel() for p in model.parameters()) for model in models.values()}
-    assert len(sizes) == (len(models) if axis == scaling.LAYERS else 1)
-    assert {len(model) for model in models.values()} == ({6} if axis == scaling.PARAMETERS else set(models))
-
-
 def test_overhead_is_what_goes_beyond_the_unsharded_step():
     samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
     assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
@@ -100,16 +92,6 @@ def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
         kept.untyped_storage().resize_(4000)
     assert (highest, before, counter.peak, counter.whole) == (6000, 1000, 5000, 4000)
     assert len(view) + len(last) == 260
-
-
-def test_overlapping_memory_counts_once():
-    assert peak.covered([(0, 10), (5, 15), (20, 30), (22, 25)]) == 25
-
-
-def test_shared_memory_is_told_from_own_memory():
-    own, shared = torch.zeros(1000), torch.zeros(1000).share_memory_()
-    assert not peak.is_shared(own.data_ptr())
-    assert peak.is_shared(shared.data_ptr())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -144,10 +126,6 @@ def test_contenders_take_turns_at_going_first():
     assert {name: len(times) for name, times in samples["ms"].items()} == dict.fromkeys("abc", 2)
 
 
-def test_a_step_is_over_when_its_last_rank_is():
-    assert slowest([{"ms": {"a": [1.0, 4.0]}}, {"ms": {"a": [2.0, 3.0]}}]) == {"ms": {"a": [2.0, 4.0]}}
-
-
 def test_ratios_are_of_the_same_round():
     check = ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0], target=0.5)
     assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
@@ -173,11 +151,6 @@ def test_tables_have_a_cell_for_every_value_and_check(records):
     text = "\n".join(as_text(part, of_part(records, part)) for part in ("steps", "memory"))
     assert "targets met" in text
     assert as_markdown({"cores": 2}, records).count("\n## ") == 7 + 1  # steps come with limits
-
-
-def test_numbers_have_three_digits():
-    written = {0.0123: "0.012", 0.5: "0.50", 9.996: "10.0", 12.34: "12.3", 1234.5: "1234", -12.34: "-12.3"}
-    assert [number(value) for value in written] == list(written.values())
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard
 
 import hwfsdp
 import models
+import suites
 from hwfsdp.errors import RefusedError
 from hwfsdp.train.implementations import sharder
 from oracles import BITS, Trace, cpu_mesh, differences, fresh, objective, rank_rows
@@ -180,39 +181,6 @@ def a_model_of_two_libraries_is_refused() -> bool:
 # --- What torch's pipeline stages read ---------------------------------------------------------------------
 
 
-def as_a_stage_does(library: ModuleType) -> tuple[Trace, int]:
-    """Four micro-batches and one reduction, by the calls of `torch.distributed.pipelining.stage`, twice; reductions of the second."""
-    model, trace = fresh(models.stem), Trace()
-    for module in (*model.blocks, model):
-        library.fully_shard(module, mesh=cpu_mesh())
-    for step in range(2):
-        with hwfsdp.record() as log:
-            for micro in range(4):
-                model.set_is_last_backward(False)
-                model.set_reshard_after_backward(False)
-                model.set_requires_gradient_sync(False)
-                (rows,) = model.inputs(12, 10 * step + micro)
-                objective(model(rank_rows(rows))).backward()
-            model.set_is_last_backward(True)
-            model.set_reshard_after_backward(True)
-            model.set_requires_gradient_sync(True)
-            state = library.fully_shard.state(model)
-            for below in state._state_ctx.all_states:
-                for group in below._fsdp_param_groups:
-                    group.post_backward()
-            state._root_post_backward_final_callback()
-        for name, param in model.named_parameters():
-            trace.keep(f"grad {name}", param.grad)
-        model.zero_grad()
-    return trace, len(log.select("reduce_scatter"))
-
-
-@two.finds(([], True))
-def a_stage_reduces_once_per_group() -> tuple[list[str], bool]:
-    (got, calls), (expected, their_calls) = map(as_a_stage_does, LIBRARIES)
-    return differences(got, expected, *BITS), calls == their_calls == 4
-
-
 @two.finds([True, True, True])
 def programs_read_the_policy_and_the_groups_by_torchs_names() -> list[bool]:
     policy = hwfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -285,7 +253,7 @@ def test_processes_that_the_program_starts_are_swapped_too(client: Path) -> None
 FAILING = "import sys\ndef f():\n    raise OSError(sys.path[0])\nf()\n"
 
 
-@pytest.mark.parametrize("program", [["fails.py"], ["-m", "fails"]])
+@pytest.mark.parametrize("program", [["fails.py"], suites.long(["-m", "fails"])])
 def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str], tmp_path: Path) -> None:
     """The same traceback, and the same first folder to import from: a script's own, not the one that the user stands in."""
     folder = tmp_path / "programs"

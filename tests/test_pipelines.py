@@ -24,7 +24,7 @@ from hwfsdp import record
 from oracles import BITS, REGROUPING, Trace, differences, fresh
 from together import Together
 
-four, two = Together(4), Together(2)
+four, long_four, two = Together(4), Together(4), Together(2)
 MICRO_BATCHES, ROWS, WIDTH, STEPS = 8, 32, 8, 2
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 SPLIT = (
@@ -150,16 +150,16 @@ RUNS: dict[str, Callable[[], Run]] = {
 
 
 @functools.cache
-def theirs() -> dict[str, Run]:
+def theirs(fast: bool) -> dict[str, Run]:
     """What FSDP2 does; afterwards torch's names are ours, in this process."""
-    runs = {name: run() for name, run in RUNS.items()}
+    runs = {name: run() for name, run in RUNS.items() if (name in FAST) is fast}
     hwfsdp.install()
     return runs
 
 
 def compared(name: str) -> list[Any]:
     """Where bits or counts of collectives differ from FSDP2's, or numbers from those of the model in one piece."""
-    expected, got = theirs()[name], RUNS[name]()
+    expected, got = theirs(name in FAST)[name], RUNS[name]()
     ours = all(isinstance(part, hwfsdp.FSDPModule) for part in got.parts.values())
     found: list[Any] = [] if ours == ("replicated" not in name) else [got.parts]
     found += differences(got.trace, expected.trace, *BITS)
@@ -167,8 +167,12 @@ def compared(name: str) -> list[Any]:
     return found + [(got.calls, expected.calls)] * (got.calls != expected.calls)
 
 
+FAST = (
+    *("ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"),
+    "ScheduleInterleaved1F1B, freed",
+)
 for _name in RUNS:
-    four.add(_name, functools.partial(compared, _name), [])
+    (four if _name in FAST else long_four).add(_name, functools.partial(compared, _name), [])
 
 
 # --- What cannot be ------------------------------------------------------------------------------------------------
@@ -181,14 +185,15 @@ def refused(schedule: str, **options: Any) -> str:
     return str(caught.value)
 
 
-@two.finds([1, [[16, 0], [16, 0]]])
+@two.finds([1, [[16, 0], [16, 0]], []])
 def imported_alone_a_stage_is_warned_of_that_it_reduces_each_micro_batch() -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Run("Schedule1F1B", library=hwfsdp)
     said = [str(warning.message) for warning in caught]
     told = [text for text in said if "once per micro-batch. Call hwfsdp.install()" in text]
-    return [len(told), [[calls["reduce_scatter"], calls["all_reduce"]] for calls in run.calls]]
+    wrong = differences(run.trace.gathered(), unsharded(run), *REGROUPING)
+    return [len(told), [[calls["reduce_scatter"], calls["all_reduce"]] for calls in run.calls], wrong]
 
 
 _BEFORE = (
@@ -221,4 +226,5 @@ def after_all_these_errors_it_trains() -> list[str]:
 
 
 test_on_four_ranks = four.test()
+test_other_schedules_on_four_ranks = pytest.mark.long(long_four.test())
 test_on_two_ranks = two.test()

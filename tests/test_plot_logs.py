@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from figures import boxes, event, gathered_and_freed, legend_of, lifetime_log, training_log
+from figures import boxes, event, gathered_and_freed, lifetime_log, training_log
 from hwfsdp import EventLog
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 from hwfsdp.plot import style
@@ -120,12 +120,6 @@ def test_the_bars_of_all_ranks_are_as_long_as_the_step_and_lie_one_after_the_oth
     assert idle == pytest.approx([idle[1], idle[0]]) and idle[0] >= 5.0
 
 
-def test_in_grey_print_hidden_and_exposed_communication_differ() -> None:
-    looks = boxes(plot_overlap(training_log(1, 2)))
-    hatches = [looks[f"rank 0 {part}"].get_hatch() for part in ("compute", "hidden", "exposed")]
-    assert len(set(hatches)) == 3
-
-
 def test_overlap_names_the_rank_with_the_most_exposed_communication() -> None:
     fast = event(0, "copy_in", "copy", 0, 100)
     slow = event(0, "all_gather", "all_gather", 0, 900, rank=1)
@@ -172,16 +166,6 @@ def test_bars_leave_out_collectives_outside_groups_and_unfinished_steps(
     extra = [event(100 + rank, "all_gather", "all_gather", 1e5, 2e5, rank=rank, **more) for rank in (0, 1)]
     assert traffic_of(EventLog([*log.events, *extra]), 0) == traffic_of(log, 0)
     assert traffic_of(EventLog(extra[:1]), 0) == {"all_gather": 7}
-
-
-def test_several_optimizers_of_one_step_do_not_halve_its_bytes() -> None:
-    log = moving(CLOSED)
-    again = [replace(e, seq=100 + e.seq) for e in log.events if e.op == "optimizer"]
-    assert traffic_of(EventLog([*log.events, *again]), 0) == CLOSED
-
-
-def words(figure: Figure) -> list[str]:
-    return [t.get_text() for t in figure.axes[0].texts]
 
 
 MOVED = {op: n for op, n in CLOSED.items() if n}
@@ -253,9 +237,3 @@ def test_each_run_says_its_length_and_how_it_differs_from_the_first() -> None:
     assert usual == same == [style.format_ms(end)]
     assert slow == [f"{style.format_ms(1.5 * end)}, 50% longer"]
     assert fast == [f"{style.format_ms(0.5 * end)}, 50% shorter"]
-
-
-def test_the_legend_of_a_comparison_names_the_ops_of_all_runs() -> None:
-    one = EventLog([event(0, "forward", "compute", 0, 100)])
-    other = EventLog([event(0, "backward", "compute", 0, 100)])
-    assert legend_of(plot_comparison({"a": one, "b": other})) == ["forward", "backward"]

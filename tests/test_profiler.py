@@ -8,9 +8,6 @@ nothing to reduce waits for the reduction before it, in hwfsdp the next that has
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -146,36 +143,3 @@ def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
     with hwfsdp.compat.profiler_range("all_gather", "blocks.0"):
         pass
-
-
-@pytest.mark.long
-def test_a_profile_can_be_made_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent("""
-        import json, os
-        import torch, torch.distributed as dist
-        from torch import nn
-        from hwfsdp import fully_shard
-
-        dist.init_process_group("gloo")
-        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 2)))
-        model(torch.ones(2, 4)).sum().backward()
-        with torch.profiler.profile() as profiled:
-            model(torch.ones(2, 4)).sum().backward()
-        path = f"{os.path.dirname(__file__)}/{dist.get_rank()}.json"
-        profiled.export_chrome_trace(path)
-        names = [event.get("name") for event in json.load(open(path))["traceEvents"]]
-        assert names.count("FSDP::all_gather (0)") == 2, names
-        dist.destroy_process_group()
-        """))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr

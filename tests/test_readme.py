@@ -138,19 +138,6 @@ def test_commands_on_a_page_exist_with_their_options(capsys: pytest.CaptureFixtu
     assert len(shown) > 50 and [words for words in sorted(shown) if not is_taken(words)] == []
 
 
-def test_a_verb_and_an_action_that_are_none_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert is_taken(["trace", "show", "--help"])
-    assert not is_taken(["trace", "sow", "--help"]) and not is_taken(["chek", "--help"])
-
-
-def test_the_first_block_of_the_readme_is_the_two_commands() -> None:
-    first = re.search(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert first and [line.split("#")[0].split() for line in first[1].splitlines()] == [
-        ["make", "demo"],
-        ["make", "test"],
-    ]
-
-
 # --- The recording -----------------------------------------------------------------------------------------
 
 RECORDING = ROOT / "docs" / "_static" / "demo.svg"

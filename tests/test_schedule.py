@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[[], models.Model]] = {
 
 
 # ranks are checked against each other, so that what one of them moves all of them move
-for _name, _how in itertools.product(MODELS, ("blocks", "nested")):
+for _name, _how in zip(MODELS, itertools.cycle(("blocks", "nested"))):
     moved = functools.partial(compare_traffic, Case(MODELS[_name], how=_how))
     two.add(f"{_name}, {_how}, moves in the first step what it moves under FSDP2", moved, {"FSDP2": []})
 
@@ -241,8 +241,9 @@ for (
     )
     as_fsdp2 = functools.partial(compare, walked, BITS, REGROUPING)
     two.add(f"{name} is walked as under FSDP2", as_fsdp2, {"FSDP2": [], "unsharded": []})
-    as_unsharded = functools.partial(compare, detoured, None, REGROUPING)
-    two.add(f"{name}, with lists and detours, changes no number", as_unsharded, {"unsharded": []})
+    if name in ("another order", "a block left out", "a block that runs twice"):
+        as_unsharded = functools.partial(compare, detoured, None, REGROUPING)
+        two.add(f"{name}, with lists and detours, changes no number", as_unsharded, {"unsharded": []})
 
 
 def follow(training: Training, step: int, path: list[tuple[int, ...]]) -> None:
@@ -296,16 +297,9 @@ def micro_batches_but_the_last_reduce_nothing() -> dict[tuple[bool, bool], list[
     }
 
 
-class Embedded(models.Model):
-    def __init__(self) -> None:
-        super().__init__([torch.nn.Embedding(11, 6), models.Block(6, 5, 3)])
-
-    inputs = models.Transformer.inputs
-
-
 @two.finds(["+0 +1 | +1 -1 -0"])
 def without_unshard_in_backward_a_group_is_gathered_in_forward_only() -> list[str]:
-    return steps(1, Embedded, lambda training: training.model.blocks[0].set_unshard_in_backward(False))
+    return steps(1, models.Embedded, lambda training: training.model.blocks[0].set_unshard_in_backward(False))
 
 
 test_on_two_ranks = two.test()

@@ -284,14 +284,6 @@ def a_module_that_cannot_be_finalized_is_refused() -> list[str]:
     return found
 
 
-@two.finds([None, True])
-def before_the_first_forward_nothing_is_done() -> list[Any]:
-    model: Any = wrap(fresh(models.stem), ours)
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
-    return [model.finalize_backward(), handle is not None]
-
-
 @two.finds("a module below it")
 def a_module_below_the_root_cannot_have_been_asked_before() -> str:
     model: Any = wrap(fresh(models.stem), ours)
@@ -344,30 +336,6 @@ def a_backward_that_another_model_has_broken_off_is_no_longer_open() -> bool:
     micro_batch(broken, Trace(), 1).backward()  # ends by itself
     pairs = zip(broken.parameters(), other.parameters(), strict=True)
     return all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
-
-
-@two.finds(True)
-def the_next_iteration_after_a_broken_backward_drops_its_remains_and_is_right() -> bool:
-    grads = []
-    for broken in (True, False):
-        model: Any = wrap(fresh(models.stem), ours)
-        model.set_manual_backward_finalization(True)
-        if broken:
-            loss = micro_batch(model, Trace(), 5)
-            handle = [*model.parameters()][0].register_hook(lambda _: 1 / 0)
-            param = model.blocks[0]
-            hook = param.register_full_backward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-                micro_batch(model, Trace(), 5).backward()
-            handle.remove()
-            hook.remove()
-            model.reset_iter_state()
-            model.zero_grad()
-        micro_batch(model, Trace(), 1).backward()
-        model.finalize_backward()
-        grads.append([p.grad.to_local().clone() for p in model.parameters()])
-    return all(map(torch.equal, *grads))
 
 
 # --- Memory that stays -------------------------------------------------------------------------------------

@@ -77,15 +77,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(after, world_size, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_killed_again_and_again_arrives(tmp_path):
-    config = saving(tmp_path, every=1, resume=True, blocking=True)
-    for _ in range(3):
-        with pytest.raises(RankError, match="SIGKILL"):
-            launch(train, 2, config, "cpu", Interruption(3, "kill"), timeout=120)
-    assert losses_of(2, config) == uninterrupted(2)
-
-
-@pytest.mark.long
 def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     config = saving(tmp_path, every=4, resume=True, keep=1)
     losses_of(2, replace(config, steps=4))

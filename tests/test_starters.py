@@ -101,21 +101,14 @@ DESCRIBED = {
     "place_of": "function place_of(view: View, *, pad: bool = False) -> tuple[int, int]",
     "Handle.begin": "method Handle.begin(staged: Any, target: int = 3, *rest: str, by: bool, **more: int) -> None",
     "Handle.is_over": "property Handle.is_over -> bool",
-    "Handle.size": "property Handle.size",
-    "Handle.of": "method Handle.of(tensor: Tensor) -> Handle",
     "Handle.made_of": "method Handle.made_of(tensor: Tensor) -> Handle",
     "Handle.stream": "attribute Handle.stream: Stream",
     "Handle._count": "attribute Handle._count: int",
-    "Handle._word": "attribute Handle._word",
-    "Handle.second": "attribute Handle.second",
     "Handle._thread": "attribute Handle._thread: Thread",
     "Handle.later": "attribute Handle.later: int | None",
-    "Base.path": "attribute Base.path: Path",
     "Base": "class Base(path: Path, *, keep: int | None = None)",
     "Need": "class Need(entry: str, box: tuple[int, ...] = (), seen: list[int] = …)",
     "_NEW": "constant _NEW = 'CURRENT.new'",
-    "Init": "constant Init = Callable[[str, Tensor], object]",
-    "LIMIT": "constant LIMIT: int",
 }
 
 

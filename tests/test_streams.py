@@ -127,15 +127,6 @@ def test_deferred_work_runs_after_the_collectives_before_it_and_before_those_aft
     assert diary[4:] == ["waited for b", "cast b", "add b"]
 
 
-def test_with_nothing_in_flight_deferred_work_runs_at_once(gathers, compute, diary):
-    diary.then(gathers, "first")
-    assert diary == ["first"]
-    diary.collective(gathers, "a")
-    compute.wait(gathers.record())
-    diary.then(gathers, "second")
-    assert diary[-1] == "second"
-
-
 def test_a_collective_that_blocked_the_host_leaves_nothing_to_wait_for(gathers, compute, diary):
     with gathers.run():
         gathers.add(None)
@@ -247,11 +238,6 @@ def test_a_wait_of_another_stream_is_noted_at_its_next_event(recorder: Recorder,
     assert after(recorder) == {"copy_in on copy": (), "all_gather on all_gather": (0,)}
 
 
-def test_a_wait_for_a_stream_on_which_nothing_happened_names_no_event(recorder, gathers, compute):
-    compute.wait(gathers.record())
-    assert after(recorder) == {"wait on compute": ()}
-
-
 def test_waits_of_a_stream_are_passed_on_and_do_not_pile_up(recorder, gathers, compute):
     """Given many steps on one rank, where nothing is gathered: the copy-out comes after the last copy-in."""
     copies = gathers.streams.copy
@@ -356,17 +342,6 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
     first.compute.wait(first.all_gather.record())
     times = {e.op: e.start_us for e in recorder.finish()[0]}
     assert times == {"optimizer": 8.0, "copy_in": 3.0, "forward": 3.0, "copy_out": 3.0, "wait": 3.0}
-
-
-def test_an_event_is_timed_by_one_clock_even_if_a_newer_clock_is_set_meanwhile(recorder: Recorder) -> None:
-    recorder.origin = HostMark(0.0)
-    first, _ = pretended(3.0), pretended(8.0)
-    stream_clocks.use_newest()
-    with events.scope("forward", "a", stream_clocks.clock_of(first)):
-        draft = recorder.begin("forward", "compute")
-    draft.close()
-    (event,) = recorder.finish()[0]
-    assert (event.start_us, event.end_us) == (3.0, 3.0)
 
 
 def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
@@ -495,19 +470,6 @@ def test_a_dependent_collective_is_issued_when_the_first_one_has_been_waited_for
     assert diary[1:] == ["waited for scatter a", "issued all-reduce a"]
     host.compute.wait(host.all_reduce.record())
     assert diary[3:] == ["waited for all-reduce a", "add a"]
-
-
-def test_chains_of_two_collectives_are_independent_and_settling_both_streams_finishes_them(host, diary):
-    points = [go_on(diary, host.reduce_scatter, host.all_reduce, name) for name in "ab"]
-    diary.clear()
-    host.compute.wait(points[0])
-    assert diary == ["waited for scatter a", "issued all-reduce a"]
-    host.reduce_scatter.settle()
-    host.all_reduce.settle()
-    assert diary[2:] == [
-        *("waited for scatter b", "issued all-reduce b"),
-        *("waited for all-reduce a", "add a", "waited for all-reduce b", "add b"),
-    ]
 
 
 def test_a_failed_collective_loses_only_the_work_that_it_feeds(host, diary):

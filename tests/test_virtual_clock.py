@@ -122,22 +122,6 @@ def test_the_host_waits_for_one_stream_if_asked() -> None:
     assert virtual.clock.host == LAUNCH + 500.0
 
 
-def test_blocks_on_streams_nest() -> None:
-    virtual = Virtual()
-    with virtual.streams.copy.run():
-        with virtual.streams.all_gather.run():
-            assert virtual.clock.current == "all_gather"
-        assert virtual.clock.current == "copy"
-    assert virtual.clock.current == "compute"
-
-
-def test_after_a_restart_time_begins_again() -> None:
-    virtual = Virtual()
-    virtual.kernel("all_gather", 500.0)
-    virtual.clock.restart()
-    assert (virtual.clock.host, set(virtual.clock.ends.values())) == (0.0, {0.0})
-
-
 def test_where_the_host_computes_a_kernel_blocks_it() -> None:
     virtual = Virtual(HOST)
     for number, stream in enumerate(("compute", "copy", "copy"), start=1):

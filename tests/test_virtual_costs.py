@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hwfsdp.compat import DispatchMode, fake_tensors
-from hwfsdp.observe.collectives import tensors_in
 from hwfsdp.virtual.costs import Cost, cost_of, extent
 from hwfsdp.virtual.devices import DEVICES
 
@@ -159,12 +158,6 @@ def test_bytes_are_those_read_and_those_written_in_their_dtype(dtype: torch.dtyp
     assert cost(lambda: a.sum(dtype=dtype)).nbytes == size + dtype.itemsize
 
 
-def test_a_cast_reads_one_dtype_and_writes_another() -> None:
-    a, b = vector(), vector(torch.bfloat16)
-    assert cost(lambda: a.to(torch.bfloat16)).nbytes == N * (4 + 2)
-    assert cost(lambda: a.copy_(b)).nbytes == N * (4 + 2)
-
-
 def test_an_operator_that_fills_its_out_does_not_read_it() -> None:
     a, b, out = vector(), vector(), torch.empty(2 * N)
     assert cost(lambda: torch.cat([a, b], out=out)).nbytes == 2 * 2 * 4 * N
@@ -192,12 +185,6 @@ def test_views_and_memory_without_values_are_free_for_the_device() -> None:
     for reserve in FREE:
         found = [c for _, c in costs(lambda: reserve(x))]  # noqa: B023
         assert found and all(not c.is_kernel and c.nbytes == 0 for c in found)
-
-
-def test_a_view_that_is_written_is_no_view() -> None:
-    x = torch.ones(4, 6)
-    assert cost(lambda: x.zero_()).is_kernel
-    assert [c.nbytes for _, c in costs(lambda: x[1:].add_(1)) if c.is_kernel] == [2 * 4 * 18]
 
 
 def test_reading_an_expanded_tensor_counts_only_the_bytes_it_has() -> None:
@@ -229,23 +216,11 @@ def test_a_fused_optimizer_reads_four_tensors_per_parameter_and_writes_three() -
     assert bytes_of("_fused_adamw_", adamw(fused=True)) == 2 * 7 * 4 * N + steps
 
 
-def test_an_optimizer_over_many_moves_what_its_operators_do() -> None:
-    """Moments, decay, root, division, addition of epsilon, and update, each a pass over all parameters."""
-    found = {name: c.nbytes / (2 * 4 * N) for name, c in costs(adamw(foreach=True)) if "foreach" in name}
-    passes = {"_foreach_lerp_": 3.0, "_foreach_addcmul_": 3.0, "_foreach_sqrt": 2.0, "_foreach_addcdiv_": 4.0}
-    assert {name: found[name] for name in passes} == passes
-
-
 def test_a_matrix_product_moves_its_operands_and_its_result_in_their_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.ones(5, 7, dtype=dtype), torch.ones(7, 3, dtype=dtype)
         found = cost(lambda: a @ b)  # noqa: B023
         assert (found.nbytes, found.dtype) == (dtype.itemsize * (35 + 21 + 15), str(dtype).split(".")[1])
-
-
-def test_an_operator_without_tensors_costs_nothing() -> None:
-    enter = torch.ops.profiler._record_function_enter_new.default
-    assert not cost_of(enter, ("step",), {}, object()).is_kernel
 
 
 # --- Time --------------------------------------------------------------------------------------------------
@@ -272,8 +247,3 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes_and_no_less_than_
         Cost(0.0, "", 0, is_kernel=False): 0.0,
     }
     assert [each.us(DEVICE) for each in found] == pytest.approx(list(found.values()))
-
-
-def test_tensors_are_found_in_lists_tuples_and_dicts() -> None:
-    a, b, c = vector(), vector(), vector()
-    assert list(map(id, tensors_in([a, (1, b), {"x": [c], "y": None}]))) == [id(a), id(b), id(c)]

@@ -66,16 +66,6 @@ def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_agai
     assert machine.pools.reserved == reserved
 
 
-@given(SIZES, st.integers(1, 20), st.randoms(use_true_random=False))
-def test_so_many_of_one_size_need_the_same_segments_again(nbytes: int, count: int, random: Random) -> None:
-    machine = Machine()
-    machine.run([(nbytes, "compute")] * count)
-    reserved = machine.pools.reserved
-    random.shuffle(machine.alive)
-    machine.run([0] * count + [(nbytes, "compute")] * count)
-    assert machine.pools.reserved == reserved
-
-
 @given(PROGRAMS)
 def test_streams_and_kinds_of_segments_never_share_a_segment(program: list[tuple[int, str] | int]) -> None:
     """Each address belongs to the stream, and to small or to large blocks, that first had it."""
@@ -98,15 +88,6 @@ def test_the_first_of_its_size_reserves_a_segment() -> None:
         pools = Pools()
         pools.allocate(nbytes, "compute")
         assert pools.reserved == mib * MIB
-
-
-def test_small_blocks_fill_a_segment_to_its_last_512_bytes() -> None:
-    pools = Pools()
-    blocks = [pools.allocate(512, "compute") for _ in range(2 * MIB // 512)]
-    assert pools.reserved == 2 * MIB
-    assert sorted(block.at for block in blocks) == list(range(0, 2 * MIB, 512))
-    pools.allocate(1, "compute")
-    assert pools.reserved == 4 * MIB
 
 
 @pytest.mark.parametrize(("rest", "is_kept"), [(MIB, False), (MIB + 512, True)])

@@ -72,23 +72,6 @@ def an_optimizer_built_before_warns_once() -> Messages:
 
 
 @two.finds([])
-def each_of_two_built_before_warns() -> Messages:
-    model = models.stem()
-    optimizers = [SGD(model.blocks.parameters(), lr=0.1), AdamW(model.head.parameters())]
-    messages = steps_of(wrap(model, ours), *optimizers)
-    return other_than(messages, (*STALE, "SGD", "up.weight"), (*STALE, "AdamW", "weight"))
-
-
-@two.finds([])
-def one_built_when_the_blocks_were_sharded_and_the_root_was_not_warns() -> Messages:
-    model = models.stem()
-    for block in model.blocks:
-        ours(block)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return other_than(steps_of(ours(model), optimizer), (*STALE, "SGD", "'stem.weight'"))
-
-
-@two.finds([])
 def one_that_has_trained_the_plain_model_warns_from_then_on() -> Messages:
     """While another one was sharded."""
     wrap(models.stem(), ours)
@@ -178,12 +161,6 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 def a_step_without_gradients_of_one_block_names_its_group() -> Messages:
     found = [step_after(one_block), step_after(one_block, policy=BF16)]
     return [message for messages in found for message in other_than(messages, (UNSYNCHRONIZED, "'blocks.1'"))]
-
-
-@two.finds([])
-def a_step_without_any_gradients_warns_once() -> Messages:
-    messages = step_after(lambda model: backwards(model, False, False, False))
-    return other_than(messages, (UNSYNCHRONIZED, "parameter group '"))
 
 
 @two.finds([])

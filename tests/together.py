@@ -28,8 +28,8 @@ Check = Callable[[], Any]
 class Together:
     """Checks for so many ranks, and what each is expected to find; `environ`: variables that the ranks see."""
 
-    def __init__(self, world_size: int, **environ: str) -> None:
-        self.world_size, self.environ = world_size, environ
+    def __init__(self, world_size: int, timeout: float = 200, **environ: str) -> None:
+        self.world_size, self.timeout, self.environ = world_size, timeout, environ
         self.checks: dict[str, Check] = {}
         self.expected: dict[str, list[Any]] = {}
 
@@ -50,15 +50,18 @@ class Together:
     def results(self) -> list[dict[str, Any]]:
         """What was found, by name, on each rank."""
         with mock.patch.dict(os.environ, self.environ):
-            return run_together(self.checks, self.world_size)
+            return run_together(self.checks, self.world_size, self.timeout)
+
+    def assert_finds(self, check: str) -> None:
+        found = [of_rank[check] for of_rank in self.results]
+        assert found == self.expected[check], "\n".join(map(str, found))
 
     def test(self) -> Callable[..., None]:
         """A test for each of the checks, in order; an exception fails the check that raised it."""
 
         @pytest.mark.parametrize("check", self.checks)
         def test_it(check: str) -> None:
-            found = [of_rank[check] for of_rank in self.results]
-            assert found == self.expected[check], "\n".join(map(str, found))
+            self.assert_finds(check)
 
         return test_it
 

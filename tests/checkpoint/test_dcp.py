@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
@@ -37,7 +38,7 @@ from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import CheckpointError, UnsupportedError, UsageError
 
-WRITERS, READERS = 3, [2, 4]
+WRITERS, READERS = 3, [2, suites.long(4)]
 on_ranks = RankChecks()
 
 

@@ -24,6 +24,7 @@ from unittest import mock
 
 import original_parts
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -40,7 +41,7 @@ from hwfsdp.checkpoint import archives, partition, parts
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.errors import CheckpointError, RankError, UsageError
 
-WORLD_SIZES = [2, 3]
+WORLD_SIZES = [suites.long(2), 3]
 LARGE = 48  # bytes
 
 

@@ -238,3 +238,8 @@ def frames_to_collectives() -> dict[str, list[str]]:
     with counted("all_gather_single"), counted("reduce_scatter_single"):
         model(tokens).sum().backward()
     return found
+
+
+def seen() -> tuple[Any, dict[str, list[str]]]:
+    """Both of what is seen from outside."""
+    return observed(), frames_to_collectives()

@@ -36,8 +36,14 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward() -> None:
-    seen, alive = alone.run(programs.observed, 2)[0]
+@pytest.fixture(scope="module")
+def seen_once() -> Any:
+    """Both of what `programs` sees from outside, in one launch."""
+    return alone.run(programs.seen, 2)[0]
+
+
+def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward(seen_once: Any) -> None:
+    seen, alive = seen_once[0]
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert [s for s in seen if s.startswith("all_gather")] == [
         f"all_gather {name}" for name in names + names[:0:-1]
@@ -58,8 +64,8 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
     assert block > 0
 
 
-def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective() -> None:
-    found = alone.run(programs.frames_to_collectives, 2)[0]
+def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once: Any) -> None:
+    found = seen_once[1]
     assert found.keys() == {"all_gather_single", "reduce_scatter_single"}
     for way in found.values():
         assert "Transport" in way[-2] and len(way) <= 9, way
