@@ -1,34 +1,34 @@
-"""Fully sharded data parallel training, written by hand to be read.
+"""A small, readable implementation of fully sharded data parallel training.
 
     from hwfsdp import fully_shard
 
-is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, 1,400 lines of code
-that import only torch. `features` has what else FSDP2 can do. Each feature puts its own part in the place of one of the heart's, at
-places that are made for it: the seams.
+is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, in 1,400 lines
+of code that import only torch. `features` has everything else that FSDP2 can do. The heart has places, called seams, where a
+feature puts its own part instead of the heart's.
 
     core          FSDP over one mesh axis: start here
     features      what FSDP2 can do beyond the heart, and the door that users call
 
-Around them stand the wings. Each says in its docstring which modules it has, in reading order.
+The other folders are called wings. The docstring of each lists its modules in reading order.
 
     comm          how bytes really move between ranks, and who is late
     observe       what happened: events, bytes, recordings, races, findings
     layout        which part of a tensor a rank holds, on paper and on a mesh
     launcher      processes to run on
-    checkpoint    state dicts that are moved, compared, saved
+    checkpoint    move, compare and save state dicts
     optim         torch's optimizers, their steps over local parts
     train         models, text, the training loop, the demo
-    virtual       a step on GPUs that are not there, in virtual time
+    virtual       a step on GPUs that you do not have, in virtual time
     plot          pictures of a log or a layout
-    course        exercises, homework and lab, and what grades them
+    course        exercises, homework and lab, and their grader
     cli           the command `hwfsdp`
 
-What all of them use is in no folder:
+Modules that all folders use:
 
     doors         names of a package, loaded when first asked for
-    errors        what can go wrong, and how it is said
-    compat        the corners of torch that have no public door
-    streams       for schedules that are written outside of the package
+    errors        the errors of the package
+    compat        private API of torch, in one place
+    streams       for schedules outside the package
     collectives   how bytes really move, with names and notes
 
 A table in tests/test_layers.py says what a folder may import.

@@ -1,10 +1,10 @@
 """How bytes really move: kinds of all-gather and reduce-scatter, with names and notes.
 
-The heart hands flat buffers to a `Transport`. The one here chooses between the backend's collectives, shared memory between ranks
-of one machine, and what the user put in their place. It notes every call (`history`), so that ranks that part can be told, and
-gives every collective that fails or hangs a name.
+The heart hands flat buffers to a `Transport`. The transport here chooses between the backend's collectives, shared memory between
+ranks of one machine, and collectives of the user. It notes every call (`history`), so that errors can say where ranks differ. If
+a collective fails or hangs, the error has its name.
 
-At the end: one flat tensor at a time, for a schedule that lays its bytes out by itself.
+At the end are collectives of one flat tensor, for a schedule that lays out its bytes itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Buffers:
     """The source of a collective's buffers: ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of this size, contents undefined."""
+        """Make a buffer of this size, contents undefined."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -59,7 +59,7 @@ class ReduceScatter(Buffers, ABC):
 
 
 class BackendAllGather(AllGather):
-    """The backend's own."""
+    """The backend's own all-gather."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
@@ -71,7 +71,7 @@ class BackendAllGather(AllGather):
 
 
 class BackendReduceScatter(ReduceScatter):
-    """The backend's own."""
+    """The backend's own reduce-scatter."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
@@ -83,7 +83,7 @@ class BackendReduceScatter(ReduceScatter):
 
 
 class Readable(Buffers):
-    """Buffers that the ranks of one machine can read where they lie; ordinary memory for other groups."""
+    """Buffers that the ranks of one machine can read in place; ordinary memory for other groups."""
 
     _group: Group = None
     _chosen: Group = None
@@ -97,7 +97,7 @@ class Readable(Buffers):
         return super().allocate(size, dtype=dtype, device=device)
 
     def _over(self, group: Group, device: torch.device) -> Group:
-        """The group to communicate in, in place of `group`."""
+        """Return the group to communicate in, in place of `group`."""
         if group is None or group is not self._group:
             return shared_memory.over(group, device)
         if self._chosen is None:
@@ -136,7 +136,7 @@ class DefaultReduceScatter(Readable, ReduceScatter):
 
 
 class RingAllGather(AllGather):
-    """The one of `ring`, which blocks the host."""
+    """The all-gather of `ring`, which blocks the host."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
@@ -146,7 +146,7 @@ class RingAllGather(AllGather):
 
 
 class RingReduceScatter(ReduceScatter):
-    """The one of `ring`, which blocks the host; sums and means only."""
+    """The reduce-scatter of `ring`, which blocks the host; sums and means only."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
@@ -156,7 +156,7 @@ class RingReduceScatter(ReduceScatter):
 
 
 class FromGroup(Buffers):
-    """Buffers from the process group's own allocator, where it has one (NCCL: memory that switches can reduce in)."""
+    """Buffers from the process group's own allocator, if it has one (NCCL: memory in which switches can reduce)."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -166,18 +166,18 @@ class FromGroup(Buffers):
 
 
 class GroupAllocAllGather(FromGroup, BackendAllGather):
-    """The backend's own, in the process group's memory."""
+    """The backend's own all-gather, in the process group's memory."""
 
 
 class GroupAllocReduceScatter(FromGroup, BackendReduceScatter):
-    """The backend's own, in the process group's memory."""
+    """The backend's own reduce-scatter, in the process group's memory."""
 
 
 # --- Names and notes -----------------------------------------------------------------------------------------
 
 
 class Named:
-    """A block in which a collective is issued or waited for: if that fails or hangs, it has a name.
+    """A block that issues a collective or waits for it. If this fails or hangs, the error has the collective's name.
 
     Args:
         op: of the collective, for example "all_gather". owner: fqn of the parameter group. note: of the call.
@@ -204,7 +204,7 @@ class Named:
 
 
 class Issuing(Named):
-    """A block that issues a collective; the history notes it as FSDP's own."""
+    """A block that issues a collective. The history notes that FSDP issued it."""
 
     __slots__ = ()
 
@@ -217,7 +217,7 @@ class Issuing(Named):
         super().__exit__(kind, error, traceback)
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
-        """Wrap the work: its end is noted, and while the host waits for it, it has a name."""
+        """Wrap the work, so that its end is noted, and so that it has a name while the host waits for it."""
         note = self.note
         assert note is not None
         note.mark(history.State.OPEN if work is not None or not async_op else history.State.DONE)
@@ -225,7 +225,7 @@ class Issuing(Named):
 
 
 class Followed:
-    """A work whose end is noted."""
+    """A work whose end is noted in the history."""
 
     __slots__ = ("_work", "_op", "_owner", "_note")
 
@@ -241,13 +241,13 @@ class Followed:
 
 
 def run_named(call: Callable[[], Any], name: str, owner: str) -> Any:
-    """Call, and name the collective and the parameter group if that fails or hangs."""
+    """Make the call. If it fails or hangs, the error names the collective and the parameter group."""
     with Named(name, owner):
         return call()
 
 
 def _collective_error(name: str, owner: str, cause: RuntimeError) -> CollectiveError:
-    """With a table of what all ranks called last, if they have to find that out themselves (`history.exchange`)."""
+    """Make the error, with a table of all ranks' last calls if the ranks must exchange them themselves (`history.exchange`)."""
     error = CollectiveError(name, owner, dist.get_rank(), cause)
     told = history.exchange()
     error.table = divergence.describe_divergence(
@@ -267,7 +267,7 @@ class GroupTransport(Transport):
     """Move the bytes of one parameter group. Note every call, and name the call that fails.
 
     Attributes:
-        gather, scatter: how. reduce_group: the process group to reduce-scatter in, if it has one of its own.
+        gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
     """
 
     def __init__(self, ranks: Axis, device: torch.device) -> None:
@@ -278,7 +278,7 @@ class GroupTransport(Transport):
         self._note: history.Note | None = None
 
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer. The first one for a group of ranks may take a meeting of all of them, and that may fail."""
+        """Make a buffer. For a group of ranks, the first call may need a meeting of all its ranks, which may fail."""
         if purpose == "result":
             how: Any = self.scatter  # not necessarily one of the classes above
             result: Tensor = getattr(how, "allocate_result", how.allocate)(
@@ -326,16 +326,16 @@ class GroupTransport(Transport):
 def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
     """Start to gather one flat tensor on `stream`; return before it is done.
 
-    For a schedule that lays its bytes out by itself. What `part` holds has to be there when the stream gets here: let the
-    stream wait for the stream that writes it.
+    This is for a schedule that lays out its bytes itself. The values of `part` must be there when the stream reaches this point.
+    So let the stream wait for the stream that writes them.
 
     Args:
-        whole: [W * n], contiguous; written. part: [n], this rank's; the same dtype. It may be its own place in `whole`.
+        whole: [W * n], contiguous; written. part: [n], this rank's part, of the same dtype. It may be its own place in `whole`.
         group: of W ranks. owner: of the bytes, for errors and the event log.
 
     Returns:
-        After it, `whole` is complete. Until then keep both tensors (`core.collectives`, Note [Why flat buffers outlive their
-        use]).
+        An event after which `whole` is complete. Keep both tensors until then (`core.collectives`, Note [Why flat buffers outlive
+        their use]).
     """
     note = history.begin("all_gather", owner, group, whole.dtype, whole.numel() * whole.element_size())
     issuing = Issuing("all_gather", owner, note)
@@ -347,11 +347,14 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
 
 
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
-    """Start to average one flat tensor over the ranks, each of which gets its part; as `all_gather_flat`, the other way.
+    """Start to average one flat tensor over the ranks on `stream`; each rank gets its part. Return before it is done.
 
     Args:
-        part: [n]; written: this rank's part of the mean, n elements from `rank * n` on.
-        whole: [W * n], contiguous; the same dtype, in which the sums are made.
+        part: [n]; written: this rank's part of the mean, the n elements from `rank * n` on.
+        whole: [W * n], contiguous; of the same dtype, in which the sums are made.
+
+    Returns:
+        An event after which `part` is complete. Keep both tensors until then, as for `all_gather_flat`.
     """
     note = history.begin("reduce_scatter", owner, group, whole.dtype, whole.numel() * whole.element_size())
     issuing = Issuing("reduce_scatter", owner, note)

@@ -1,4 +1,4 @@
-"""Private API of torch. Only this module and `core.compat`, which has what the heart needs, use any.
+"""Private API of torch. Only this module, and `core.compat` for the heart, use private API.
 
 Supported: torch 2.13 to 2.15. Everything else in this package uses documented API.
 """
@@ -53,7 +53,7 @@ NATIVE_MODULES = ("torch._C", "torch._subclasses")
 def empty_from_group(
     group: dist.ProcessGroup | None, size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A tensor in memory of the group's own allocator; in ordinary memory if it has none."""
+    """Make a tensor in memory of the group's own allocator, or in ordinary memory if the group has no allocator."""
     backend = group._get_backend(device) if group is not None else None
     if backend is None or not backend.supports_tensor_alloc(device):
         return torch.empty(*size, dtype=dtype, device=device)
@@ -73,9 +73,9 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Send [n] uint8 to a rank of the group, however long it takes to receive them.
+    """Send [n] uint8 to a rank of the group, however long the other rank takes to receive them.
 
-    Unseen by recordings; `dist.send` is for what belongs to a step.
+    Recordings do not see this. Messages that belong to a step go through `dist.send`.
     """
     group.send([data], rank, tag).wait(timedelta(days=1))
 
@@ -89,7 +89,7 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
     """Whether the connection to a rank of a gloo group is known to be broken; never blocks.
 
     Args:
-        tag: of no message. What is asked for by it is never received.
+        tag: one that no message has. The receive that is posted under this tag never gets a message.
     """
     try:
         group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag)
@@ -102,9 +102,9 @@ def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: 
     """Let dispatch modes, if there are any, see a collective that no backend of torch runs.
 
     Args:
-        kind: "all_gather" or "reduce_scatter". output: written, with nothing of use.
+        kind: "all_gather" or "reduce_scatter". output: gets undefined values.
 
-    Torch's fake process group, meant for its tests, dispatches the operator and moves nothing.
+    torch has a fake process group for its own tests. It dispatches the operator, and moves nothing.
     """
     if not torch._C._len_torch_dispatch_stack():
         return
@@ -120,29 +120,30 @@ _NOTHING = nullcontext()
 
 
 def applied_to(module: nn.Module) -> Collection[str]:
-    """Names of torch's composable functions that were applied to a module, for example "replicate".
+    """Return the names of torch's composable functions that were applied to a module, for example "replicate".
 
-    A wrapper may forward attributes to the module that it wraps; what was applied to that one is not meant.
+    A wrapper may forward attributes to the module that it wraps. Functions that were applied only to that module do not count.
     """
     return set(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def note_applied(module: nn.Module, name: str) -> None:
-    """Torch's composable functions know from now on that this one was applied to the module."""
+    """Tell torch's composable functions that this function was applied to the module."""
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def profiler_is_running() -> bool:
-    """Whether torch's profiler records now."""
+    """Whether torch's profiler is recording now."""
     return bool(profiler._is_profiler_enabled)
 
 
 def profiler_range(moment: str, fqn: str = "", shards: int = 0) -> AbstractContextManager[Any]:
-    """A range that torch's profiler shows around the block, named as FSDP2 names it; nothing when none runs.
+    """Make a range that torch's profiler shows around the block, with FSDP2's name; do nothing if no profiler is running.
 
     Args:
-        moment: for example "all_gather"; "backward_prefetch for" goes on with the name alone.
-        fqn: of the module; the root's is "". shards: ranks that share a group, if the module has several; else 0.
+        moment: for example "all_gather"; "backward_prefetch for" is followed by the name alone.
+        fqn: of the module; "" for the root. shards: the number of ranks that share a group, if the module has several
+            groups; else 0.
     """
     if not profiler._is_profiler_enabled:
         return _NOTHING
@@ -153,22 +154,22 @@ def profiler_range(moment: str, fqn: str = "", shards: int = 0) -> AbstractConte
 
 
 def unseen_by_modes() -> AbstractContextManager[None]:
-    """Dispatch modes, such as the one that counts communication, do not see what happens in the block."""
+    """Hide the block from dispatch modes, such as the one that counts communication."""
     return _disable_current_modes()
 
 
 def default_store() -> Any:
-    """The key-value store that the ranks of the default process group met in; no public function gives it."""
+    """Return the key-value store in which the ranks of the default process group met. No public function gives it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def default_store_below(prefix: str) -> Any:
-    """The same store, with names of its own: ranks may meet in it again."""
+    """Return the same store with a separate range of names, so that ranks can meet in it again."""
     return dist.distributed_c10d.PrefixStore(prefix, default_store())
 
 
 def default_store_by_itself() -> Any:
-    """The same store over a connection of its own, for a thread that waits; None if this torch or store has no copies."""
+    """Return the same store over a separate connection, for a thread that waits; None if this torch or store has no copies."""
     store = default_store()
     try:
         return store.clone()
@@ -177,7 +178,7 @@ def default_store_by_itself() -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a collective of the group gives up: of its CPU backend, or, if it has none (NCCL alone), of the first."""
+    """Return the seconds after which a collective of the group gives up, by its CPU backend or, without one, by its first backend."""
     kinds = device_types(group)
     kind = "cpu" if "cpu" in kinds else kinds[0]
     options = getattr(group._get_backend(torch.device(kind)), "options", None)
@@ -186,7 +187,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def calls_in_progress(modules: Sequence[nn.Module]) -> int:
-    """Number of calls of the modules, or of their forward methods, that are in progress in this thread."""
+    """Count the calls of the modules, or of their forward methods, that are in progress in this thread."""
     calls, frame = 0, sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_name in ("_call_impl", "call_as_forward"):  # a compiled one has the same name
@@ -203,7 +204,7 @@ def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def outside_transforms(method: F) -> F:
-    """Run a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
+    """Run a method outside the `torch.func` transforms in progress, so that it is not part of the function."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -232,38 +233,38 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """All axes of `mesh` as one."""
+    """Return all axes of `mesh` as one axis."""
     flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
     return flat
 
 
 def is_shard(placement: Placement) -> bool:
-    """Whether the placement cuts the tensor; `_StridedShard` does, and is a `Shard` in some versions only."""
+    """Whether the placement cuts the tensor. `_StridedShard` does; only in some versions it is a `Shard`."""
     return isinstance(placement, Shard | _StridedShard)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """`Shard(dim)` of a tensor that later axes of the mesh have cut into `split_factor` parts along `dim` before."""
+    """Make a `Shard(dim)` of a tensor that later axes of the mesh have already cut into `split_factor` parts along `dim`."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether it is one of the sharded tensors that torch had before DTensor."""
+    """Whether this is a ShardedTensor, which torch had before DTensor."""
     home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there can be none
     return home is not None and isinstance(value, home.ShardedTensor)
 
 
 def group_of_sharded_tensor(tensor: Any) -> dist.ProcessGroup:
-    """The group of the ranks that it lies on."""
+    """Return the group of the ranks that hold this ShardedTensor."""
     group: dist.ProcessGroup = tensor._process_group
     return group
 
 
 def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
-    """A sharded tensor with these local shards, cut among the same ranks as `like`; without communication.
+    """Make a ShardedTensor with these local shards, cut among the same ranks as `like`; without communication.
 
     Args:
-        shards: as many as `like` has here, of the same shapes, in the order of their offsets, all on the CPU.
+        shards: the same number as `like` has on this rank, of the same shapes, in the order of their offsets, all on the CPU.
     """
     metadata = copy.deepcopy(like.metadata())
     for place in metadata.shards_metadata:
@@ -281,7 +282,7 @@ IS_PARAMETER = "_is_param"  # the attribute by which torch knows parameters that
 
 
 def quantized_over(integers: Tensor, like: Tensor) -> Tensor:
-    """A quantized tensor over the memory of its integers, with the scales and zero points of `like`, which it copies."""
+    """Make a quantized tensor over the memory of its integers, with copies of the scales and zero points of `like`."""
     size = [0] * like.ndim
     if like.qscheme() == torch.per_tensor_affine:
         new = torch._empty_affine_quantized(
@@ -301,7 +302,7 @@ def quantized_over(integers: Tensor, like: Tensor) -> Tensor:
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:
-    """Identity of a storage, while it lives; unlike `data_ptr`, fake and freed ones have it too."""
+    """Return the identity of a storage while it lives. Unlike `data_ptr`, this works for fake and freed storages."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of
     return int(storage._cdata)
 
@@ -310,11 +311,11 @@ USE_COUNT = "_storage_Use_Count"  # of torch, not documented
 
 
 def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None:
-    """Whether anything but this list refers to its storage at `index`; None if this torch cannot tell.
+    """Whether anything except this list refers to its storage at `index`; None if this torch cannot tell.
 
-    Tensors refer to it, and so does all that is made of them: views, arrays, what autograd saved. Weak references cannot
-    tell, because a view outlives its tensor. What counts in C++ is counted there, where no public function looks;
-    Python's references to the storage count as one there, and are compared with those to something else in a list.
+    Tensors refer to a storage, and so does everything made of them: views, arrays, tensors that autograd saved. Weak references
+    cannot tell, because a view outlives its tensor. References of C++ are counted in C++, where no public function looks. All
+    references of Python count as one there; they are compared with the references to another object in a list.
     """
     use_count = getattr(torch._C, USE_COUNT, None)
     if use_count is None:
@@ -334,7 +335,7 @@ class OperatorArgument(NamedTuple):
 
 @functools.cache
 def arguments_of(op: Any) -> tuple[OperatorArgument, ...]:
-    """The arguments of an operator as dispatch modes get it, in order; its schema has no public door."""
+    """Return the arguments of an operator as dispatch modes get it, in order. No public function gives an operator's schema."""
     arguments = op._schema.arguments
     return tuple(
         OperatorArgument(
@@ -347,20 +348,20 @@ def arguments_of(op: Any) -> tuple[OperatorArgument, ...]:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group that a functional collective calls by this name."""
+    """Return the process group that a functional collective calls by this name."""
     group: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
     return group
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Tensors made in the block have shapes, dtypes and storages that count bytes, but no memory and no values."""
+    """Let tensors made in the block have shapes, dtypes and storages that count bytes, but no memory and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether it was made under `fake_tensors`."""
+    """Whether this tensor was made under `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -368,9 +369,9 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """In the block, this process is `rank` of ranks that it only pretends to talk to; torch has this for its tests.
+    """Let this process pretend to be `rank` of a group of ranks inside the block. torch has this for its own tests.
 
-    Their collectives are not compared (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), for there is nobody to compare with.
+    Collectives of such a group are not compared (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), because there are no other ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -388,15 +389,15 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_fake_work(work: dist.Work) -> bool:
-    """Whether the work is of a fake process group: done when it is issued, although its `is_completed` says no."""
+    """Whether the work is of a fake process group: it is done when it is issued, although its `is_completed` says no."""
     return type(work).__name__ == "FakeWork"
 
 
 @contextmanager
 def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter `around()` whenever DTensor works out the shape of a result, in the time of the block.
+    """Enter `around()` whenever DTensor works out the shape of a result, as long as the block runs.
 
-    It calls the operator on fake tensors of the global shapes then, which dispatch modes see as if it were computed.
+    DTensor then calls the operator on fake tensors of the global shapes. Dispatch modes see this as if it were computed.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -413,18 +414,18 @@ def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) 
 
 
 def functional_operators() -> list[Any]:
-    """The namespaces of the operators behind functional collectives, which have no public door to watch."""
+    """Return the namespaces of the operators behind functional collectives. There is no public way to watch these."""
     return [torch.ops._c10d_functional, torch.ops._c10d_functional_autograd]
 
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Whether an operator is made of others for all devices, which is where it should be looked at."""
+    """Whether an operator consists of other operators on all devices; then these should be looked at."""
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def exchange(a: Tensor, b: Tensor) -> None:
-    """Swap two tensors as `torch.utils.swap_tensors` does, but also fake tensors: their maker holds weak references to them."""
+    """Swap two tensors as `torch.utils.swap_tensors` does, but also fake tensors, which have weak references to them."""
     names: list[str] = getattr(copyreg, "_slotnames")(type(a))  # noqa: B009  (as torch does)
     held = [(name, getattr(a, name), getattr(b, name)) for name in names]
     a.__class__, b.__class__ = b.__class__, a.__class__

@@ -1,8 +1,8 @@
 """The errors of this package, and the form of their messages.
 
-Every error of this package is an `FSDPError` whose message answers three questions: what was expected, what
-was got, and what to do. Each also derives from the built-in exception that a caller would think of first, so
-`except ValueError` works for someone who has never seen this module.
+Every error of this package is an `FSDPError`. Its message answers three questions: what was expected, what came instead, and
+what to do. Each class also derives from the built-in exception that a caller would think of first. So `except ValueError` works
+even if you have never seen this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # where in its own source a backend r
 
 
 def in_one_line(message: str) -> str:
-    """The message of a backend or a user's exception, without line breaks and without places in the backend's source."""
+    """Return the message of a backend or a user's exception without line breaks, and without places in the backend's source."""
     return _PLACE_IN_C.sub("", " ".join(message.split()))
 
 
@@ -50,9 +50,9 @@ class CollectiveError(FSDPError, RuntimeError):
 
     Attributes:
         collective: its name, for example "all_gather".
-        owner: fqn of the parameter group it served.
-        rank: the rank that raises (not always the one at fault).
-        table: what all ranks called last, side by side (`divergence`); "" if that is not known here: `launch` has it.
+        owner: fqn of the parameter group that it served.
+        rank: the rank that raises, which is not always the rank with the mistake.
+        table: the last calls of all ranks, side by side (`divergence`); "" if this rank does not know them (`launch` does).
     """
 
     table: str = ""
@@ -98,11 +98,11 @@ class RankError(FSDPError, RuntimeError):
         rank: the first rank that failed.
         traceback: that rank's traceback, or where each rank stood when time ran out.
         reason: "raised", "died" or "late".
-        table: where ranks part, in a sentence, and what all of them called last, side by side (`divergence`); "" if that
-            does not matter.
+        table: a sentence that says where ranks differ, and the last calls of all ranks, side by side (`divergence`); "" if
+            that does not matter.
         deadlock: it was late, and more time would not have helped: the ranks wait for each other (`caller`, Note [Deadlocks]).
 
-    As text it begins with the sentence of the table: the first rank that failed is not always the one at fault.
+    As text, the error begins with the sentence of the table: the rank that failed first is not always the one with the mistake.
     """
 
     table: str = ""

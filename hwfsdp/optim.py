@@ -2,37 +2,37 @@
 
     from hwfsdp.optim import AdamW
 
-The parameters of a sharded model are DTensors. Every operator on one goes through DTensor's dispatch, which finds out
-where the result lies before anything is computed. AdamW runs a dozen operators per parameter, and the answer is the same
-each time: where the parameter lies. For an update that treats every element by itself, the rows of a rank can be
-updated without knowing that there are others, and this is all that the classes here do differently: for the time of a
-step, the parameter groups and the state hold the local parts of the DTensors.
+The parameters of a sharded model are DTensors. Every operator on a DTensor goes through a dispatch, which finds out where the
+result lies before anything is computed. AdamW runs a dozen operators per parameter, and the answer is always the same: where the
+parameter lies. If an update treats every element by itself, a rank can update its rows without the other ranks. So the classes
+here do one thing differently: during a step, the parameter groups and the state hold the local parts of the DTensors.
 
-Everything else is torch's own. The classes derive from torch.optim's, take the same arguments, compute the same
-bits, and between steps hold the same: `param_groups` the DTensors, `state` DTensors laid out like their parameter.
-Checkpoints of one can be loaded by the other. Any further optimizer becomes such a class with `local`.
+Everything else is torch's own. The classes derive from torch.optim's, take the same arguments, and compute the same bits. Between
+steps, `param_groups` has the DTensors, and `state` has DTensors laid out like their parameter. Each can load the other's
+checkpoints. `local` makes such a class of any other optimizer.
 
 Note [What a step borrows]
-    A step reads and writes `group["params"]`, `p.grad` and `self.state[p]`. It is given stand-ins: a leaf over the memory
-    of each local part, as it is at that moment (a model may exchange it at any time), with the local part of the
-    gradient, and a copy of the state in which DTensors are replaced by their local parts. What the step writes in place
-    is written for good. What it puts into the state is taken over when it has ended, also by an exception: a tensor
-    shaped like the local part becomes a DTensor; anything else, such as the number of steps, stays what it is. Hooks run
-    before and after all this, and a closure before it.
+    A step reads and writes `group["params"]`, `p.grad` and `self.state[p]`. It gets stand-ins for the parameters: a leaf over the
+    memory of each local part, as it is at that moment (a model may replace it at any time), with the local part of the gradient.
+    And it gets a copy of the state in which local parts take the place of DTensors. Writes in place reach the real memory. When
+    the step has ended, even by an exception, new values in the state are taken over: a tensor shaped like the local part becomes
+    a DTensor; any other value, such as the number of steps, stays as it is. Hooks run before and after all this, and a closure
+    runs before it.
 
 Note [What lies elsewhere]
-    A gradient or a state tensor of other placements than its parameter (a sum that tensor parallelism has not made yet)
-    is redistributed first, a collective that torch would run at an operator. A step goes over the DTensors themselves,
-    the slow way that torch goes, if it is differentiable or being compiled, or if for one of the parameters the local
-    part says too little: a parameter that is a partial sum, one without dimensions (whose state looks like a count of
-    steps), or a gradient that is no DTensor on the parameter's mesh.
+    A gradient or a state tensor may have other placements than its parameter, such as a sum that tensor parallelism has not made
+    yet. Then it is redistributed first, by a collective that torch would run at an operator. In two cases, a step uses the
+    DTensors themselves, as slowly as torch does. First, if it is differentiable or being compiled. Second, if the local part of a
+    parameter says too little: the parameter is a partial sum, or has no dimensions (then its state looks like a count of steps),
+    or its gradient is not a DTensor on the parameter's mesh.
 
 Note [Which implementation]
-    `foreach=None` means what it means for plain tensors: one kernel for many on an accelerator, a loop on the CPU. Over
-    DTensors torch takes the loop everywhere. On the CPU all is equal bit for bit; on an accelerator, compare runs of the
-    same flag. Some flags work here only: torch 2.13 has no fused SGD and Adagrad and no Rprop over DTensors.
+    `foreach=None` means the same as for plain tensors: one kernel for many parameters on an accelerator, a loop on the CPU. Over
+    DTensors, torch always uses the loop. On the CPU both give the same bits. On an accelerator, compare runs with the same flag.
+    Some flags work only here: over DTensors, torch 2.13 has no fused SGD and Adagrad, and no Rprop.
 
-Left out: what is not element-wise. Whether one of torch's is, is known here; for others, the caller of `local` knows.
+Left out: optimizers that are not element-wise. For torch's own optimizers, this module knows which ones these are. For others,
+the caller of `local` must know.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Class = TypeVar("Class", bound=type[Optimizer])
 
 
 class LocalStep(Optimizer):
-    """The optimizer that `local` makes: its `step` runs over local parts.
+    """An optimizer made by `local`: its `step` runs over local parts.
 
     Raises (when a class derives from it):
         UsageError: the class also derives from an optimizer of torch that is not element-wise.
@@ -84,13 +84,13 @@ class LocalStep(Optimizer):
                 )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step; what torch's would do to the same DTensors.
+        """Take one optimizer step, with the same result as torch's step over the same DTensors.
 
         Args:
             closure: computes the loss and the gradients; called once, with gradients enabled, before the step.
 
         Returns:
-            What the optimizer's own step returns: the loss if there is a closure.
+            The result of the optimizer's own step: the loss if there is a closure.
 
         Raises:
             UsageError: the optimizer's own step calls the closure more than once.
@@ -108,18 +108,18 @@ class LocalStep(Optimizer):
 
 
 def local(optimizer: Class) -> Class:
-    """The optimizer class with its step over local parts; for optimizers whose update is element-wise.
+    """Return the optimizer class with its step over local parts; for optimizers whose update is element-wise.
 
         FastLion = local(Lion)
 
     Args:
-        optimizer: a subclass of `torch.optim.Optimizer`. Each element's update may depend on that element of parameter,
-            gradient and state, and on numbers; not on other elements, as norms, means and products of matrices do
-            (LAMB, LARS, Shampoo, SOAP): over local parts those would be other numbers on every rank, and no error.
-            What it keeps per parameter it keeps directly in `state[p]`, in the parameter's shape or as a scalar.
+        optimizer: a subclass of `torch.optim.Optimizer`. The update of an element may depend on this element of parameter,
+            gradient and state, and on numbers. It must not depend on other elements, as norms, means and products of matrices do
+            (LAMB, LARS, Shampoo, SOAP): over local parts these would be different on every rank, without an error. The optimizer
+            keeps its values for a parameter directly in `state[p]`, in the parameter's shape or as scalars.
 
     Returns:
-        A subclass of the same name, arguments and documentation. A class that is one already is returned as it is.
+        A subclass with the same name, arguments and documentation. A class that already has such a step is returned as it is.
 
     Raises:
         UsageError: an optimizer of torch that is known not to be element-wise, or a class derived from one.
@@ -154,7 +154,7 @@ def _answer(name: str, loss: Any) -> Callable[[], Any]:
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step inside what torch wraps around it when a class is first used: hooks are for the outermost step only."""
+    """Return the step without torch's wrapper for hooks: hooks are only for the outermost step."""
     while getattr(step, "hooked", False):
         step = cast(Any, step).__wrapped__
     return step
@@ -164,11 +164,11 @@ StandIns = dict[DTensor, Tensor]  # parameter → a leaf over the memory of its 
 
 
 def _stand_ins(optimizer: Optimizer) -> StandIns | None:
-    """A stand-in for every DTensor of the optimizer, frozen ones too.
+    """Make a stand-in for every DTensor of the optimizer, frozen ones too.
 
     Returns:
-        None if local parts do not say all that this step needs (Note [What lies elsewhere]). That depends on layouts
-        only, so every rank gets the same answer.
+        None if local parts do not contain everything that this step needs (Note [What lies elsewhere]). This depends only on
+        layouts, so every rank gets the same answer.
     """
     if optimizer.defaults.get("differentiable") or torch.compiler.is_compiling():
         return None
@@ -184,7 +184,7 @@ def _stand_ins(optimizer: Optimizer) -> StandIns | None:
 
 
 def _stand_in(param: DTensor) -> Tensor | None:
-    """A leaf over the memory of the local part, with the gradient's; None if they do not say enough."""
+    """Make a leaf over the memory of the local part, with the gradient's local part; None if these do not say enough."""
     local, grad = local_of(param), param.grad
     if not local.dim():
         return None
@@ -203,7 +203,7 @@ def _stand_in(param: DTensor) -> Tensor | None:
 
 
 def _lend(value: DTensor, param: DTensor) -> Tensor:
-    """The local part of a gradient or of a state tensor, cut as the parameter is."""
+    """Return the local part of a gradient or of a state tensor, cut as the parameter is."""
     if value.placements != param.placements and value.shape == param.shape:
         value = cast(DTensor, value.detach()).redistribute(placements=param.placements)
     return local_of(value)
@@ -211,7 +211,7 @@ def _lend(value: DTensor, param: DTensor) -> Tensor:
 
 @contextmanager
 def _local_parts(optimizer: Optimizer, stand_ins: StandIns) -> Iterator[None]:
-    """Put stand-ins into the optimizer, and take over what the block left in them (Note [What a step borrows])."""
+    """Put stand-ins into the optimizer, and take over what the block changed in them (Note [What a step borrows])."""
     groups, state = list(optimizer.param_groups), optimizer.state
     lists = [group["params"] for group in groups]
     lent: defaultdict[Any, Any] = defaultdict(dict)
@@ -239,7 +239,7 @@ def _local_parts(optimizer: Optimizer, stand_ins: StandIns) -> Iterator[None]:
 
 
 def _take_over(left: dict[Any, Any], state: dict[Any, Any], stand_ins: StandIns) -> None:
-    """Make `state` what a step left behind, in its order; the dicts of parameters stay the same objects."""
+    """Make `state` the state after a step, in the same order; the dicts of parameters stay the same objects."""
     params = {stand_in: param for param, stand_in in stand_ins.items()}
     whole: dict[Any, Any] = {}
     for key, values in left.items():
@@ -262,7 +262,7 @@ def _take_over(left: dict[Any, Any], state: dict[Any, Any], stand_ins: StandIns)
 
 
 def _as_dtensor(value: Any, like: DTensor) -> Any:
-    """A value of the state: a tensor shaped like the local part of `like` becomes a DTensor, other values stay."""
+    """Return a value for the state: a tensor shaped like the local part of `like` becomes a DTensor, other values stay."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != local_of(like).shape:
         return value
     if value.dtype == like.dtype:

@@ -16,7 +16,7 @@ from hwfsdp.errors import UsageError
 
 
 def streams_for(device_type: str) -> StreamSet:
-    """New streams on a device of this type.
+    """Make new streams on a device of this type.
 
     Raises:
         UsageError: there is no such device.
@@ -34,8 +34,8 @@ def streams_for(device_type: str) -> StreamSet:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call `function` once, when the backward in progress has issued all of its work; there one waits for what is in flight.
+    """Call `function` once, when the backward in progress has issued all of its work. This is the place to wait for its collectives.
 
-    Only callable from inside a backward, such as from the hook of a tensor.
+    Call this only inside a backward, for example from the hook of a tensor.
     """
     call_after_backward(function)

@@ -157,7 +157,7 @@ for ranks, by_rank in sent.items():
 
 # %% [markdown]
 # The numbers are equal to the byte, and the same on every rank. Now look at more ranks than this machine has. The last column
-# is the obvious solution without a ring: all ranks send to rank 0, and rank 0 adds up and sends the sum to every rank.
+# is the simple way without a ring: all ranks send to rank 0, which adds up and sends the sum to every rank.
 
 # %%
 GB = 10**9

@@ -269,8 +269,8 @@ plot_lifetimes(log, rank=0)
 # meanwhile. This is prefetching. It costs a buffer, not a second whole weight.
 #
 # The step player shows the same log. Press **play**, or go from event to event with the arrow keys. Watch one cell of
-# *Parameters*: it turns green while its gather travels, yellow while the weight is whole, and blue again after the free. The
-# pane *Code* shows the line of hwfsdp that did it.
+# *Parameters*: it is green while its gather travels, plain yellow while the weight is whole, and hatched again after the free.
+# The pane *Code* shows the line of hwfsdp that did it.
 
 # %%
 log.view()

@@ -287,7 +287,7 @@ lesson.explore(
 
 # %% [markdown]
 # Your second number is **40 ms**: one gather, six backwards, one reduction. Everything else travels under compute. If nothing
-# overlaps, it takes six times 2 + 6 + 2. Each of the two measures saves five times 2.
+# overlaps, it takes six times 2 + 6 + 2. Gathers ahead save five times 2, and so do reductions behind.
 #
 # In the picture for 8 ms, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
 # (Here gathers and reductions run beside each other at full speed. On a network that they share, each would take longer.)

@@ -328,8 +328,8 @@ draw_costs()
 # - **ZeRO-3** sends the most and keeps the least. Starting from it, every switch that saves bytes costs memory.
 # - **Gather once, reduce once** sends as little as DDP that reduces once, and keeps less, because it still shards the optimizer
 #   state. Whole parameters and whole gradients exist throughout the step. It moves what ZeRO-1 moves.
-# - **Accumulating without reducing** is not free. Whole gradients of all layers exist from the first micro-batch to the last. A
-#   model that only just fits with ZeRO-3 does not fit with it.
+# - **Accumulating without reducing** is not free. Whole gradients of all layers exist from the first micro-batch to the last.
+#   So a model that only just fits with ZeRO-3 no longer fits.
 #
 # With six layers, buffers are a large part of this memory: a layer or two on their way, and one being reduced. With eighty
 # layers they would be a few percent.

@@ -3,8 +3,8 @@
 #
 # A model trains on 8 GPUs. You are offered 4096. What happens to its speed and memory?
 #
-# **Write down two numbers before you go on.** Go from 8 GPUs to 4096. By which factor does the number of bytes grow that one
-# GPU receives in an all-gather of the same block? And which share of one GPU's speed, in tokens per second, is left?
+# **Write down two numbers before you go on.** Go from 8 GPUs to 4096. In an all-gather of the same block, one GPU receives more
+# bytes than before: by which factor? And which share of one GPU's speed, in tokens per second, is left?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:

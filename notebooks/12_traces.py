@@ -22,7 +22,7 @@ lesson.begin()
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
 # 1. **9**: the root once, each of the four blocks twice.
-# 2. **Rank 0**: it is on time, and waits inside of the all-gather until rank 1 has come.
+# 2. **Rank 0**: it is on time, and waits inside the all-gather until rank 1 comes.
 #
 # </details>
 # %% [markdown]

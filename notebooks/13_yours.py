@@ -42,7 +42,7 @@ print(yours.introduction)
 print(yours.verdict_text)
 
 # %% [markdown]
-# ## What it was made of
+# ## What the verdict is based on
 #
 # A check asks ranks for a report: it runs your code there, and writes down the results. The reference got the same questions.
 # For a station the reference is the solution's `my_fsdp.py`, for an elective the package as it is. A difference is not always a

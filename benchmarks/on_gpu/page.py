@@ -18,8 +18,8 @@ MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left 
 ABOUT = """# On a GPU
 
 `make gpu` runs all tests and measurements that need a GPU, each part within ten minutes, and writes this page. One GPU is enough. The
-command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither does,
-`make setup` installs such a torch, which needs a package registry.
+command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither has
+such a torch, `make setup` installs one, which needs a package registry.
 
 ```sh
 make gpu                        # all parts

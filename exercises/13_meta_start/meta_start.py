@@ -13,7 +13,7 @@ from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 
-# The package's own, that the docstrings name:
+# Names of the package that the docstrings mention:
 #
 # hwfsdp.core.compat
 #     function   local_of(tensor: DTensor) -> Tensor
@@ -42,49 +42,49 @@ from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 
 
 def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
-    """A CPU generator for one row of one parameter.
+    """Make a CPU generator for one row of one parameter.
 
     Args:
-        seed: of the whole model, any integer. fqn: the parameter's name. number: the row's, in the whole parameter.
+        seed: of the whole model, any integer. fqn: the parameter's name. number: the row's number in the whole parameter.
 
     Returns:
-        A generator of its own, new, that depends on these three alone: the same numbers in every process on every machine,
-        whatever was drawn before, and other numbers if any of the three is another. Its `manual_seed` takes integers of 64
-        bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
+        A new generator that depends only on these three. It gives the same numbers in every process on every machine, no matter
+        what was drawn before. If any of the three is different, it gives different numbers. Its `manual_seed` takes integers of
+        64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
     """
     # TODO(13)
     raise NotImplementedError
 
 
 def part_of(param: Tensor) -> Part:
-    """This rank's part of a parameter, sharded or not.
+    """Return this rank's part of a parameter, sharded or not.
 
     Returns:
         `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
-        Of a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` the second of the two that
-        `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
-        A parameter that is not sharded is all here: itself, at offset 0 in every dim.
+        For a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` is the second of the two results of
+        `compute_local_shape_and_global_offset(shape, mesh, placements)` for its `shape`, `device_mesh` and `placements`.
+        A parameter that is not sharded is its own part, at offset 0 in every dim.
     """
     # TODO(13)
     raise NotImplementedError
 
 
 def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a rank's part of a parameter, row by row. Called without gradients being recorded.
+    """Fill a rank's part of a parameter, row by row. Called while autograd records nothing.
 
     Args:
-        fqn: the parameter's. part: what this rank has, `part.local`, at `part.offset` in the whole (see `part_of`). It is
-            filled in place; it may have no elements, and then there is nothing to do.
-        shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row of no dims.
-        init: called as `init(fqn, row, generator)` once for each row that the part has elements of, first row first.
+        fqn: the parameter's. part: the part of this rank, `part.local`, at `part.offset` in the whole (see `part_of`). Fill it
+            in place. It may have no elements; then there is nothing to do.
+        shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row without dims.
+        init: call it as `init(fqn, row, generator)` once for each row of which the part has elements, first row first.
         seed: of the whole model.
 
     A row is a slice of the *whole* parameter along dim 0. For `init`, it is a new tensor of shape `shape[1:]`, in the part's
-    dtype, on the CPU, contents undefined; its generator is `row_generator(seed, fqn, number)`, where `number` counts rows of
-    the whole parameter. What `init` left in it is copied into the part; of a part that is cut along other dims as well, only
-    those elements that belong to it, which `part.offset` and the part's shape say.
+    dtype, on the CPU, contents undefined. Its generator is `row_generator(seed, fqn, number)`, where `number` counts the rows of
+    the whole parameter. Then copy the row into the part. If the part is cut along other dims as well, copy only the elements that
+    belong to the part, as `part.offset` and the part's shape say.
 
-    Never is there memory for more than one row besides the part.
+    Besides the part, there is never memory for more than one row.
     """
     # TODO(13)
     raise NotImplementedError
@@ -95,19 +95,19 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
     """Initialize this rank's rows of every parameter, without communication.
 
     Args:
-        model: sharded, after `to_empty`. Parameters that are not sharded are initialized too, buffers are not.
-        init: called with a parameter's fqn, one of its rows, to be filled in place, and a CPU generator. The row has
-            the parameter's shape without dimension 0, in its dtype; of a 1D parameter it is a scalar. Where a
-            parameter is cut along another dimension, the whole row is drawn, and this rank's part of it kept.
+        model: sharded, after `to_empty`. Parameters that are not sharded are initialized, too; buffers are not.
+        init: called with a parameter's fqn, one of its rows, which it fills in place, and a CPU generator. The row has the
+            shape of the parameter without dimension 0, and its dtype; for a 1D parameter it is a scalar. If a parameter is
+            cut along another dimension, the whole row is drawn, and this rank keeps its part of the row.
         seed: of the whole model.
 
-    First `reshard_all(model)`: where a forward left whole parameters, it is the shards that have to be filled. Then each
-    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
-    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, its random
-    numbers included.
+    First call `reshard_all(model)`: a forward may have left whole parameters, and the shards must be filled. Then go through the
+    parameters of the model, each once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
+    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, not even its
+    random numbers.
 
     Raises:
-        StateError: a parameter is still on the meta device (`require_memory` sees to that).
+        StateError: a parameter is still on the meta device (`require_memory` raises this).
     """
     # TODO(13)
     raise NotImplementedError
@@ -125,12 +125,12 @@ class FSDPParam:
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
         accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
-        keeps_memory: while sharded, too, the memory of the whole parameter stays allocated.
+        keeps_memory: the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
+        """Make `padded_shard`, which gathers read, the memory of `param`'s rows (Note [Padding lives in the shard]).
 
         Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
         same object and points there.

@@ -20,7 +20,7 @@ from hwfsdp.checkpoint.saves import CURRENT, MANIFEST, _NEW, _current_bytes, _pu
 from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
-# The package's own, that the docstrings name:
+# Names of the package that the docstrings mention:
 #
 # hwfsdp.checkpoint.boxes
 #     class      Box(offset: tuple[int, ...], shape: tuple[int, ...])
@@ -54,68 +54,72 @@ from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The box that two parts of one tensor share.
+    """Return the box that two parts of one tensor share.
 
-    Both count from the tensor's first element, and have as many dims as it has: one or more, or none, if the tensor is a
-    single number, which then is what they have in common. A box may be empty (0 along some dim).
+    Both parts count from the tensor's first element. They have as many dims as the tensor: one or more, or none if the tensor
+    is a single number, which they then both contain. A box may be empty (0 along some dim).
 
     Returns:
-        The box of the elements that are in both, in the same coordinates, a `Box` of two tuples; None if there are none.
+        The elements that are in both parts, in the same coordinates: a `Box` of two tuples. None if there are no such elements.
     """
     # TODO(14)
     raise NotImplementedError
 
 
 def within(box: Box, outer: Box) -> Box:
-    """The same elements, counted from another origin.
+    """Return the same elements, counted from another origin.
 
     Args:
-        box: counted from the tensor's first element. outer: the same; `box` lies in it.
+        box: counted from the tensor's first element. outer: counted in the same way; `box` lies in it.
 
     Returns:
-        A box of the same shape whose offset is counted from the first element of `outer`: it cuts out of `outer`'s values
-        (`outer_values[within(box, outer).slices]`) what `box` cuts out of the tensor.
+        A box of the same shape, whose offset is counted from the first element of `outer`. So
+        `outer_values[within(box, outer).slices]` has the same elements as `box` has in the tensor.
     """
     # TODO(14)
     raise NotImplementedError
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why the boxes do not tile a tensor of this shape, every element once; None if they do.
+    """Say why the boxes do not make up a tensor of this shape, with every element once; None if they do.
 
-    A save asks this of the parts that its ranks have, a load of what a manifest says. So whatever it is given, it answers:
-    boxes may come in any order, from different ranks and of different sizes, cut along any dims, none at all, or nonsense.
-    There may be thousands, of tensors with billions of elements: count with integers, do not mark elements one by one.
+    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must answer for any
+    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or nonsense.
+    There may be thousands of boxes, of tensors with billions of elements. So count with integers; do not mark single elements.
 
     Args:
-        shape: of the tensor; () of a single number, whose one part is `Box((), ())`. Elements: `prod(shape)`.
-        boxes: counted from its first element. An empty box is a fault, too: it holds nothing and has no place.
+        shape: of the tensor, which has `prod(shape)` elements. A single number has the shape (), and its one part is
+            `Box((), ())`.
+        boxes: counted from the tensor's first element. An empty box is a fault, too: it holds nothing and has no place.
 
     Returns:
-        None, if every element is in exactly one box; else one phrase that names a box, or counts elements, such as
-        "the part [4:6] outside the shape [5]" (`str` of a Box is such a bracket). It is a fault if a box has another number
-        of dims than the tensor; if it does not lie within the shape; if two have an element in common (`find_overlap` finds
-        such a pair among boxes within the shape); or if, all that being well, some elements are in none.
+        None if every element is in exactly one box. Otherwise one phrase that names a box or counts elements, such as
+        "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). There is a fault if
+
+        - a box has a different number of dims than the tensor,
+        - a box does not lie within the shape,
+        - two boxes have an element in common (`find_overlap` finds such a pair among boxes within the shape),
+        - none of these, but some elements are in no box.
     """
     # TODO(14)
     raise NotImplementedError
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Which part of the whole this rank has, counted from the first element of the whole.
+    """Return the part of the whole tensor that this rank has, counted from the first element of the whole.
 
-    A save asks it of what it writes, a load of what it fills, each on its own mesh: whatever depends on the number of ranks
-    is in here, and a checkpoint itself knows none.
+    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number
+    of ranks is in this function. A checkpoint itself knows no number of ranks.
 
     Args:
-        tensor: a plain tensor, of which every rank has all; or a DTensor, of which this rank has what its placements say, on
-            a mesh that this rank may not be in (`device_mesh.get_coordinate()` is then None).
+        tensor: a plain tensor, of which every rank has everything; or a DTensor, of which this rank has the part that the
+            placements say. This rank may be outside the DTensor's mesh; then `device_mesh.get_coordinate()` is None.
 
     Returns:
         None if this rank has no element: it is not in the mesh, its shard is empty, or the tensor has no elements at all.
-        Otherwise a `Box` of two tuples (not lists: boxes are keys of dicts). Of a DTensor, `layout.
-        compute_local_shape_and_global_offset(shape, mesh, placements)` gives shape and offset, in this order, for any
-        number of cuts, even or not. Padding is no part of either.
+        Otherwise a `Box` of two tuples (not lists, because boxes are keys of dicts). For a DTensor,
+        `layout.compute_local_shape_and_global_offset(shape, mesh, placements)` gives the shape and the offset, in this order,
+        for any number of cuts, even or not. Neither of the two includes padding.
     """
     # TODO(14)
     raise NotImplementedError
@@ -124,22 +128,23 @@ def box_of(tensor: Tensor) -> Box | None:
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
     """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
-    The leader of a save calls it for every tensor. What comes out decides who writes: each box once, by one of its ranks.
+    The leader of a save calls this for every tensor. The result decides who writes: each box is written once, by one of its
+    ranks.
 
     Args:
         path: of the tensor in the state dict.
-        by_rank: what each rank says of the tensor, in the order of ranks, as JSON: "shape", a list, the same on all; "box",
-            [offset, shape], two lists, or None if the rank has nothing of it; where other ranks may have the same box
-            (replicas), "crc32", a checksum of its bytes, which is left out otherwise.
+        by_rank: the description of the tensor by each rank, in the order of ranks, as JSON: "shape", a list, the same on all;
+            "box", [offset, shape], two lists, or None if the rank has no part of it. If other ranks may have the same box
+            (replicas), there is also "crc32", a checksum of the box's bytes.
 
     Returns:
-        By (path, box), the ranks that have the box, in their order. Boxes are `Box`es of tuples, in the order in which they
-        are met; those that several ranks have are there once.
+        By (path, box), the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order in which
+        they first come. A box that several ranks have is there once.
 
     Raises:
-        UsageError: by `_refuse(path, expected, got)`, which raises it. Two ranks have the same box with different
-            checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not tile the shape: `got`
-            is what `find_fault(shape, boxes)` says.
+        UsageError: call `_refuse(path, expected, got)`, which raises it, in two cases. Two ranks have the same box with
+            different checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not make up the
+            shape: `got` is the answer of `find_fault(shape, boxes)`.
     """
     # TODO(14)
     raise NotImplementedError
@@ -148,52 +153,52 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
 def needs_of(matched: Match) -> Iterator[Need]:
     """List what this rank reads, from which chunks, and where it goes.
 
-    This is where a save of W ranks meets a load on W': chunks are cut as the saving ranks had the tensor, `box_of` a target
-    says what this rank has of it now, and only what is in both is read.
+    Here a save of W ranks meets a load on W' ranks. A chunk is a part that a saving rank had. `box_of` a target is the part
+    that this rank has now. The rank reads only what is in both.
 
     Args:
-        matched: `matched.tensors` holds, by path, every target of which this rank has a part;
-            `matched.manifest.entries[path]` is the saved tensor of the same path. Which chunks that has,
-            `matched.manifest.chunks_of(entry)` knows: a tensor that was one object with another at the save lists none
-            itself.
+        matched: `matched.tensors` holds, by path, every target of which this rank has a part.
+            `matched.manifest.entries[path]` is the saved tensor of the same path, and
+            `matched.manifest.chunks_of(entry)` returns its chunks. (If two tensors were one object at the save, one of them
+            lists no chunks itself.)
 
     Returns:
         One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
-        elements in common, for others none. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the
-        `Chunk`s of that tensor, whose part of it is `chunk.box`. `box`: what `box_of` says of the target. `shared`: what
-        `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. The `shared`
-        of one target tile its `box`.
+        elements in common. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of
+        the `Chunk`s of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the
+        elements that `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor.
+        Together, the `shared` boxes of one target make up its `box`.
     """
     # TODO(14)
     raise NotImplementedError
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Bring manifest and name to the disk, then let the save count: the commit.
+    """Commit the save: bring the manifest and the names to the disk, then let the save count.
 
-    The leader calls it when the data files of all ranks are in `path / save_id`, their bytes on the disk, but neither the
-    names of these files nor that of the folder. The process may be killed between any two operations, and the machine may
-    lose its power. A file then has at least the bytes that it had at its last fsync, and a directory at least the names that
-    it had at its own; of what came later, any part may be lost. Whenever that happens, a load finds either the save that
-    counted before, all of it, or the new one, all of it. When this function has returned, it is the new one.
+    The leader calls this when the data files of all ranks are in `path / save_id`. Their bytes are on the disk, but their names
+    and the name of the folder are not. Between any two operations, the process may be killed, or the machine may lose power.
+    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that
+    it had at its own last fsync. Any part of what came later may be lost. At every moment, a load must find either the whole
+    save that counted before, or the whole new save. After this function has returned, it must find the new save.
 
-    What there is to do:
-        `MANIFEST` in the folder holds `manifest`. A folder in which a file of this name exists passes for a finished save:
-        so the name appears (`os.replace`) when all bytes are on the disk under another name. The folder then has the data
-        files and the manifest, and nothing else.
-        `CURRENT` in `path` holds `_current_bytes(save_id, digest)`. It is replaced in one step, by the file `_NEW` in
-        `path`, and when nothing that it stands for can be lost any more. A save that died may have left a `_NEW`, which
-        has to go: `blocks.write_small_file(path, data)` writes and fsyncs a file that is not there yet.
-        Names get to the disk by `blocks.sync_directory` of the directory that holds them.
+    What to do:
+        Write `manifest` to the file `MANIFEST` in the folder. A folder that has a file of this name counts as a finished
+        save. So first write all bytes under another name and bring them to the disk; then give the file its name
+        (`os.replace`). At the end, the folder has the data files and the manifest, and nothing else.
+        Then make `CURRENT` in `path` hold `_current_bytes(save_id, digest)`. Replace it in one operation, by the file `_NEW`
+        in `path`, and only when nothing that it refers to can be lost any more. A save that died may have left a `_NEW`.
+        Remove it, because `blocks.write_small_file(path, data)`, which writes and fsyncs a file, needs a new name.
+        `blocks.sync_directory` of a directory brings the names in this directory to the disk.
 
     Args:
         path: of the checkpoint. save_id: the name of the new save's folder in it. manifest: its text. digest: the SHA-256
             of the manifest, for `CURRENT`.
 
     Raises:
-        OSError: the disk failed. The save from before counts, and if there was none, there is no `CURRENT`: after a failure
-            of the last step, which makes the replaced name last, `_put_back(path, before)` sees to that, with the bytes that
-            `CURRENT` had before it was replaced, or None.
+        OSError: the disk failed. Then the save from before must still count; if there was none, there must be no `CURRENT`.
+            The last step brings the replaced name to the disk. If this step fails, call `_put_back(path, before)`, where
+            `before` is the bytes that `CURRENT` had before you replaced it, or None.
     """
     # TODO(14)
     raise NotImplementedError

@@ -14,7 +14,7 @@ from hwfsdp.checkpoint.staging import Storage, _Copy, _copied, _copy_of, _dresse
 from hwfsdp.checkpoint.views import View, blocks_of, place_of, view_of
 from hwfsdp.compat import is_referred_to_elsewhere
 
-# The package's own, that the docstrings name:
+# Names of the package that the docstrings mention:
 #
 # hwfsdp.checkpoint.staging
 #     constant   Storage = torch.UntypedStorage
@@ -70,25 +70,25 @@ class StateDictStager:
     """
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
-        """Memory for the copies, lent, and what is to be copied there; `stage` makes the copies when all of it is known.
+        """Find memory for the copies, and list what to copy there. `stage` makes the copies after this function returns.
 
-        What shares memory shares it in the copy, too: tied weights, slices of one buffer, a tensor and its transpose.
+        Tensors that share memory also share it in the copy: tied weights, slices of one buffer, a tensor and its transpose.
 
         Args:
-            tensors: by id, the tensors of the state dict (of DTensors the local parts), with memory on any device. One
-                tensor comes once, but several may have one storage, or be equal views of it.
+            tensors: by id, the tensors of the state dict (for a DTensor the local part), with memory on any device. Each tensor
+                comes once, but several may have one storage, or be equal views of it.
 
         Returns:
-            By the same ids, tensors on the CPU of the same shape, dtype and place among the others, in lent memory that holds
-            nothing yet; and the copies to make, one for each block.
+            By the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory that
+            holds nothing yet. And the copies to make, one for each block.
 
-        What there is to do:
+        What to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
-            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `view_of(tensor)`,
-            which can be one, too. Of all distinct views of a storage, `blocks_of(views)` makes blocks: what is staged
-            together. `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each.
-            A block is copied by `_copy_of(block, buffer, storage, tensor)`, of which `tensor` is one that has the view
-            `block.views[0]`. `place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
+            Sort all other tensors by `untyped_storage()`, and those of one storage by `view_of(tensor)`. Both can be keys of a
+            dict. For all distinct views of a storage, `blocks_of(views)` makes blocks: the parts that are copied together.
+            `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each block.
+            `_copy_of(block, buffer, storage, tensor)` is the copy of a block; `tensor` is a tensor that has the view
+            `block.views[0]`. `place_of(view, block)` gives the place of a view in the buffer, as offset and stride. Every tensor
             that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
         """
         # TODO(15)
@@ -98,39 +98,40 @@ class StateDictStager:
         """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
 
         Args:
-            source: the storage that is staged. `self._pools[source]` is the list of all buffers ever made for it and not
-                yet released, lent or not; it may not be there yet.
-            sizes: bytes of each buffer; two may be equal.
+            source: the storage that is staged. `self._pools[source]` is the list of all buffers that were made for it and not
+                released yet, lent or free. This list may not exist yet.
+            sizes: the bytes of each buffer; some may be equal.
 
         Returns:
-            As many buffers as sizes, in their order, no two the same. `is_referred_to_elsewhere(pool, index)` is False for
-            one in the pool that is free, True if anything else than the pool refers to it, directly or through a tensor, a
-            view, an array (a name in this function does so, too), and None if this torch cannot tell: then it is not to
-            be lent. A free one of the right size is lent before one is made; `self._add(pool, size)` makes one and keeps it in
-            the pool.
+            As many buffers as sizes, in the same order, all different. `is_referred_to_elsewhere(pool, index)` is False if this
+            buffer of the pool is free. It is True if anything except the pool refers to the buffer, directly or through a
+            tensor, a view, or an array (a name in this function counts, too). It is None if this torch cannot tell; do not lend
+            such a buffer. Lend a free buffer of the right size before you make a new one. `self._add(pool, size)` makes a buffer
+            and keeps it in the pool.
 
-        Of the buffers that were free when the call began, the pool keeps those that it now lends, and of each size as many
-        more as `sizes` asks for: as many as will be wanted again while these are being written. The rest is released.
+        Of the buffers that were free when the call began, the pool keeps the ones that are lent now, and for each size as many
+        more as `sizes` asks for: the next copy needs these while the buffers of this copy are being written. Release all other
+        free buffers.
         """
         # TODO(15)
         raise NotImplementedError
 
 
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """The state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
+    """Build the state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
 
     Args:
-        state_dict: any object. tensors: all tensors in it, each once, also those inside of objects. staged: by `id` of a
-            tensor, the staged tensor; of a DTensor that of the local part.
+        state_dict: any object. tensors: all tensors in it, each once, also those inside objects. staged: by the `id` of a
+            tensor, its staged tensor; for a DTensor, the staged tensor of its local part.
 
     Returns:
-        What `_copied(state_dict, tensors, memo)` returns. `memo` is as of `copy.deepcopy`: a dict from the `id` of an object
-        to its copy. Deep copying looks there before it copies an object, and adds what it has copied, so that one object
-        at two places stays one. All tensors have to be there from the beginning: the copy of a tensor is what
-        `_dressed(staged part, tensor)` returns, which makes a DTensor of the part of a DTensor, for example.
+        The result of `_copied(state_dict, tensors, memo)`. `memo` is the memo of `copy.deepcopy`: a dict from the `id` of an
+        object to its copy. A deep copy looks there before it copies an object, and adds each copy that it makes. So one
+        object at two places stays one object. All tensors must be in the memo from the beginning. The copy of a tensor is
+        `_dressed(staged part, tensor)`, which, for example, makes a DTensor of the part of a DTensor.
 
     Raises:
-        UsageError: something that cannot be copied.
+        UsageError: something cannot be copied.
     """
     # TODO(15)
     raise NotImplementedError
@@ -140,19 +141,20 @@ class SaveHandle:
     """A save that is under way.
 
     Attributes:
-        _state_dict: the staged copy, or `Unstaged`; None when nobody needs it any more.
-        _save_id: of the save that has succeeded, "" before. _error: why it has failed. _heard: `wait` was called.
+        _state_dict: the staged copy, or `Unstaged`; None when it is not needed any more.
+        _save_id: the id of the save once it has succeeded, "" before. _error: the reason if it has failed. _heard: whether
+            `wait` was called.
         _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
     """
 
     def _run(self) -> None:
-        """The save, in a thread of its own.
+        """Run the save, in its own thread.
 
-        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, `self._agreement`,
-        `self._state_dict` and `self._target`, and returns the save's id, which goes to `_save_id`. Whatever it raises (any
-        BaseException) goes to `_error`, and no further: nobody would see an exception of this thread. However it ends,
-        `_state_dict` is then None: the handle may live long, and buffers that it refers to could not be lent to the next
-        save.
+        Call `save_agreed(agreement, state_dict, target)` with the handle's `self._agreement`, `self._state_dict` and
+        `self._target`. It does the save, and returns the save's id, which goes to `_save_id`. If it raises anything (any
+        BaseException), this goes to `_error` and no further, because no code sees an exception of this thread. At the end, in
+        both cases, set `_state_dict` to None: the handle may live long, and buffers that it refers to could not be lent to the
+        next save.
         """
         # TODO(15)
         raise NotImplementedError
@@ -160,10 +162,10 @@ class SaveHandle:
     def wait(self) -> str:
         """Wait for the end of the save (of `_thread`); return its id.
 
-        From then on `_heard` is True: the next save does not raise the error of this one again.
+        From then on `_heard` is True, so that the next save does not raise the error of this one again.
 
         Raises:
-            What `store.save` does, each time it is called.
+            The error of the save, as `store.save` raises it, at each call.
         """
         # TODO(15)
         raise NotImplementedError
@@ -173,37 +175,39 @@ class SaveQueue:
     """The saves of this process, one under way at a time.
 
     Attributes:
-        stager: makes the copies, all of them, because the memory to copy into is its. last: the save that was started last,
-            if there was one; it may have ended long ago.
+        stager: makes all copies, because it owns the memory for them. last: the save that was started last, if there was one;
+            it may have ended long ago.
     """
 
     def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """`store.async_save`: returns as soon as changes to the tensors cannot change the save any more.
+        """Start a save as `store.async_save`; return as soon as changes to the tensors cannot change the save any more.
 
-        In this order: an `Agreement(group, "save")`, which every rank has to make at the same place of its program; the end
-        of the save before (`self.end_before(agreement)`), since its copy and a new one would take twice the memory, and saves
-        are to end in the order in which they began; the copy (`self.stage(state_dict)`), here, in the thread that trains, as
-        it is the one that would change the values meanwhile; and the handle (`self.begin(agreement, staged, target)` returns
-        it), whose thread does the rest. That is not waited for.
+        Do these in order:
+            1. Make an `Agreement(group, "save")`. Every rank has to make it at the same place of its program.
+            2. Wait for the end of the previous save (`self.end_before(agreement)`). Its copy and a new copy would take twice the
+               memory, and saves must end in the order in which they began.
+            3. Make the copy (`self.stage(state_dict)`), here, in the thread that trains, because only this thread changes the
+               values.
+            4. Make the handle: `self.begin(agreement, staged, target)` returns it. Its thread does the rest. Do not wait for it.
 
         Args:
             state_dict, group: as for `store.async_save`. target: where the save goes.
 
         Returns:
-            The handle, which is `last`, too, so that the next save finds it.
+            The handle. It is also kept as `last`, so that the next save finds it.
 
         Raises:
-            The error of the save before, if nobody has heard of it; then nothing was started.
+            The error of the previous save, if no call has raised it yet. Then nothing was started.
         """
         # TODO(15)
         raise NotImplementedError
 
     def stage(self, state_dict: Any) -> Any:
-        """A copy on the CPU; if there can be none, something that tells the other ranks why.
+        """Make a copy on the CPU. If this fails, return an object that tells the other ranks why.
 
         Returns:
-            What `stager.stage(state_dict)` returns. If that raises an Exception: `Unstaged(error)`. For the other ranks may
-            have their copies and wait for this one: `save_agreed` raises the error of an `Unstaged` on all of them.
+            The result of `stager.stage(state_dict)`. If that raises an Exception: `Unstaged(error)`. The other ranks may have
+            made their copies, and would wait for this rank. `save_agreed` raises the error of an `Unstaged` on all ranks.
         """
         # TODO(15)
         raise NotImplementedError

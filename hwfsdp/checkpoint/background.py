@@ -28,8 +28,9 @@ class SaveHandle:
     """A save that is under way.
 
     Attributes:
-        _state_dict: the staged copy, or `Unstaged`; None when nobody needs it any more.
-        _save_id: of the save that has succeeded, "" before. _error: why it has failed. _heard: `wait` was called.
+        _state_dict: the staged copy, or `Unstaged`; None when it is not needed any more.
+        _save_id: the id of the save once it has succeeded, "" before. _error: the reason if it has failed. _heard: whether
+            `wait` was called.
         _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
     """
 
@@ -42,13 +43,13 @@ class SaveHandle:
         self._thread.start()
 
     def _run(self) -> None:
-        """The save, in a thread of its own.
+        """Run the save, in its own thread.
 
-        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, `self._agreement`,
-        `self._state_dict` and `self._target`, and returns the save's id, which goes to `_save_id`. Whatever it raises (any
-        BaseException) goes to `_error`, and no further: nobody would see an exception of this thread. However it ends,
-        `_state_dict` is then None: the handle may live long, and buffers that it refers to could not be lent to the next
-        save.
+        Call `save_agreed(agreement, state_dict, target)` with the handle's `self._agreement`, `self._state_dict` and
+        `self._target`. It does the save, and returns the save's id, which goes to `_save_id`. If it raises anything (any
+        BaseException), this goes to `_error` and no further, because no code sees an exception of this thread. At the end, in
+        both cases, set `_state_dict` to None: the handle may live long, and buffers that it refers to could not be lent to the
+        next save.
         """
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
@@ -64,10 +65,10 @@ class SaveHandle:
     def wait(self) -> str:
         """Wait for the end of the save (of `_thread`); return its id.
 
-        From then on `_heard` is True: the next save does not raise the error of this one again.
+        From then on `_heard` is True, so that the next save does not raise the error of this one again.
 
         Raises:
-            What `store.save` does, each time it is called.
+            The error of the save, as `store.save` raises it, at each call.
         """
         self._thread.join()
         self._heard = True
@@ -90,8 +91,8 @@ class SaveQueue:
     """The saves of this process, one under way at a time.
 
     Attributes:
-        stager: makes the copies, all of them, because the memory to copy into is its. last: the save that was started last,
-            if there was one; it may have ended long ago.
+        stager: makes all copies, because it owns the memory for them. last: the save that was started last, if there was one;
+            it may have ended long ago.
     """
 
     def __init__(self) -> None:
@@ -99,22 +100,24 @@ class SaveQueue:
         self.last: SaveHandle | None = None
 
     def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """`store.async_save`: returns as soon as changes to the tensors cannot change the save any more.
+        """Start a save as `store.async_save`; return as soon as changes to the tensors cannot change the save any more.
 
-        In this order: an `Agreement(group, "save")`, which every rank has to make at the same place of its program; the end
-        of the save before (`self.end_before(agreement)`), since its copy and a new one would take twice the memory, and saves
-        are to end in the order in which they began; the copy (`self.stage(state_dict)`), here, in the thread that trains, as
-        it is the one that would change the values meanwhile; and the handle (`self.begin(agreement, staged, target)` returns
-        it), whose thread does the rest. That is not waited for.
+        Do these in order:
+            1. Make an `Agreement(group, "save")`. Every rank has to make it at the same place of its program.
+            2. Wait for the end of the previous save (`self.end_before(agreement)`). Its copy and a new copy would take twice the
+               memory, and saves must end in the order in which they began.
+            3. Make the copy (`self.stage(state_dict)`), here, in the thread that trains, because only this thread changes the
+               values.
+            4. Make the handle: `self.begin(agreement, staged, target)` returns it. Its thread does the rest. Do not wait for it.
 
         Args:
             state_dict, group: as for `store.async_save`. target: where the save goes.
 
         Returns:
-            The handle, which is `last`, too, so that the next save finds it.
+            The handle. It is also kept as `last`, so that the next save finds it.
 
         Raises:
-            The error of the save before, if nobody has heard of it; then nothing was started.
+            The error of the previous save, if no call has raised it yet. Then nothing was started.
         """
         agreement = Agreement(group, "save")
         self.end_before(agreement)
@@ -122,11 +125,11 @@ class SaveQueue:
         return self.last
 
     def stage(self, state_dict: Any) -> Any:
-        """A copy on the CPU; if there can be none, something that tells the other ranks why.
+        """Make a copy on the CPU. If this fails, return an object that tells the other ranks why.
 
         Returns:
-            What `stager.stage(state_dict)` returns. If that raises an Exception: `Unstaged(error)`. For the other ranks may
-            have their copies and wait for this one: `save_agreed` raises the error of an `Unstaged` on all of them.
+            The result of `stager.stage(state_dict)`. If that raises an Exception: `Unstaged(error)`. The other ranks may have
+            made their copies, and would wait for this rank. `save_agreed` raises the error of an `Unstaged` on all ranks.
         """
         try:
             return self.stager.stage(state_dict)
@@ -138,9 +141,9 @@ class SaveQueue:
         return SaveHandle(agreement, staged, target)
 
     def end_before(self, agreement: Agreement) -> None:
-        """Wait for the save that is under way. If a rank has not seen its error, raise it on all ranks.
+        """Wait for the save that is under way. If it failed, and a rank has not seen its error, raise the error on all ranks.
 
-        A save has failed on all ranks or on none, so that only after a failure they need to ask each other.
+        A save fails on all ranks or on none. So the ranks need to ask each other only after a failure.
         """
         if self.last is not None and self.last.failed():
             agreement.step("ending the save before", self.finish)

@@ -36,13 +36,13 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The box that two parts of one tensor share.
+    """Return the box that two parts of one tensor share.
 
-    Both count from the tensor's first element, and have as many dims as it has: one or more, or none, if the tensor is a
-    single number, which then is what they have in common. A box may be empty (0 along some dim).
+    Both parts count from the tensor's first element. They have as many dims as the tensor: one or more, or none if the tensor
+    is a single number, which they then both contain. A box may be empty (0 along some dim).
 
     Returns:
-        The box of the elements that are in both, in the same coordinates, a `Box` of two tuples; None if there are none.
+        The elements that are in both parts, in the same coordinates: a `Box` of two tuples. None if there are no such elements.
     """
     starts = tuple(max(a, b) for a, b in zip(one.offset, other.offset))
     ends = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape)]
@@ -51,34 +51,38 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """The same elements, counted from another origin.
+    """Return the same elements, counted from another origin.
 
     Args:
-        box: counted from the tensor's first element. outer: the same; `box` lies in it.
+        box: counted from the tensor's first element. outer: counted in the same way; `box` lies in it.
 
     Returns:
-        A box of the same shape whose offset is counted from the first element of `outer`: it cuts out of `outer`'s values
-        (`outer_values[within(box, outer).slices]`) what `box` cuts out of the tensor.
+        A box of the same shape, whose offset is counted from the first element of `outer`. So
+        `outer_values[within(box, outer).slices]` has the same elements as `box` has in the tensor.
     """
     return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why the boxes do not tile a tensor of this shape, every element once; None if they do.
+    """Say why the boxes do not make up a tensor of this shape, with every element once; None if they do.
 
-    A save asks this of the parts that its ranks have, a load of what a manifest says. So whatever it is given, it answers:
-    boxes may come in any order, from different ranks and of different sizes, cut along any dims, none at all, or nonsense.
-    There may be thousands, of tensors with billions of elements: count with integers, do not mark elements one by one.
+    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must answer for any
+    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or nonsense.
+    There may be thousands of boxes, of tensors with billions of elements. So count with integers; do not mark single elements.
 
     Args:
-        shape: of the tensor; () of a single number, whose one part is `Box((), ())`. Elements: `prod(shape)`.
-        boxes: counted from its first element. An empty box is a fault, too: it holds nothing and has no place.
+        shape: of the tensor, which has `prod(shape)` elements. A single number has the shape (), and its one part is
+            `Box((), ())`.
+        boxes: counted from the tensor's first element. An empty box is a fault, too: it holds nothing and has no place.
 
     Returns:
-        None, if every element is in exactly one box; else one phrase that names a box, or counts elements, such as
-        "the part [4:6] outside the shape [5]" (`str` of a Box is such a bracket). It is a fault if a box has another number
-        of dims than the tensor; if it does not lie within the shape; if two have an element in common (`find_overlap` finds
-        such a pair among boxes within the shape); or if, all that being well, some elements are in none.
+        None if every element is in exactly one box. Otherwise one phrase that names a box or counts elements, such as
+        "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). There is a fault if
+
+        - a box has a different number of dims than the tensor,
+        - a box does not lie within the shape,
+        - two boxes have an element in common (`find_overlap` finds such a pair among boxes within the shape),
+        - none of these, but some elements are in no box.
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
@@ -93,10 +97,10 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes of one tensor that have an element in common; None if there are none.
+    """Return two boxes of one tensor that have an element in common; None if there are none.
 
-    Boxes are compared along the dim in which most of them begin at different places, so that boxes of a sharded tensor,
-    however many, are compared with their neighbors only.
+    It compares boxes along the dim in which most of them begin at different places. So the boxes of a sharded tensor, however
+    many, are compared only with their neighbors.
     """
     dims = range(len(boxes[0].shape) if boxes else 0)
     dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}), default=None)

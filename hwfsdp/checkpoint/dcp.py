@@ -224,7 +224,7 @@ def _check_same(kinds: list[dict[str, str]]) -> None:
                     f"key {key!r}",
                     expected=f"the same on all ranks; rank {known_rank} has {known}",
                     got=f"{kind} on rank {rank}",
-                    remedy="Shard with DTensors; other tensors are taken to be replicas. Or rename what is another thing.",
+                    remedy="Shard with DTensors; other tensors count as replicas. Rename what is a different thing.",
                 )
 
 

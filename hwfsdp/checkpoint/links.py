@@ -100,7 +100,7 @@ def link_of(group: dist.ProcessGroup) -> Link:
                 raise CheckpointError(
                     "the first checkpoint of these ranks",
                     expected="all ranks to connect to each other",
-                    got=f"a rank that is gone or does not come: {' '.join(str(error).split())}",
+                    got=f"a rank that is gone or did not connect: {' '.join(str(error).split())}",
                     remedy="The last complete checkpoint counts; start all ranks again.",
                 ) from error
         _links[group] = Link(carrier, count())

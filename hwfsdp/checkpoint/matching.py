@@ -197,21 +197,21 @@ class Need(NamedTuple):
 def needs_of(matched: Match) -> Iterator[Need]:
     """List what this rank reads, from which chunks, and where it goes.
 
-    This is where a save of W ranks meets a load on W': chunks are cut as the saving ranks had the tensor, `box_of` a target
-    says what this rank has of it now, and only what is in both is read.
+    Here a save of W ranks meets a load on W' ranks. A chunk is a part that a saving rank had. `box_of` a target is the part
+    that this rank has now. The rank reads only what is in both.
 
     Args:
-        matched: `matched.tensors` holds, by path, every target of which this rank has a part;
-            `matched.manifest.entries[path]` is the saved tensor of the same path. Which chunks that has,
-            `matched.manifest.chunks_of(entry)` knows: a tensor that was one object with another at the save lists none
-            itself.
+        matched: `matched.tensors` holds, by path, every target of which this rank has a part.
+            `matched.manifest.entries[path]` is the saved tensor of the same path, and
+            `matched.manifest.chunks_of(entry)` returns its chunks. (If two tensors were one object at the save, one of them
+            lists no chunks itself.)
 
     Returns:
         One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
-        elements in common, for others none. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the
-        `Chunk`s of that tensor, whose part of it is `chunk.box`. `box`: what `box_of` says of the target. `shared`: what
-        `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. The `shared`
-        of one target tile its `box`.
+        elements in common. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of
+        the `Chunk`s of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the
+        elements that `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor.
+        Together, the `shared` boxes of one target make up its `box`.
     """
     for path, target in matched.tensors.items():
         entry, box = matched.manifest.entries[path], box_of(target)

@@ -126,7 +126,7 @@ class NewMemory:
                 "load",
                 expected="values for everything in the state dict that is on the meta device",
                 got=f"no entry in the checkpoint for {_counted(missing)}",
-                remedy="Take it out of the state dict, or initialize it before: to_empty(device=…), then its values.",
+                remedy="Take it out of the state dict, or initialize it first: to_empty(device=…), then its values.",
             )
 
 
@@ -389,7 +389,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             expected="parameters that are the model's own objects",
             got=_counted(stale) + " that the model does not have",
             remedy="Build the optimizer after fully_shard, which makes new parameters, and while they are sharded; "
-            "otherwise a step changes tensors that nobody uses.",
+            "otherwise a step changes tensors that the model does not use.",
         )
     if states:
         raise StateError(

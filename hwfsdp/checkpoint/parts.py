@@ -168,7 +168,7 @@ def load_into(
                 "load_into",
                 expected="one save on all ranks",
                 got=f"{len(set(ids))} of them",
-                remedy="Give all ranks the same directory, while nobody saves to it.",
+                remedy="Give all ranks the same directory, while no other job saves to it.",
             )
         loading[0].fill()
     except BaseException:

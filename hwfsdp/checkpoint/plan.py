@@ -67,20 +67,20 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Which part of the whole this rank has, counted from the first element of the whole.
+    """Return the part of the whole tensor that this rank has, counted from the first element of the whole.
 
-    A save asks it of what it writes, a load of what it fills, each on its own mesh: whatever depends on the number of ranks
-    is in here, and a checkpoint itself knows none.
+    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number
+    of ranks is in this function. A checkpoint itself knows no number of ranks.
 
     Args:
-        tensor: a plain tensor, of which every rank has all; or a DTensor, of which this rank has what its placements say, on
-            a mesh that this rank may not be in (`device_mesh.get_coordinate()` is then None).
+        tensor: a plain tensor, of which every rank has everything; or a DTensor, of which this rank has the part that the
+            placements say. This rank may be outside the DTensor's mesh; then `device_mesh.get_coordinate()` is None.
 
     Returns:
         None if this rank has no element: it is not in the mesh, its shard is empty, or the tensor has no elements at all.
-        Otherwise a `Box` of two tuples (not lists: boxes are keys of dicts). Of a DTensor, `layout.
-        compute_local_shape_and_global_offset(shape, mesh, placements)` gives shape and offset, in this order, for any
-        number of cuts, even or not. Padding is no part of either.
+        Otherwise a `Box` of two tuples (not lists, because boxes are keys of dicts). For a DTensor,
+        `layout.compute_local_shape_and_global_offset(shape, mesh, placements)` gives the shape and the offset, in this order,
+        for any number of cuts, even or not. Neither of the two includes padding.
     """
     if not isinstance(tensor, DTensor):
         box = whole(tensor.shape)
@@ -274,22 +274,23 @@ def _refuse(path: KeyPath, expected: str, got: str) -> None:
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
     """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
-    The leader of a save calls it for every tensor. What comes out decides who writes: each box once, by one of its ranks.
+    The leader of a save calls this for every tensor. The result decides who writes: each box is written once, by one of its
+    ranks.
 
     Args:
         path: of the tensor in the state dict.
-        by_rank: what each rank says of the tensor, in the order of ranks, as JSON: "shape", a list, the same on all; "box",
-            [offset, shape], two lists, or None if the rank has nothing of it; where other ranks may have the same box
-            (replicas), "crc32", a checksum of its bytes, which is left out otherwise.
+        by_rank: the description of the tensor by each rank, in the order of ranks, as JSON: "shape", a list, the same on all;
+            "box", [offset, shape], two lists, or None if the rank has no part of it. If other ranks may have the same box
+            (replicas), there is also "crc32", a checksum of the box's bytes.
 
     Returns:
-        By (path, box), the ranks that have the box, in their order. Boxes are `Box`es of tuples, in the order in which they
-        are met; those that several ranks have are there once.
+        By (path, box), the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order in which
+        they first come. A box that several ranks have is there once.
 
     Raises:
-        UsageError: by `_refuse(path, expected, got)`, which raises it. Two ranks have the same box with different
-            checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not tile the shape: `got`
-            is what `find_fault(shape, boxes)` says.
+        UsageError: call `_refuse(path, expected, got)`, which raises it, in two cases. Two ranks have the same box with
+            different checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not make up the
+            shape: `got` is the answer of `find_fault(shape, boxes)`.
     """
     holders: dict[tuple[KeyPath, Box], list[int]] = {}
     for rank, entry in enumerate(by_rank):

@@ -5,9 +5,9 @@
         manifest.json               written last: a save without it was never finished
         00000.bin, 00001.bin, …     the bytes that each rank wrote
 
-A save is written into a directory of its own and touches nothing of the others. When everything is on the disk,
-`CURRENT` is replaced by a file that names it, which is one step for every reader: before it, the old save is loaded,
-after it, the new one. Only then are old saves removed.
+A save is written into its own directory, and changes nothing in the directories of other saves. When everything is on the disk,
+`CURRENT` is replaced by a file that names the new save. For every reader this is one step: before it, a load finds the old save,
+after it, the new one. Old saves are removed afterwards.
 
 Note [Who is still writing]
     The files of a killed save look like a save that is under way. So the leader of a save holds a lock on the checkpoint's
@@ -212,31 +212,31 @@ def begin(path: Path) -> str:
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Bring manifest and name to the disk, then let the save count: the commit.
+    """Commit the save: bring the manifest and the names to the disk, then let the save count.
 
-    The leader calls it when the data files of all ranks are in `path / save_id`, their bytes on the disk, but neither the
-    names of these files nor that of the folder. The process may be killed between any two operations, and the machine may
-    lose its power. A file then has at least the bytes that it had at its last fsync, and a directory at least the names that
-    it had at its own; of what came later, any part may be lost. Whenever that happens, a load finds either the save that
-    counted before, all of it, or the new one, all of it. When this function has returned, it is the new one.
+    The leader calls this when the data files of all ranks are in `path / save_id`. Their bytes are on the disk, but their names
+    and the name of the folder are not. Between any two operations, the process may be killed, or the machine may lose power.
+    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that
+    it had at its own last fsync. Any part of what came later may be lost. At every moment, a load must find either the whole
+    save that counted before, or the whole new save. After this function has returned, it must find the new save.
 
-    What there is to do:
-        `MANIFEST` in the folder holds `manifest`. A folder in which a file of this name exists passes for a finished save:
-        so the name appears (`os.replace`) when all bytes are on the disk under another name. The folder then has the data
-        files and the manifest, and nothing else.
-        `CURRENT` in `path` holds `_current_bytes(save_id, digest)`. It is replaced in one step, by the file `_NEW` in
-        `path`, and when nothing that it stands for can be lost any more. A save that died may have left a `_NEW`, which
-        has to go: `blocks.write_small_file(path, data)` writes and fsyncs a file that is not there yet.
-        Names get to the disk by `blocks.sync_directory` of the directory that holds them.
+    What to do:
+        Write `manifest` to the file `MANIFEST` in the folder. A folder that has a file of this name counts as a finished
+        save. So first write all bytes under another name and bring them to the disk; then give the file its name
+        (`os.replace`). At the end, the folder has the data files and the manifest, and nothing else.
+        Then make `CURRENT` in `path` hold `_current_bytes(save_id, digest)`. Replace it in one operation, by the file `_NEW`
+        in `path`, and only when nothing that it refers to can be lost any more. A save that died may have left a `_NEW`.
+        Remove it, because `blocks.write_small_file(path, data)`, which writes and fsyncs a file, needs a new name.
+        `blocks.sync_directory` of a directory brings the names in this directory to the disk.
 
     Args:
         path: of the checkpoint. save_id: the name of the new save's folder in it. manifest: its text. digest: the SHA-256
             of the manifest, for `CURRENT`.
 
     Raises:
-        OSError: the disk failed. The save from before counts, and if there was none, there is no `CURRENT`: after a failure
-            of the last step, which makes the replaced name last, `_put_back(path, before)` sees to that, with the bytes that
-            `CURRENT` had before it was replaced, or None.
+        OSError: the disk failed. Then the save from before must still count; if there was none, there must be no `CURRENT`.
+            The last step brings the replaced name to the disk. If this step fails, call `_put_back(path, before)`, where
+            `before` is the bytes that `CURRENT` had before you replaced it, or None.
     """
     folder = path / save_id
     blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)

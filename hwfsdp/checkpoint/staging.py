@@ -1,34 +1,34 @@
 """State dicts copied to the CPU while training waits.
 
-An asynchronous save first takes a copy that training can no longer change, *staging*, and then writes that copy while
-training goes on. So staging is the part that training pays for. A `StateDictStager` allocates nothing once it has been
-used twice, and copies few large pieces instead of many small ones:
+An asynchronous save first makes a copy that training can no longer change. This is *staging*. Then it writes the copy while
+training goes on. So training waits only for the staging. From its third use on, a `StateDictStager` allocates nothing, and it
+copies a few large pieces instead of many small ones:
 
     lay out   where each tensor's elements lie in its storage, and which bytes are copied together
-    lend      memory for them, of an earlier copy that nobody refers to any more
+    lend      memory for them, from an earlier copy that nothing refers to any more
     copy      one `copy_` for each piece; from CUDA to pinned memory all at once, and then one wait per device
 
 Note [Lent memory]
-    Buffers belong to the source storage that they were made for: to the object, while it lives. An address would be
-    the number of another storage later, of another size. A weak dict forgets the buffers together with the source.
+    Buffers belong to the source storage for which they were made: to the object, as long as it lives. An address would not do,
+    because later another storage of another size may have it. A weak dict forgets the buffers together with the source.
 
-    A buffer is lent again when nothing but the pool refers to its storage. The staged dict itself says nothing about
-    that, because a view, or an array made of one tensor, survives it. Of the free buffers that a call finds, it
-    keeps what it needs and as much again, for a save that is still being written; the rest is released.
+    A buffer is lent again when nothing except the pool refers to its storage. It is not enough that the staged dict is gone: a
+    view, or an array made of one tensor, may still be there. Of the free buffers, a call keeps those that it needs, and as
+    many again for a save that is still being written. It releases the rest.
 
 Note [A memo that answers tensors]
-    A deep copy keeps a memo of what it has copied, by id, and looks there first. So the copies of the tensors are made
-    before, all together, and put into the memo; `copy.deepcopy` then builds everything else around them: containers and
-    objects of any class, that share things, or hold themselves. Which tensors it will meet, `_parts_of` tells: it goes
-    from an object to what `copy.deepcopy` would copy of it, and copies nothing.
+    A deep copy keeps a memo of everything that it has copied, by id, and looks there first. So the copies of the tensors are
+    made before, all together, and put into the memo. Then `copy.deepcopy` builds everything else around them: containers and
+    objects of any class, which may share things and contain themselves. `_parts_of` finds the tensors beforehand: it goes from
+    an object to everything that `copy.deepcopy` would copy of it, and copies nothing.
 
-    An object may make a new tensor when it is asked for its state, or copy one without passing the memo on: its id is
-    not in the memo. If it is a view that was staged, `_KnownViews` answers. What an object copied by itself, with
-    `clone` for example, is found in the copy, and moved into staged memory then.
+    An object may make a new tensor when it gives its state, or copy a tensor without passing the memo on. The id of such a
+    tensor is not in the memo. If it is a view that was staged, `_KnownViews` finds the copy. If an object copies a tensor by
+    itself, for example with `clone`, we find this tensor in the copy, and move it into staged memory.
 
-Left out: references that Python and torch do not count. Another process that mapped a staged tensor, and a copy from
-one to a device that is still under way, see the next staging if the dict was dropped before they were done. What is
-moved afterwards has new memory each time, and shares it with nothing that was found before.
+Left out: references that Python and torch do not count. Another process may have mapped a staged tensor, or a copy from it to a
+device may still be under way. If the dict was dropped before that was done, it sees the values of the next staging. A tensor that
+is moved afterwards gets new memory each time, and shares it with no tensor that was found before.
 """
 
 from __future__ import annotations
@@ -147,25 +147,25 @@ class StateDictStager:
                 tensor.data = quantized_over(part, tensor) if tensor.is_quantized else part
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
-        """Memory for the copies, lent, and what is to be copied there; `stage` makes the copies when all of it is known.
+        """Find memory for the copies, and list what to copy there. `stage` makes the copies after this function returns.
 
-        What shares memory shares it in the copy, too: tied weights, slices of one buffer, a tensor and its transpose.
+        Tensors that share memory also share it in the copy: tied weights, slices of one buffer, a tensor and its transpose.
 
         Args:
-            tensors: by id, the tensors of the state dict (of DTensors the local parts), with memory on any device. One
-                tensor comes once, but several may have one storage, or be equal views of it.
+            tensors: by id, the tensors of the state dict (for a DTensor the local part), with memory on any device. Each tensor
+                comes once, but several may have one storage, or be equal views of it.
 
         Returns:
-            By the same ids, tensors on the CPU of the same shape, dtype and place among the others, in lent memory that holds
-            nothing yet; and the copies to make, one for each block.
+            By the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory that
+            holds nothing yet. And the copies to make, one for each block.
 
-        What there is to do:
+        What to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
-            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `view_of(tensor)`,
-            which can be one, too. Of all distinct views of a storage, `blocks_of(views)` makes blocks: what is staged
-            together. `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each.
-            A block is copied by `_copy_of(block, buffer, storage, tensor)`, of which `tensor` is one that has the view
-            `block.views[0]`. `place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
+            Sort all other tensors by `untyped_storage()`, and those of one storage by `view_of(tensor)`. Both can be keys of a
+            dict. For all distinct views of a storage, `blocks_of(views)` makes blocks: the parts that are copied together.
+            `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each block.
+            `_copy_of(block, buffer, storage, tensor)` is the copy of a block; `tensor` is a tensor that has the view
+            `block.views[0]`. `place_of(view, block)` gives the place of a view in the buffer, as offset and stride. Every tensor
             that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
         """
         staged: dict[int, Tensor] = {}
@@ -191,19 +191,20 @@ class StateDictStager:
         """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
 
         Args:
-            source: the storage that is staged. `self._pools[source]` is the list of all buffers ever made for it and not
-                yet released, lent or not; it may not be there yet.
-            sizes: bytes of each buffer; two may be equal.
+            source: the storage that is staged. `self._pools[source]` is the list of all buffers that were made for it and not
+                released yet, lent or free. This list may not exist yet.
+            sizes: the bytes of each buffer; some may be equal.
 
         Returns:
-            As many buffers as sizes, in their order, no two the same. `is_referred_to_elsewhere(pool, index)` is False for
-            one in the pool that is free, True if anything else than the pool refers to it, directly or through a tensor, a
-            view, an array (a name in this function does so, too), and None if this torch cannot tell: then it is not to
-            be lent. A free one of the right size is lent before one is made; `self._add(pool, size)` makes one and keeps it in
-            the pool.
+            As many buffers as sizes, in the same order, all different. `is_referred_to_elsewhere(pool, index)` is False if this
+            buffer of the pool is free. It is True if anything except the pool refers to the buffer, directly or through a
+            tensor, a view, or an array (a name in this function counts, too). It is None if this torch cannot tell; do not lend
+            such a buffer. Lend a free buffer of the right size before you make a new one. `self._add(pool, size)` makes a buffer
+            and keeps it in the pool.
 
-        Of the buffers that were free when the call began, the pool keeps those that it now lends, and of each size as many
-        more as `sizes` asks for: as many as will be wanted again while these are being written. The rest is released.
+        Of the buffers that were free when the call began, the pool keeps the ones that are lent now, and for each size as many
+        more as `sizes` asks for: the next copy needs these while the buffers of this copy are being written. Release all other
+        free buffers.
         """
         pool = self._pools.setdefault(source, [])
         free: defaultdict[int, list[int]] = defaultdict(list)
@@ -354,20 +355,20 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
 
 
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """The state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
+    """Build the state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
 
     Args:
-        state_dict: any object. tensors: all tensors in it, each once, also those inside of objects. staged: by `id` of a
-            tensor, the staged tensor; of a DTensor that of the local part.
+        state_dict: any object. tensors: all tensors in it, each once, also those inside objects. staged: by the `id` of a
+            tensor, its staged tensor; for a DTensor, the staged tensor of its local part.
 
     Returns:
-        What `_copied(state_dict, tensors, memo)` returns. `memo` is as of `copy.deepcopy`: a dict from the `id` of an object
-        to its copy. Deep copying looks there before it copies an object, and adds what it has copied, so that one object
-        at two places stays one. All tensors have to be there from the beginning: the copy of a tensor is what
-        `_dressed(staged part, tensor)` returns, which makes a DTensor of the part of a DTensor, for example.
+        The result of `_copied(state_dict, tensors, memo)`. `memo` is the memo of `copy.deepcopy`: a dict from the `id` of an
+        object to its copy. A deep copy looks there before it copies an object, and adds each copy that it makes. So one
+        object at two places stays one object. All tensors must be in the memo from the beginning. The copy of a tensor is
+        `_dressed(staged part, tensor)`, which, for example, makes a DTensor of the part of a DTensor.
 
     Raises:
-        UsageError: something that cannot be copied.
+        UsageError: something cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
     return _copied(state_dict, tensors, memo)

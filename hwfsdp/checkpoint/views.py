@@ -1,16 +1,14 @@
 """Which bytes of a storage are staged, and together with which: integers only.
 
 Note [Views stay views]
-    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. All
-    views of a storage go into one staged storage, with the strides that they have and the distances between them, if
-    more than half of the bytes from the first to the last of them are asked for. Otherwise each *run* of views whose
-    extents overlap is treated alone, in the same way; and a run with more holes than elements, such as two columns
-    of a wide matrix, falls apart into views that touch no common element. What is left over as a single view with holes
-    is closed up: its elements lie densely, in the order in which they lay before. Several views with holes that do
-    have elements in common are copied together with the holes.
+    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. If more than half
+    of the bytes from the first to the last view of a storage are needed, all its views go into one staged storage, with their
+    strides and the distances between them. Otherwise each *run* of views whose extents overlap is treated alone, in the same
+    way. A run with more holes than elements, such as two columns of a wide matrix, is separated into views without common
+    elements. A single view with holes that is left is closed up: its elements lie densely, in the same order as before.
+    Several views with holes that have elements in common are copied together with the holes.
 
-    Conjugated and negated views hold other values than the memory under them. They are resolved, into memory of their
-    own.
+    Conjugated and negated views have other values than the memory under them. They are resolved into their own memory.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 def blocks_of(views: list[View]) -> list[Block]:
-    """Which views of one storage are staged together (Note [Views stay views])."""
+    """Say which views of one storage are staged together (Note [Views stay views])."""
     blocks = [_close_up(view) for view in views if any(view.lazy)]
     plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
     if len(plain) < 2:
@@ -148,7 +146,7 @@ def overlaps_itself(view: View) -> bool:
 
 
 def place_of(view: View, block: Block) -> tuple[int, tuple[int, ...]]:
-    """Offset and stride, in elements, in the staged storage."""
+    """Return offset and stride of a view in the staged storage, in elements."""
     if not block.closed_up:
         return (view.begin - block.begin) // view.dtype.itemsize, view.stride
     dense = compute_local_stride(view.stride, view.stored)

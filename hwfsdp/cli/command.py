@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ParserWithScript(_Parser):
-    """Whatever follows the first `--` belongs to the script: it is put into `script_arguments`, unread."""
+    """A parser that leaves everything after the first `--` to the script: it goes to `script_arguments`, unread."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

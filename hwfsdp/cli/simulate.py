@@ -79,7 +79,7 @@ def _explain_misfit(args: argparse.Namespace, found: run.Simulation) -> None:
 
 
 def _check_sweep(args: argparse.Namespace) -> None:
-    """Raise what is wrong before anything is simulated."""
+    """Raise an error for a wrong option before anything is simulated."""
     if args.nodes is not None:
         raise UsageError(
             "simulate --sweep",

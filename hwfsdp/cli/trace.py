@@ -17,7 +17,7 @@ from hwfsdp.plot import export as pictures
 
 
 def run(args: Namespace) -> int:
-    """Records a run and shows what it finds there; 0 if no race is in it."""
+    """Record a run, and show what it found; return 0 if it found no race."""
     from hwfsdp.cli.training import reshard_of
     from hwfsdp.train.implementations import OURS, read_implementation
     from hwfsdp.train.traced_run import DEMO, Target, trace_run
@@ -30,7 +30,7 @@ def run(args: Namespace) -> int:
                 f"--{option.replace('_', '-')} {given}",
                 expected="the target demo",
                 got=f"the script {script}, which calls the fully_shard that it imports",
-                remedy="Say it there, or record the demo's model: hwfsdp trace run demo.",
+                remedy="Set it in the script, or record the demo's model: hwfsdp trace run demo.",
             )
     implementation = read_implementation(args.implementation or OURS)
     _check_writable(args.out)
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
 
 
 def _check_writable(out: Path) -> None:
-    """Complains now if the file cannot be written; leaves no empty one behind, whatever ends the run."""
+    """Raise an error now if the file cannot be written. Leave no empty file behind, however the run ends."""
     is_new = not out.exists()
     with out.open("ab"):
         pass
@@ -54,7 +54,7 @@ def _check_writable(out: Path) -> None:
 
 
 def show(args: Namespace) -> int:
-    """Shows what a log says; 0 if no race is in it."""
+    """Show what a log says; return 0 if it has no race."""
     return _tell(args, examine(load(args.file)), str(args.file))
 
 
@@ -64,14 +64,14 @@ def _tell(args: Namespace, found: Findings, name: str) -> int:
 
 
 def diff(args: Namespace) -> int:
-    """Compares two logs; 0 if they have the same counts and bytes."""
+    """Compare two logs; return 0 if they have the same counts and bytes."""
     found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
     said = comparison.describe(found, names)
     return answer(args, comparison.as_json(found, names), said, found.same_traffic)
 
 
 def export(args: Namespace) -> int:
-    """Writes a log, or a page of two, in another format, by default beside the first file, under its name."""
+    """Write a log, or a page of two logs, in another format: by default beside the first file, under its name."""
     files, out = args.files, args.out
     if len(files) > (2 if args.to == "html" else 1):
         raise UsageError(
@@ -102,7 +102,7 @@ def export(args: Namespace) -> int:
 
 
 def load(file: Path) -> EventLog:
-    """The log in a file. Raises UsageError, in one line, if it is none, has nothing in it, or is of another version."""
+    """Load the log in a file. Raise UsageError, in one line, if it is no log, has no events, or is of another version."""
     log = EventLog.load(file)
     if not log.events:
         raise UsageError(

@@ -14,7 +14,7 @@ from hwfsdp.train.models import GPTConfig
 
 
 def reshard_of(args: argparse.Namespace) -> bool | None:
-    """What `fully_shard` is given; None: its own default."""
+    """Return the value for `fully_shard`; None: its own default."""
     return {None: None, "yes": True, "no": False}[args.reshard_after_forward]
 
 

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter from send and receive.
 
-The ranks form a ring. In each of `W - 1` steps every rank sends one block to its right neighbour and receives
-one from its left. No rank ever sends more than `(W - 1) / W` of the tensor, whatever the number of ranks:
-the least that is possible, which is why libraries use this algorithm for large tensors.
+The ranks form a ring. In each of `W - 1` steps, every rank sends one block to its right neighbor, and receives one from its left
+neighbor. No rank ever sends more than `(W - 1) / W` of the tensor, for any number of ranks. Less is not possible. This is why
+libraries use this algorithm for large tensors.
 
     all-gather, W = 3 (each rank starts with its own block)
               rank 0      rank 1      rank 2
@@ -10,10 +10,10 @@ the least that is possible, which is why libraries use this algorithm for large 
     step 1    a . c       a b .       . b c
     step 2    a b c       a b c       a b c
 
-A reduce-scatter is the same walk, with an addition at every stop: the block that ends at rank r leaves rank
-r + 1 first and collects every other rank's share on its way round.
+A reduce-scatter goes around in the same way, with an addition at every stop: the block for rank r leaves rank r + 1 first, and
+collects every other rank's share on its way.
 
-These are for reading and for teaching; `collectives.RingAllGather` and `RingReduceScatter` select them.
+These functions are for reading and for teaching; `collectives.RingAllGather` and `RingReduceScatter` use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send one block to the next rank of the ring and receive one of the same size from the previous."""
+    """Send one block to the next rank of the ring, and receive one of the same size from the previous rank."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     works = dist.batch_isend_irecv(
         [
@@ -37,16 +37,16 @@ def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `output` with every rank's `input`, in rank order: block r is what rank r of the group gives.
+    """Fill `output` with every rank's `input`, in rank order: block r is the input of rank r of the group.
 
     Args:
         output: [W * n], contiguous, n >= 1; written. input: [n], same dtype, only read; may be this rank's block of
             `output`, the same memory.
-        group: its W ranks call this together; ranks are counted in it, and None means all of them.
+        group: its W ranks call this together. Ranks are counted within the group; None means all ranks.
 
-    In each of W - 1 steps every rank sends one block of n elements to the next rank of the ring and receives one from the
-    previous (`exchange` does both). In step s it passes on the block that it received in step s - 1, its own in the
-    first step. With one rank nothing is sent. Returns when `output` is complete on this rank.
+    In each of W - 1 steps, every rank sends one block of n elements to the next rank of the ring, and receives one from the
+    previous rank (`exchange` does both). In the first step it sends its own block; in step s it passes on the block that it
+    received in step s - 1. One rank alone sends nothing. Returns when `output` is complete on this rank.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     blocks = output.view(world_size, -1)
@@ -60,15 +60,15 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup 
     """Set `output` to this rank's block of the sum, or mean, of all ranks' `input`.
 
     Args:
-        output: [n], n >= 1; written, and not part of `input`. input: [W * n], contiguous, same dtype; block r is this
-            rank's share of what rank r of the group gets; only read.
-        group: its W ranks call this together; ranks are counted in it, and None means all of them.
-        mean: divide the sum by W, once it is complete; only asked of floating-point tensors.
+        output: [n], n >= 1; written, and not part of `input`. input: [W * n], contiguous, same dtype, only read; block r is
+            this rank's share of the result of rank r of the group.
+        group: its W ranks call this together. Ranks are counted within the group; None means all ranks.
+        mean: divide the sum by W once it is complete; only for floating-point tensors.
 
-    In each of W - 1 steps every rank sends one block of n elements to the next rank of the ring and receives one from the
-    previous (`exchange` does both). The first block it sends is its share of the left neighbor's; in every later step it
-    passes on what it just received plus its own share of that block. What arrives last is its own block. With one rank
-    nothing is sent. Returns when `output` is complete on this rank.
+    In each of W - 1 steps, every rank sends one block of n elements to the next rank of the ring, and receives one from the
+    previous rank (`exchange` does both). First it sends its share of the left neighbor's block. In every later step it sends
+    the block that it has just received, plus its own share of this block. The last block that arrives is its own. One rank
+    alone sends nothing. Returns when `output` is complete on this rank.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     blocks = input.view(world_size, -1)

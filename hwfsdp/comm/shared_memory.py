@@ -456,7 +456,7 @@ class Neighbors:
             except BlockingIOError:
                 if not self._hear(self._timeout, room_for=peer):
                     raise RuntimeError(
-                        f"Timed out after {self._timeout:g} s: rank {peer} of the group takes nothing in"
+                        f"Timed out after {self._timeout:g} s: rank {peer} of the group reads nothing"
                     ) from None
 
     # --- listening ---

@@ -5,7 +5,7 @@
 Every rank keeps a chunk of rows of every parameter. Before a module computes, the ranks gather its parameters; afterwards they
 free them. The backward does the same, and averages the gradients: each rank gets the rows that it keeps.
 
-This folder imports torch and itself. Read it from the top; each chapter uses only those below it:
+This folder imports torch and itself. Read it from the top; each chapter uses only chapters below it:
 
     wrap            the door: fully_shard claims parameters and makes a group of them
     state           when: the four moments around forward and backward
@@ -21,15 +21,15 @@ This folder imports torch and itself. Read it from the top; each chapter uses on
     precision       which dtype for what: policies and casts
     sharding        which rows belong to which rank: integers only
 
-Two more are to look things up in:
+Two more modules are for reference:
 
     compat          the private corners of torch
-    errors          what a caller did wrong, and how it is said
+    errors          the errors that callers see
 
-At six seams somebody else's code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
-and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what becomes of
-gradients), `state.FSDPState` (when). `hwfsdp.features` is made of such code: hybrid sharding, for example, is a reducer, and a mesh with
-a second axis. The word "Seam" in a docstring marks a class or a method that a feature may replace.
+At six seams, other code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
+and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what happens to
+gradients), `state.FSDPState` (when). `hwfsdp.features` consists of such code: hybrid sharding, for example, is a reducer, and a
+mesh with a second axis. The word "Seam" in a docstring marks a class or a method that a feature may replace.
 """
 
 from __future__ import annotations

@@ -2,22 +2,23 @@
 
 Before: a hook on the tensors that the module returned. Their gradient is the first thing that the module's backward gets.
 
-After: a hook at the tensors that the module was given. If one input needs a gradient, the module gets a view of it, and the view's
-node has the hook. Several inputs pass through one autograd function, so that there is one call for all. Either node is older than
-the module's nodes. Autograd runs the youngest ready node first, so this one runs when the parameters' gradients are there.
+After: a hook on the inputs of the module. If one input needs a gradient, the module gets a view of it, and the view's node has
+the hook. Several inputs pass through one autograd function, so that there is one call for all. In both cases, the node with the
+hook is older than the module's own nodes. Autograd runs the youngest ready node first, so this node runs after the parameters'
+gradients are there.
 
 Note [Views as outputs]
     A module returns `out = h.view(…)`, and its caller does `out += x`. That gives `out` a new history, without the hook on it.
     The history of `h`, its base, stays. So the base of a view gets a hook, too. It counts only if no hook of an output came.
 
 Note [Inputs that come out again]
-    A module may return what it was given (`return x, f(x)`). Then the view of the input is an output as well, and both kinds
-    of hooks are at one tensor. Those on tensors run before those on its node, so pre-backward comes first.
+    A module may return its own input (`return x, f(x)`). Then the view of the input is an output as well, and one tensor has
+    both kinds of hooks. Hooks on a tensor run before hooks on its node, so pre-backward comes first.
 
 Note [Inputs changed in place]
-    If the first thing that a module does is to change its only input in place, the view gets a new history, without the hook.
-    The gradients are right. But post-backward comes when the backward ends, and the parameters stay whole until then. With several
-    inputs, autograd refuses the operation, because an autograd function has returned them as views.
+    If a module first changes its only input in place, the view gets a new history, without the hook. The gradients are still
+    right. But post-backward comes only when the backward ends, and the parameters stay whole until then. With several inputs,
+    autograd refuses the operation, because an autograd function has returned them as views.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from hwfsdp.core.precision import replace_tensors_with_grad, tensors_with_grad
 
 
 class WatchedOutputs:
-    """The outputs of one forward of a module. It calls back each time that a backward reaches one of them.
+    """The outputs of one forward of a module. Each time a backward reaches one of them, the callback is called.
 
     Args:
         before_backward: the callback.
-        backwards: how many backwards are over; tells one from the next.
+        backwards: returns how many backwards are over, to tell one backward from the next.
     """
 
     def __init__(self, before_backward: Callable[[], None], backwards: Callable[[], int]) -> None:
@@ -58,7 +59,7 @@ class WatchedOutputs:
         return grad
 
     def _on_base_grad(self, grads: Sequence[Tensor]) -> None:
-        """Counts only if no output's own hook came before (Note [Views as outputs])."""
+        """Call back, unless an output's own hook has come before (Note [Views as outputs])."""
         if self._seen_in != self._backwards():
             self._on_grad(grads[0])
 
@@ -66,7 +67,7 @@ class WatchedOutputs:
 class PostBackward(torch.autograd.Function):
     """The identity on the inputs of a module; its backward runs when the module's backward is done.
 
-    Its form, with the context set apart, is the one that `torch.func` transforms can see through.
+    It has a separate `setup_context`, because `torch.func` transforms need this.
     """
 
     generate_vmap_rule = True
@@ -90,7 +91,7 @@ class PostBackward(torch.autograd.Function):
 
 
 def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
-    """`inputs`, with aliases in place of the tensors that need a gradient. A backward that reaches them calls `after_backward`."""
+    """Return `inputs`, with aliases of the tensors that need a gradient. A backward that reaches them calls `after_backward`."""
     tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs

@@ -9,8 +9,8 @@ A collective has a fixed cost, so a group's parameters travel together in one fl
     copy-in     each gradient, cut into rank chunks, into a flat buffer                      (compute stream)
     reduce-scatter; the result is seen as views, nothing is copied out                       (reduce-scatter stream)
 
-In the flat buffer of a gather, rank is the outer index and parameter the inner one. In memory the parameters want it the
-other way round. Copy-in and copy-out are that transposition:
+In the flat buffer of a gather, rank is the outer index and parameter the inner one. In memory the parameters need it the
+other way round. Copy-in and copy-out do this transposition:
 
     flat     | rank 0: A0 B0 | rank 1: A1 B1 |      A: | A0 A1 |   B: | B0 B1 |
 
@@ -20,7 +20,8 @@ Note [Why flat buffers outlive their use]
     owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also bound the buffers
     in flight. There are four kinds of memory:
 
-    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out. So is what a form made besides.
+    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out. So is other
+      memory that a form has made.
     - A reduction's input is owned by compute. It is kept until compute has waited for the reduction.
     - Whole parameters are allocated, read and freed on compute only.
     - The gradients of shards are owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
@@ -53,8 +54,8 @@ class Gathered(NamedTuple):
     """A gather in flight.
 
     Attributes:
-        flat: [W, n], row r being the part of rank r; uint8 if the tensors' dtypes differ.
-        sizes: elements of a row that each tensor has; they sum to n.
+        flat: [W, n]; row r is the part of rank r. uint8 if the tensors' dtypes differ.
+        sizes: how many elements of a row belong to each tensor; they sum to n.
         done: after it `flat` is complete.
     """
 
@@ -136,7 +137,7 @@ class Mean(NamedTuple):
 
 @functools.cache
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
-    """How to average over so many ranks in this dtype.
+    """Say how to average over this number of ranks in this dtype.
 
     fp32 and bf16 have range to spare, and the backend divides while it reduces. In fp16 the sum may overflow, and dividing first
     may underflow. So fp16, and every other dtype, is divided in part before the sum and in part after it: for 8 ranks by 4 and
@@ -174,8 +175,8 @@ def reduce_scatter(
     """Start to reduce gradients over the ranks; return before that is done.
 
     Args:
-        grads: whole gradients, each [d0, *rest], rows to be dealt out. The list is emptied as soon as they are copied in, so
-            that their memory is free before the reduction begins.
+        grads: whole gradients, each [d0, *rest], whose rows are dealt out. The function empties the list as soon as it has copied
+            them, so that their memory is free before the reduction begins.
 
     Returns:
         Its `result` will hold this rank's padded chunks of all gradients, end to end, in `dtype`.
@@ -200,7 +201,7 @@ def reduce_scatter(
 
 
 def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
-    """Cut gradients into the chunks of the ranks, so that row r of `flat` is what rank r shall get.
+    """Cut gradients into the chunks of the ranks, so that row r of `flat` is what rank r will get.
 
     Args:
         grads: each [d0, *rest], any strides and dtype; only read. d0 may be less than W, or no multiple of it.

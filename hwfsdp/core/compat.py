@@ -1,4 +1,4 @@
-"""The corners of torch that the heart needs and that have no public door, each opened here and nowhere else.
+"""Private parts of torch that the heart needs. No other module of the heart uses private parts of torch.
 
 Supported: torch 2.13 to 2.15.
 """
@@ -22,7 +22,7 @@ _NOTHING = nullcontext()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once, when the backward in progress has executed its last node. Only callable inside a backward."""
+    """Run `callback` once, when the backward in progress has executed its last node. Call this only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -37,9 +37,9 @@ def in_transforms() -> bool:
 
 
 def no_autograd() -> AbstractContextManager[Any]:
-    """What happens in the block is no part of a backward, nor of a `torch.func` transform.
+    """Keep the operations of the block out of autograd, and out of any `torch.func` transform.
 
-    Costs next to nothing where autograd is off already, as in a backward.
+    This costs almost nothing where autograd is off already, as in a backward.
     """
     if torch._C._are_functorch_transforms_active():
         return _no_transforms()
@@ -53,12 +53,12 @@ def _no_transforms() -> Iterator[None]:
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, in autograd's eyes; None if it is not a view."""
+    """The tensor that this one is a view of, as autograd knows it; None if it is not a view."""
     return tensor._base
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
+    """The hooks of `register_post_accumulate_grad_hook`. FSDP sets gradients itself, so it must call these hooks itself."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
 
@@ -75,16 +75,16 @@ def has_grad_dtype(param: Tensor) -> bool:
 
 
 def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
-    """`param` takes the place of `of`: copy its `grad_dtype`, if it was set there and not here."""
+    """Copy the `grad_dtype` of `of`, whose place `param` takes, if it was set there and not here."""
     if has_grad_dtype(of) and not has_grad_dtype(param):
         param.grad_dtype = of.grad_dtype
 
 
 def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_later: bool) -> None:
-    """Have autograd leave gradients in the reduce dtype (None: as they come) in the backward that begins.
+    """Let the backward that begins leave gradients in the reduce dtype (None: as they come).
 
-    With `cast_later`, those with fewer bits stay as they are until they are copied in or added up. Those of a DTensor do not: they
-    may be reduced before.
+    With `cast_later`, gradients with fewer bits stay as they are until they are copied in or added up. Gradients of a DTensor do
+    not, because they may be reduced before.
     """
     if REDUCES_IN_GRAD_DTYPE and unsharded is not None and unsharded.requires_grad:
         fewer = reduce is not None and unsharded.dtype.itemsize < reduce.itemsize
@@ -95,7 +95,7 @@ def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_late
 
 
 def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`output.copy_(input)` for every pair, casting where dtypes differ; one kernel for all on CUDA.
+    """Call `output.copy_(input)` for every pair, casting where dtypes differ; on CUDA, one kernel does all.
 
     From pinned host memory the copies are asynchronous.
     """
@@ -104,13 +104,13 @@ def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
 
 
 def fill_each_with_zeros(tensors: Sequence[Tensor]) -> None:
-    """`tensor.zero_()` for each; one kernel for all on CUDA."""
+    """Call `tensor.zero_()` on each tensor; on CUDA, one kernel does all."""
     if tensors:
         torch._foreach_zero_(list(tensors))
 
 
 def move_in_place(tensor: Tensor, device: torch.device) -> None:
-    """Moves a parameter or buffer to `device`; it stays the same object."""
+    """Move a parameter or buffer to `device`; it stays the same object."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     if wraps:  # it has no data of its own to exchange
         with torch.no_grad():
@@ -121,7 +121,7 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
 
 
 def address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    """Where in memory a tensor begins, and how it is read. Unlike `data_ptr`, fake and freed memory has it too."""
+    """Return where in memory a tensor begins, and how it is read. Unlike `data_ptr`, this works for fake and freed memory."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.dtype
 
 
@@ -135,18 +135,18 @@ def dtensor(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """`local` as this rank's part of a DTensor of this global shape.
+    """Return a DTensor of this global shape, with `local` as this rank's part.
 
-    Not `DTensor.from_local`: that moves a part which is offloaded to the CPU to the mesh's device.
+    `DTensor.from_local` would move a part that is offloaded to the CPU to the mesh's device.
     """
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:
-    """`local` as a DTensor with the global shape, stride, mesh and placements of `like`.
+    """Return `local` as a DTensor with the global shape, stride, mesh and placements of `like`.
 
-    `DTensor.from_local` does the same for 300 µs a call, which every gradient of every step would pay.
+    `DTensor.from_local` does the same, but takes 300 µs a call, for every gradient of every step.
     """
     if local.dtype != like.dtype:
         return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
@@ -156,12 +156,12 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """The rank's part itself, with no autograd node between it and the DTensor (`to_local` makes one)."""
+    """Return the rank's part itself, without an autograd node between it and the DTensor (`to_local` makes one)."""
     return tensor._local_tensor
 
 
 def replace_local(tensor: DTensor, local: Tensor) -> None:
-    """Exchanges the rank's part of a DTensor that optimizers and users already hold."""
+    """Replace the rank's part of a DTensor that optimizers and users already hold."""
     tensor._local_tensor = local
 
 
@@ -169,10 +169,10 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """`module.name = param`, for a name that is a parameter already.
+    """Set `module.name = param`, where this name is a parameter already.
 
-    `nn.Module.__setattr__` looks the name up in five places first, which every transition of every parameter would
-    pay. A module with a `__setattr__` of its own, such as `nn.RNN`, which keeps a list, is not bypassed.
+    `nn.Module.__setattr__` first looks for the name in five places. That would cost time at every transition of every parameter.
+    But if a module has its own `__setattr__`, such as `nn.RNN`, which keeps a list, that method is called.
     """
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param

@@ -2,14 +2,14 @@
 
 Note [What to gather next]
     Forward. Groups run in the order in which they ran last time, unless the model takes another path. So a forward notes the
-    order in which it enters groups, and the next forward gathers one group ahead of it. The first forward has nothing to go
-    by and gathers each group when it is needed.
+    order in which it enters groups, and the next forward gathers one group ahead of it. The first forward knows no
+    order, and gathers each group when it is needed.
 
     Backward. Groups run in the reverse of the order in which their forwards ended, which the forward has just noted. So the
     group before the current one in that record is gathered under the current one's backward.
 
     One group ahead is enough to hide a gather behind a computation, and bounds what is alive to two groups. A wrong guess costs
-    a gather, never a number: whoever needs a group gathers it.
+    a gather, but never changes a result: a module whose group is not there gathers it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class InFlight(NamedTuple):
-    """A buffer that a stream still uses, until the event `done`; `transport` moves it."""
+    """A buffer that a stream still uses, until the event `done`; `transport` moves its bytes."""
 
     buffer: Tensor
     done: StreamEvent
@@ -64,14 +64,15 @@ class FSDPCommContext:
     # --- the order of forwards ---
 
     def note_forward(self, group: ParamGroup) -> None:
-        """The forward of `group` has ended."""
+        """Note that the forward of `group` has ended."""
         group.post_forward_indices.append(len(self.post_forward_order))
         self.post_forward_order.append(group)
 
     def before(self, group: ParamGroup) -> ParamGroup | None:
-        """The backward of `group` begins now. Return the group whose forward ended just before: its backward should come next.
+        """Return the group whose forward ended just before that of `group`: its backward should come next.
 
-        A group has one place in the order per forward. Its backwards come in reverse: each takes one place away, from the end.
+        Called when the backward of `group` begins. A group has one place in the order for each of its forwards. Its backwards
+        come in reverse, so each of them takes away the last place.
         """
         index = group.post_forward_indices.pop() if group.post_forward_indices else 0
         return self.post_forward_order[index - 1] if 0 < index < len(self.post_forward_order) else None
@@ -85,21 +86,21 @@ class FSDPCommContext:
     # --- what is in flight (`collectives`, Note [Why flat buffers outlive their use]) ---
 
     def keep_until_copied_out(self, gathered: Gathered) -> None:
-        """Keep a gather's buffer while the copy-out reads it, which was just issued on the compute stream."""
+        """Keep a gather's buffer until the copy-out that was just issued on the compute stream has read it."""
         self.release_gather_buffer()
         self._copied_out = gathered, self.streams.compute.record()
         if self._copied_out[1].is_over:  # the host has copied
             self.release_gather_buffer()
 
     def release_gather_buffer(self) -> None:
-        """Let the copy stream have the kept buffer's memory again, once it has waited for the copy-out."""
+        """Make the copy stream wait for the copy-out. Then drop the kept buffer, so that this stream can use its memory again."""
         if self._copied_out is not None:
             self.streams.copy.wait(self._copied_out[1])
             self._copied_out = None
 
     @property
     def is_full(self) -> bool:
-        """Whether another reduction has to wait for one in flight."""
+        """Whether a new reduction must first wait for one in flight."""
         return len(self._reducing) >= self.max_reductions
 
     def keep_until_reduced(self, reduction: InFlight) -> None:
@@ -107,11 +108,11 @@ class FSDPCommContext:
         self._reducing.append(reduction)
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor until the backward is over: a reduction goes on with it on this stream."""
+        """Keep a tensor until the backward is over, because a reduction goes on with it on this stream."""
         self._held.setdefault(stream, []).append(tensor)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
-        """Compute waits for the oldest reductions in flight, until at most `leave` of them are left."""
+        """Make compute wait for the oldest reductions in flight, until at most `leave` of them are left."""
         while len(self._reducing) > leave:
             _, done, transport = self._reducing.popleft()
             with moment("wait_for_reduction", transport):
@@ -123,7 +124,7 @@ class FSDPCommContext:
         self.streams.all_reduce.settle()
 
     def finish_reductions(self) -> None:
-        """Compute waits for all reductions; no buffer of theirs is held afterwards. The optimizer is next."""
+        """Make compute wait for all reductions, and drop their buffers. The optimizer is next."""
         self.wait_for_reductions()
         self.settle()
         for stream in self._held:
@@ -149,10 +150,10 @@ class RootContext:
             of the model may be called by itself.
         forwards_before: length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
             waits for its backward.
-        guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
+        guessed: groups that were gathered ahead in this forward. If unused, they are stale after the next optimizer step.
         is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
         finish_queued: whether autograd will call `finish_backward` when the running backward is over.
-        backwards: how many are over.
+        backwards: how many backwards are over.
     """
 
     def __init__(self) -> None:

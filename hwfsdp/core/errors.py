@@ -1,6 +1,6 @@
-"""What can go wrong in the heart, and how it is said.
+"""The errors of the heart.
 
-Every error of this package is an `FSDPError`. Its message answers three questions: what was expected, what was got, and
+Every error of this package is an `FSDPError`. Its message answers three questions: what was expected, what came instead, and
 what to do. Each class also derives from the built-in exception that a caller would think of first.
 """
 

@@ -1,18 +1,19 @@
 """How a parameter is cut, and in which form it travels: plain rows in, the whole tensor out.
 
-A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where what was gathered goes, and
-how the whole tensor comes out of it. Whoever cuts or sends parameters in another way gives `FSDPParam` another layout or form.
+A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where the gathered
+data goes, and how the whole tensor is made of it. A feature that cuts or sends parameters in another way gives `FSDPParam`
+another layout or form.
 
 Note [Free by resizing, not by replacing]
-    Autograd saves tensors of the forward for the backward, the weight of a linear layer among them. Had FSDP replaced the
-    unsharded parameter by a new tensor after each gather, autograd would hold the old ones and no byte would ever be freed.
-    So the parameter is one tensor object for the life of the model. What is allocated and freed is the storage under it, by
-    resizing. What autograd saved sees the memory return.
+    Autograd saves tensors of the forward for the backward, such as the weight of a linear layer. If FSDP made a new tensor in
+    each gather, autograd would hold the old tensors, and no byte would ever be freed. So the parameter is one tensor object for
+    the life of the model. FSDP allocates and frees only the storage under it, by resizing. The tensor that autograd saved is this
+    object, so it has its memory again when the backward needs it.
 
 Note [Writing without being noticed]
-    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to since. Filling the storage
-    again with the same values is such a write. `Tensor.data` is an alias of the same storage with a count of its own: we
-    gather into the one tensor and register a parameter made from the alias.
+    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to afterwards. To fill the storage
+    again with the same values is such a write. `Tensor.data` is an alias of the same storage with its own count. So we gather
+    into one tensor, and register a parameter made from the alias.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 class Layout:
     """Which part of a parameter this rank keeps, and as which DTensor: its chunk of rows, `Shard(0)`. Seam.
 
-    Here `rows_of`, `as_whole` and `whole_grad` return what they are given. They are for parameters that are cut in other ways.
+    Here `rows_of`, `as_whole` and `whole_grad` return their argument. Layouts that cut in other ways override them.
 
     Attributes:
         shape: of the whole parameter, as gathers put it together and modules compute with it.
-        rows: the same shape, seen so that dim 0 is dealt out to the ranks.
+        rows: the shape in which dim 0 is dealt out to the ranks; here it is `shape`.
         global_shape: over all ranks of all parallelisms. device_mesh, placements: of the DTensor.
         local_shape: of this rank's part; padded_shape: of a full chunk of rows; padded_numel: its elements.
     """
@@ -54,29 +55,29 @@ class Layout:
         self.padded_numel = prod(self.padded_shape)
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """`whole` [`shape`] as a view of shape `rows`."""
+        """Return `whole` [`shape`] as a view of shape `rows`."""
         return whole
 
     def by_rank(self, gathered: Tensor) -> Tensor:
-        """`gathered` [W * padded_numel] as a view whose dim 0 is the ranks, so that each rank's rows go to one place."""
+        """Return `gathered` [W * padded_numel] as a view whose dim 0 is the ranks, so that each rank's rows go to one place."""
         return gathered.view(self.mesh.size, -1)
 
     def own_rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows, a view of `whole` [`shape`]."""
+        """Return this rank's rows, a view of `whole` [`shape`]."""
         rows = self.rows_of(whole)
         extent = chunk_extent(rows.shape[0], self.mesh.size, self.mesh.rank)
         return rows.narrow(0, extent.start, extent.length)
 
     def as_shard(self, local: Tensor) -> DTensor:
-        """The sharded parameter's tensor, of which `local` [`local_shape`] is this rank's part."""
+        """Return the sharded parameter's tensor, of which `local` [`local_shape`] is this rank's part."""
         return compat.dtensor(local, self.device_mesh, self.placements, self.global_shape, self.stride)
 
     def as_whole(self, whole: Tensor) -> Tensor:
-        """What modules compute with, made of `whole` [`shape`]."""
+        """Return the tensor that modules compute with, made of `whole` [`shape`]."""
         return whole
 
     def whole_grad(self, grad: Tensor) -> Tensor:
-        """The gradient of `shape`, made of what autograd computed for `as_whole`."""
+        """Return the gradient of `shape`, made of the gradient that autograd computed for `as_whole`."""
         return grad
 
 
@@ -97,15 +98,15 @@ class Form:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """What each of `inputs` is gathered in."""
+        """The dtype in which each of `inputs` is gathered."""
         return [self.param.dtypes.compute]
 
     def inputs(self) -> list[Tensor]:
-        """What this rank contributes to a gather, each 1D. Called on the copy stream."""
+        """Return the tensors that this rank contributes to a gather, each 1D. Called on the copy stream."""
         return [self.param.padded_shard]
 
     def outputs(self) -> list[Tensor]:
-        """Memory for what is gathered: per input a view of dim 0 = ranks, contents undefined.
+        """Return memory for the gathered data: for each input a view whose dim 0 is the ranks, contents undefined.
 
         It is the same memory each time, unless the compute dtype changed.
         """
@@ -122,10 +123,10 @@ class Form:
         return [self._rows]
 
     def finish(self) -> None:
-        """Make the unsharded parameter from `outputs`. Here it lies there already."""
+        """Make the unsharded parameter from `outputs`. Here nothing is left to do: it lies there already."""
 
     def free(self) -> None:
-        """Give the memory of the whole parameter back, unless it is to stay. Nothing happens if that was done."""
+        """Give back the memory of the whole parameter, unless it must stay. A second call does nothing."""
         if self.gathered is not None and not self.param.keeps_memory:
             free(self.gathered)
 
@@ -134,7 +135,7 @@ class Form:
 
 
 def allocate(tensor: Tensor) -> None:
-    """Give the tensor's storage its full size, contents undefined; nothing happens if it has it.
+    """Give the tensor's storage its full size, contents undefined; do nothing if it has this size already.
 
     The tensor covers its whole storage. Every alias of it may be read again, too (Note [Free by resizing, not by replacing]).
     """
@@ -144,7 +145,7 @@ def allocate(tensor: Tensor) -> None:
 
 
 def free(tensor: Tensor) -> None:
-    """Give the storage's memory back, by resizing it to nothing; nothing happens if that was done.
+    """Give back the storage's memory, by resizing the storage to 0 bytes. A second call does nothing.
 
     The tensor and every alias stay the objects that they are. Their elements must not be read until `allocate`.
     """

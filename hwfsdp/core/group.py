@@ -31,7 +31,7 @@ from hwfsdp.core.streams import StreamEvent
 
 
 class Reducer:
-    """What becomes of a group's gradients: scatter, divide, add. Seam.
+    """What happens to a group's gradients: scatter, divide, add. Seam.
 
     Attributes:
         group: whose gradients they are.
@@ -41,18 +41,18 @@ class Reducer:
         self.group = group
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        """How to average in this dtype; see `collectives.mean_over`."""
+        """Say how to average in this dtype; see `collectives.mean_over`."""
         return collectives.mean_over(self.group.mesh.size, dtype)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """What is reduced for a parameter that got no gradient. None: nothing.
+        """Return the gradient to reduce for a parameter that got none. None: reduce nothing for it.
 
         Return None only if the parameter has no gradient on any rank. Otherwise the ranks wait for each other for ever. Seam.
         """
         return None
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue what is done with a reduction's result, on the reduction's stream; return at once.
+        """Queue the work on a reduction's result, on the reduction's stream; return at once.
 
         The queued function must not refer to `reducing.flat`. A reference would keep the buffer of all gradients alive.
 
@@ -71,8 +71,8 @@ class ParamGroup:
     Attributes:
         fqn: of the module that the group was made for; names it in errors, traces and pictures. module_fqn: "" at the root.
         params: in the order in which they lie in the flat buffers.
-        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
-        transport: moves its bytes. reducer: what becomes of its gradients.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, such as streams.
+        transport: moves its bytes. reducer: handles its gradients.
         reshard_after_forward: free them after forward; off, they stay for the backward.
         reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
         reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
@@ -141,7 +141,7 @@ class ParamGroup:
             )  # last: a form may have read more, made on the copy stream
 
     def reshard(self) -> None:
-        """The modules have the shards afterwards; the whole parameters' memory is free. A gather stays in flight."""
+        """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""
         with no_autograd():
             for param in self.params:
                 if param.state is not ShardedState.SHARDED:
@@ -161,7 +161,7 @@ class ParamGroup:
     # --- gradients ---
 
     def expect_grads(self) -> None:
-        """A backward begins: say in which dtype it leaves gradients."""
+        """At the start of a backward, say in which dtype it leaves gradients."""
         for param in self.params:
             cast_later = self.reduce_grads or param.has_unreduced_grad
             accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
@@ -190,7 +190,7 @@ class ParamGroup:
                         param.accumulate_grad()
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere."""
+        """Return the parameters that have a gradient to reduce, and these gradients. Nothing else refers to them afterwards."""
         params, grads = [], []
         for param in self.params:
             grad = param.take_grad()
@@ -204,8 +204,8 @@ class ParamGroup:
     def reduce(self, params: Sequence[FSDPParam], grads: list[Tensor]) -> None:
         """Start to average whole gradients over the ranks, into the shards' gradients; return before that is done.
 
-        Before, compute waits until fewer than `max_reductions` of the context are in flight: that bounds the buffers of
-        gradients alive. `grads` is empty afterwards.
+        First, compute waits until fewer than `max_reductions` of the context are in flight. This limits how many buffers of
+        gradients are alive. `grads` is empty afterwards.
         """
         comm_ctx = self.comm_ctx
         with moment("post_backward_rs_wait", self):
@@ -220,16 +220,16 @@ class ParamGroup:
             comm_ctx.keep_until_reduced(InFlight(reducing.flat, done, self.transport))
 
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
-        """What to reduce these gradients in: one dtype for all, since they lie in one buffer.
+        """Return the dtype in which to reduce these gradients: one for all, because they lie in one buffer.
 
-        Each parameter's reduce dtype, or, where that is None, the dtype in which autograd left its gradient. If they differ: the
-        dtype that torch promotes them to, which holds all of their values.
+        It is the parameters' reduce dtype. Where that is None, it is the dtype in which autograd left the gradient. If these
+        differ between parameters, it is the dtype to which torch promotes them, which can hold all of their values.
         """
         dtypes = [p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)]
         return functools.reduce(torch.promote_types, dtypes)
 
     def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
-        """Each of `params` with its rows in a reduction's `result` [n], which has their padded chunks end to end; views."""
+        """Return each of `params` with its rows, a view of a reduction's `result` [n], which has the padded chunks end to end."""
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
             (p, chunk[: p.local_numel].view(p.layout.local_shape))
@@ -246,11 +246,11 @@ class ParamGroup:
                 param.add_sharded_grad(grad if grad.dtype == dtype else grad.to(dtype))
 
     def adopt_registered(self) -> None:
-        """Take over parameters that were exchanged on the modules; see `FSDPParam.adopt_registered`."""
+        """Take over parameters that were replaced on the modules; see `FSDPParam.adopt_registered`."""
         for param in self.params:
             param.adopt_registered()
 
 
 def divided(tensor: Tensor, by: float) -> Tensor:
-    """`tensor`, divided in place."""
+    """Divide `tensor` in place; return it."""
     return tensor if by == 1 else tensor.div_(by)

@@ -1,7 +1,7 @@
-"""One slot for an instrument. It is empty unless somebody puts one in.
+"""One slot for an instrument. It is empty by default.
 
-The heart names what it does: `with moment("copy_in", …)`. It does not know who listens: a recording, torch's profiler, or
-nobody. With an empty slot a moment costs one test.
+The heart names what it does: `with moment("copy_in", …)`. It does not know whether a recording, torch's profiler or nothing
+listens. With an empty slot a moment costs one test.
 
 | moment | of | when |
 | --- | --- | --- |
@@ -13,7 +13,7 @@ nobody. With an empty slot a moment costs one test.
 | reduce_scatter, wait_for_reduction | transport | a reduction is started, or waited for |
 | post_backward_reshard, …_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
 
-Subjects have `fqn`, the name of the parameter group, and `module_fqn`, the same but for the root, which has "".
+Subjects have `fqn`, the name of the parameter group, and `module_fqn`, the same name, except that the root has "".
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Observer(Protocol):
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
-        """The block in which something of the table happens; for a copy, on which stream, from where to where."""
+        """Wrap the block of a moment of the table. For a copy, the arguments say on which stream, from where and to where."""
 
     def made(self, buffer: Tensor) -> None:
-        """A flat buffer was made on the current stream."""
+        """Note that a flat buffer was made on the current stream."""
 
     def recorded(self, event: StreamEvent) -> None:
-        """A stream recorded an event."""
+        """Note that a stream recorded an event."""
 
     def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
-        """The block in which a stream is made to wait for an event of another one."""
+        """Wrap the block in which a stream is made to wait for an event of another stream."""
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """`current`, the block in which work is issued on a stream."""
+        """Wrap `current`, the block in which work is issued on a stream."""
 
 
 _NOTHING = nullcontext()
@@ -63,12 +63,12 @@ def put(observer: Observer | None) -> Observer | None:
 def moment(
     name: str, of: Any, stream: str = "", reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
 ) -> AbstractContextManager[Any]:
-    """The block in which something happens that an instrument may want to see."""
+    """Wrap a block in which something happens that an instrument may want to see."""
     return _NOTHING if slot is None else slot.moment(name, of, stream, reads, writes)
 
 
 def made(buffer: Tensor) -> Tensor:
-    """The same buffer; an instrument may want to know that it was made."""
+    """Tell the instrument that this buffer was made; return the buffer."""
     if slot is not None:
         slot.made(buffer)
     return buffer

@@ -12,13 +12,13 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 | SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
 | UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
 
-Both objects live as long as the model; a transition registers the other one. Two calls of the user exchange them: after
+Both objects live as long as the model; a transition registers the other one. Two calls of the user replace them: after
 `model.to(dtype)` the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)` brings a new `sharded_param`.
 
 Note [Padding lives in the shard]
-    Ranks contribute equally to a gather, so a shard with fewer rows than a full chunk is padded (`sharding`). Padding before
-    every gather would cost a copy every time. Instead the shard is allocated with its padding once, as `padded_shard`, and the
-    DTensor's rows are a view of its front. An optimizer that updates the rows updates the gather's input.
+    Every rank contributes the same number of elements to a gather, so a shard with fewer rows than a full chunk is padded
+    (`sharding`). To pad before every gather would cost a copy each time. Instead the shard is allocated with its padding once, as
+    `padded_shard`, and the DTensor's rows are a view of its front. An optimizer that updates the rows updates the gather's input.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Home:
     """Where shards and their gradients live: on the device of the mesh. Seam."""
 
     def keep(self, shard: Tensor) -> Tensor:
-        """`shard`, or its copy where shards live."""
+        """Return `shard`, or a copy of it where shards live."""
         return shard
 
     def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
-        """`grad`, or its copy where gradients live; `used_at_once`: its elements are about to be read."""
+        """Return `grad`, or a copy of it where gradients live. `used_at_once`: its elements are about to be read."""
         return grad
 
     def settle(self, streams: StreamSet) -> None:
@@ -84,7 +84,7 @@ class FSDPParam:
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
         accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
-        keeps_memory: while sharded, too, the memory of the whole parameter stays allocated.
+        keeps_memory: the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     sharded_param: nn.Parameter
@@ -142,8 +142,8 @@ class FSDPParam:
     def to_unsharded(self) -> None:
         """SHARDED → UNSHARDED: the modules compute with the whole parameter from now on.
 
-        A gather has filled `form.outputs()` before. Whether the parameter needs a gradient is asked of `sharded_param`: the user
-        may have changed it since the last time.
+        A gather has filled `form.outputs()` before. The parameter gets the `requires_grad` of `sharded_param`, which the user may
+        have changed.
         """
         self.form.finish()
         assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before a gather"
@@ -180,7 +180,8 @@ class FSDPParam:
         """Hand over the whole gradient. Only the caller refers to it afterwards, so the caller can free it.
 
         Returns:
-            What autograd left at `unsharded_param`, added to `accumulated_grad` if there is one; None if there is neither.
+            The gradient that autograd left on `unsharded_param`, plus `accumulated_grad`, as far as they exist; None without
+            both.
         """
         grad, accumulated = None, self.accumulated_grad
         self.accumulated_grad = None
@@ -193,7 +194,7 @@ class FSDPParam:
         return accumulated.add_(grad)
 
     def accumulate_grad(self) -> None:
-        """After a backward that is not reduced: keep the whole gradient, in the reduce dtype.
+        """Keep the whole gradient of a backward that is not reduced, in the reduce dtype.
 
         If the gradient already has the reduce dtype, it stays at `.grad`, and autograd adds the next one to it. If not, it is added
         to `accumulated_grad`, because long sums in the compute dtype lose precision.
@@ -208,7 +209,7 @@ class FSDPParam:
     def add_sharded_grad(self, grad: Tensor) -> None:
         """Add the mean gradient of this rank's rows, in `dtypes.grad`, to `sharded_param.grad`; call its hooks.
 
-        If there is no gradient yet, the memory of `grad` becomes it, without a copy.
+        If there is no gradient yet, `grad` itself becomes the gradient, without a copy.
         """
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)
@@ -226,9 +227,9 @@ class FSDPParam:
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
-        """Take over what is registered now, after `to`, `to_empty` or `load_state_dict` exchanged it.
+        """Take over the parameter that is registered now, after `to`, `to_empty` or `load_state_dict` replaced it.
 
-        Nothing happens while the unsharded parameter is registered.
+        While the unsharded parameter is registered, do nothing.
 
         Raises:
             UsageError: it is not a DTensor of the same global shape, cut in the same way.
@@ -260,7 +261,7 @@ class FSDPParam:
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
+        """Make `padded_shard`, which gathers read, the memory of `param`'s rows (Note [Padding lives in the shard]).
 
         Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
         same object and points there.

@@ -1,13 +1,14 @@
-"""Which dtype for what: policies, and casts of whatever a forward takes or returns.
+"""Which dtype for what: policies, and casts of everything that a forward takes or returns.
 
-Three dtypes meet in one parameter. The *original* dtype is that of the shard, which the optimizer updates. The *compute*
-dtype is what is gathered and computed with. The *reduce* dtype is what gradients are summed in. Gather in bf16, reduce in
-fp32, step in fp32 is the usual choice: half the bytes where they are cheap to lose, full precision where errors would add
-up. A user may ask for a fourth, the dtype of the gradient that the optimizer sees: `Tensor.grad_dtype`.
+A parameter has three dtypes. The shard, which the optimizer updates, has the *original* dtype. Gathers and modules use the
+*compute* dtype. Gradients are summed in the *reduce* dtype. The usual choice is to gather in bf16, and to reduce and step in
+fp32: half the bytes where precision matters little, full precision where errors would add up. A user may ask for a fourth dtype,
+for the
+gradient that the optimizer sees: `Tensor.grad_dtype`.
 
 Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors` rebuilds such a
-structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures that
-FSDP has no business with pass through untouched.
+structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures without
+tensors pass through untouched.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
         reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter, which is its
-            original dtype unless set; before, the dtype of the gradients, that is, the param dtype.
+        original dtype unless set; with older torch, the dtype of the gradients, that is, the param dtype.
         output_dtype: floating-point outputs of forward are cast to it. None: left alone.
         cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
     """
@@ -69,7 +70,7 @@ def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with every floating-point tensor in `dtype`; everything else is the same object as before.
+    """Return `tree` with every floating-point tensor in `dtype`; everything else is the same object as before.
 
     Autograd sees through the cast.
     """
@@ -84,7 +85,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with `fn(t)` in place of every tensor t, visited from left to right.
+    """Return `tree` with `fn(t)` in place of every tensor t, visited from left to right.
 
     Dict keys, sets, strings and objects of unknown types are leaves and stay as they are.
     """
@@ -151,6 +152,6 @@ def tensors_with_grad(tree: Any) -> list[Tensor]:
 
 
 def replace_tensors_with_grad(tree: Any, replacements: list[Tensor]) -> Any:
-    """`tree` with its tensors that require grad exchanged, in the order of `tensors_with_grad`."""
+    """Return `tree` with its tensors that require grad replaced, in the order of `tensors_with_grad`."""
     queue = iter(replacements)
     return map_tensors(lambda tensor: next(queue) if tensor.requires_grad else tensor, tree)

@@ -1,8 +1,8 @@
 """Who takes part, and how bytes move between them.
 
 A `DeviceMesh` arranges ranks in a grid with named axes. The heart shards parameters over the one axis of a 1D mesh. It asks a
-`Transport` for buffers and for two collectives: all-gather and reduce-scatter. What the transport does with them is its own
-business. The one below hands them to `torch.distributed`.
+`Transport` for buffers and for two collectives: all-gather and reduce-scatter. The transport decides how bytes
+move. The one below calls `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hwfsdp.core.streams import Work
 
 
 class Axis(NamedTuple):
-    """One axis of a mesh, as this process sees it: `size` ranks, of which it is number `rank`."""
+    """One axis of a mesh, as this process sees it: `size` ranks, of which this process is number `rank`."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -59,7 +59,7 @@ def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
     """The mesh given to `fully_shard`, as this process sees it; None: all ranks.
 
     Raises:
-        UsageError: it has more than one axis. StateError: there is none, and no process group either.
+        UsageError: it has more than one axis. StateError: no mesh is given, and there is no process group.
     """
     mesh = default_mesh() if mesh is None else mesh
     if mesh.ndim != 1:
@@ -98,7 +98,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(device_type: str) -> torch.device:
-    """The device of this type that the process uses now."""
+    """Return the device of this type that the process uses now."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -107,10 +107,10 @@ def device_of(device_type: str) -> torch.device:
 class Transport:
     """Moves the bytes of one parameter group. Seam.
 
-    A call with `async_op` returns a work to wait for. One without blocks the stream that is current, and returns None.
+    A call with `async_op` returns a work to wait for. A call without it blocks the current stream, and returns None.
 
     Attributes:
-        ranks: between which bytes move: W of them. device: of its buffers.
+        ranks: the W ranks between which bytes move. device: of its buffers.
         fqn, module_fqn: the group's names, for errors and instruments (`observer`).
     """
 

@@ -1,9 +1,9 @@
 """Which rows belong to which rank: integers only.
 
 FSDP cuts each parameter along dim 0 into one chunk per rank, as `torch.chunk` does. Every chunk has
-`ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives want equal sizes, so on the
-wire each chunk is padded to the full chunk length. The padding is always at the end of the gathered tensor, which is
-why the first `n` rows of what was gathered are the parameter.
+`ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives need equal sizes, so on the wire
+each chunk is padded to the full chunk length. All padding comes at the end of the gathered tensor, so its first `n` rows
+are the parameter.
 
     n = 5, world_size = 4            rank 0   rank 1   rank 2   rank 3
     rows                             0 1      2 3      4        -

@@ -19,7 +19,7 @@ The first module to run a forward becomes the *root* of all those below it. Its 
 Autograd calls `finish_backward` when a backward has executed its last node: it waits for what is still in flight.
 
 An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. An optimizer
-step while parameters are whole leaves them stale. The heart mends neither; `hwfsdp.features.recovery` does.
+step while parameters are whole leaves them stale. The heart repairs neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
     Autograd makes no post-backward call for a module whose inputs need no gradient, such as an embedding of token ids. So
@@ -54,7 +54,7 @@ class FSDPState:
     """The schedule of the module of one `fully_shard` call.
 
     Attributes:
-        modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; the root's are its class, and "".
+        modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; for the root, its class and "".
         root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and all
@@ -146,7 +146,7 @@ class FSDPState:
         return self.root.forward_root.forward_order.enter(self.group)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """After the module's forward; return the output, cast to the policy's output dtype."""
+        """After the module's forward: end it, and return the output, cast to the policy's output dtype."""
         with moment("post_forward", self):
             if self.phase is not Phase.PRE_BACKWARD:  # Note [Recomputation]
                 self.end_forward(output)
@@ -155,7 +155,7 @@ class FSDPState:
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def end_forward(self, output: Any) -> None:
-        """Free the parameters, if they are to be freed, note the order, and have autograd call before the backward.
+        """Free the parameters, if they are to be freed, note the order, and let autograd call before the backward.
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
@@ -167,7 +167,7 @@ class FSDPState:
             WatchedOutputs(self.pre_backward, lambda: self.root.backwards).watch(output)
 
     def cast(self, moment_name: str, tree: Any, dtype: torch.dtype | None) -> Any:
-        """Inputs or outputs of the forward with floating-point tensors in `dtype`; None: as they are."""
+        """Return inputs or outputs of the forward with their floating-point tensors in `dtype`; None casts nothing."""
         if dtype is None:
             return tree
         with moment(moment_name, self):
@@ -211,13 +211,13 @@ class FSDPState:
                 self.group.post_backward()
 
     def queue_final_callback(self) -> None:
-        """Have `finish_backward` called once, when this backward has executed its last node."""
+        """Let autograd call `finish_backward` once, when this backward has executed its last node."""
         if not self.root.finish_queued:
             self.root.finish_queued = True
             compat.call_after_backward(self.finish_backward)
 
     def finish_backward(self) -> None:
-        """A backward is over: finish the groups that it left out, wait for what is in flight.
+        """At the end of a backward, finish the groups that it left out, and wait for everything in flight.
 
         Afterwards every state is idle. If this was the last backward of the iteration, all sharded gradients are there, no
         buffer is held, and the order of forwards is forgotten.
@@ -251,7 +251,7 @@ class FSDPState:
     # --- the root ---
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The outermost forward begins: gathers read what the optimizer has written, inputs are on the device."""
+        """Begin the outermost forward: gathers wait for what the optimizer has written, and inputs move to the device."""
         if not self.root.states:
             with compat.no_autograd():
                 self.become_root()
@@ -269,7 +269,7 @@ class FSDPState:
         streams.copy.wait(streams.compute.record())
 
     def end_iteration_forward(self, output: Any) -> Any:
-        """The outermost forward is over: so are all inside it. Wrong guesses are dropped, the order is learned."""
+        """End the outermost forward, and all forwards inside it: drop wrong guesses, and learn the order."""
         for state in reversed(self.root.states):
             output = state.end_with_root(output)
         for group in self.root.guessed:
@@ -284,7 +284,7 @@ class FSDPState:
         return output
 
     def end_with_root(self, output: Any) -> Any:
-        """The outermost forward is over; return its output. Seam: a feature ends here what it has begun in this state."""
+        """Return the output of the outermost forward, which is over. Seam: a feature ends here what it began in this state."""
         return output
 
     def become_root(self) -> None:
@@ -299,7 +299,7 @@ class FSDPState:
             self.group.reshard_after_forward = False
 
     def name_states(self) -> list[FSDPState]:
-        """The states below, in order; they, groups and parameters have their names from the root afterwards."""
+        """Name the states below, their groups and their parameters by their place below the root; return the states."""
         names = {module: fqn for fqn, module in self.modules[0].named_modules()}
         found: dict[FSDPState, list[str]] = {}
         for module, fqn in names.items():

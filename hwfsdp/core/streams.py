@@ -8,7 +8,7 @@ that knows what a stream is made of:
 - On the CPU there are no streams, but collectives run on threads of their own. A communication stream is a queue of works
   in flight and of things to do once they end. To wait for an event, the host finishes the queue up to it. Compute is the
   host itself.
-- Somebody may put another device in its place (`backend`).
+- A simulation may put another kind of device in their place (`backend`).
 
 Note [What a wait costs]
     On a device, `wait` makes the *stream* wait and returns at once. On the CPU it blocks the host, since the host is what
@@ -38,14 +38,14 @@ _NOTHING = nullcontext()
 
 
 class Work(Protocol):
-    """A collective in flight: a `torch.distributed.Work`, or what does the same."""
+    """A collective in flight: a `torch.distributed.Work`, or an object with the same method."""
 
     def wait(self) -> Any:
-        """Returns when it is done."""
+        """Return when it is done."""
 
 
 class StreamEvent:
-    """A point in a stream: all that was issued there before.
+    """A point in a stream, after all work that was issued there before.
 
     Args:
         native: the device's own event, if there is one.
@@ -75,14 +75,14 @@ class Stream(ABC):
         self.name = name
 
     def record(self) -> StreamEvent:
-        """An event after all that was issued here so far."""
+        """Return an event after all work that was issued here so far."""
         event = self._record()
         if observer.slot is not None:
             observer.slot.recorded(event)
         return event
 
     def wait(self, event: StreamEvent) -> None:
-        """What is issued here from now on runs after `event` (Note [What a wait costs])."""
+        """Let all work that is issued here from now on run after `event` (Note [What a wait costs])."""
         if event.stream is self:
             return
         if observer.slot is None:
@@ -92,7 +92,7 @@ class Stream(ABC):
                 self._wait(event)
 
     def run(self) -> AbstractContextManager[Any]:
-        """What is issued in the block runs on this stream."""
+        """Issue the work of the block on this stream."""
         return self._current() if observer.slot is None else observer.slot.running(self, self._current())
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Stream(ABC):
         """Run the deferred work. A device defers nothing (Note [Deferred work])."""
 
     def synchronize(self) -> None:
-        """The host waits for all that was issued here."""
+        """Make the host wait for all work that was issued here."""
         self.settle()
 
     @abstractmethod
@@ -157,7 +157,7 @@ class HostEvent(StreamEvent):
 
 
 class HostStream(Stream):
-    """A queue of works in flight and of functions to run once they ended.
+    """A queue of works in flight, and of functions to run after them.
 
     Attributes:
         issued, finished: how many entries the queue ever had, and how many of them are done.
@@ -219,7 +219,7 @@ class DeviceStream(Stream):
     """A stream of an accelerator. Gathers and reduce-scatters have priority, so that they start as soon as they can.
 
     Args:
-        native: the device's own stream object; by default a new one, for compute the one that is current.
+        native: the device's own stream object; by default a new one, or for compute the current one.
     """
 
     def __init__(self, name: str, device_type: str, native: Any = None) -> None:
@@ -259,7 +259,7 @@ _backends: dict[str, Callable[[], StreamSet]] = {"cpu": lambda: StreamSet(HostSt
 
 @contextmanager
 def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
-    """In the block, `streams_for(device_type)` calls `make`."""
+    """Let `streams_for(device_type)` call `make` inside the block."""
     before = dict(_backends)
     _backends[device_type] = make
     try:
@@ -270,7 +270,7 @@ def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
 
 
 def streams_for(device_type: str) -> StreamSet:
-    """New streams on a device of this type."""
+    """Make new streams on a device of this type."""
     if device_type in _backends:
         return _backends[device_type]()
     return StreamSet(lambda name: DeviceStream(name, device_type))

@@ -5,12 +5,12 @@
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())  # after, so that it sees the shards
 
-Bottom up, because a call claims the parameters below its module that no call has claimed before. The module stays the object
-it was. Only its class becomes a subclass that also derives from `FSDPModule`.
+Call it bottom up, because each call claims the parameters below its module that no call has claimed before. The module stays the
+same object. Only its class changes, to a subclass that also derives from `FSDPModule`.
 
-Left out here, and built on this heart in `hwfsdp.features`: meshes of several axes (hybrid sharding among them), lists of modules,
-offloading, all that steers the schedule by hand, checks of what is given, and recovery after an exception. `hwfsdp.fully_shard`
-is the door to both.
+This chapter leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
+schedule by hand, checks of arguments, and recovery after an exception. These are in `hwfsdp.features`, built on this heart.
+`hwfsdp.fully_shard` is the door to both.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Unclaimed(NamedTuple):
 
 
 def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Unclaimed]:
-    """The parameters that a call of `fully_shard` makes one group of, frozen ones included.
+    """Return the parameters that one call of `fully_shard` makes a group of, frozen ones included.
 
-    In the order in which modules and their parameters were registered: the flat buffers of all ranks have to fit together, so
-    the order follows from the model alone. A *tied* parameter, one object with several names, is listed once, with all its
-    places: a later exchange happens at all of them.
+    They come in the order in which modules and parameters were registered. The order must follow from the model alone, because
+    the flat buffers of all ranks must fit together. A *tied* parameter, one object with several names, is listed once, with all
+    its places, so that it can be replaced at all of them.
     """
     found: dict[nn.Parameter, Unclaimed] = {}
     for prefix, module in unclaimed_modules(modules):
@@ -95,9 +95,9 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
 
 
 def unclaimed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """`modules` and all below them, each once, with their prefixes. The walk stops at modules that are sharded already.
+    """Yield `modules` and all modules below, each once, with their prefixes. Stop at modules that are sharded already.
 
-    In the order of `named_modules`. A prefix is what to put before the name of a module's parameter, such as "blocks.0.mlp.".
+    They come in the order of `named_modules`. A prefix goes before the names of a module's parameters, such as "blocks.0.mlp.".
     """
     seen = set[nn.Module]()
     stack = [("", module) for module in reversed(modules)]
@@ -112,7 +112,7 @@ def unclaimed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Mo
 
 
 def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[Unclaimed]) -> None:
-    """Parameters and buffers to the mesh's device; those on meta stay there until `to_empty`."""
+    """Move parameters and buffers to the mesh's device. Meta tensors stay on meta until `to_empty`."""
     buffers = [b for _, owner in unclaimed_modules(modules) for b in owner.buffers(recurse=False)]
     for tensor in (*(unclaimed.param for unclaimed in found), *buffers):
         if not tensor.is_meta and tensor.device != device:
@@ -120,7 +120,8 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
 
 
 def follow_state_dicts(group: ParamGroup) -> None:
-    """State dicts hold shards. Before a save or a load, hooks register the shards; after a load, the group adopts the new ones."""
+    """Make state dicts hold shards. Hooks register the shards before a save or a load; after a load, the group adopts new
+    ones."""
 
     def reshard(*_: Any) -> None:
         put_shards_back(group)
@@ -135,7 +136,7 @@ def follow_state_dicts(group: ParamGroup) -> None:
 
 
 def put_shards_back(group: ParamGroup) -> None:
-    """The modules have the shards; their values may be about to change, so a gather in flight is dropped."""
+    """Put the shards back on the modules. Drop a gather in flight, because the values may change next."""
     group.drop_gather()
     group.reshard()
 
@@ -147,24 +148,24 @@ class FSDPModule:
     """A sharded module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original class: slicing a sharded nn.Sequential makes a plain one."""
+        """Make an object of the original class: slicing a sharded nn.Sequential gives a plain one."""
         original: Any = cls.__bases__[-1]  # see `become_fsdp_module`
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
+        """Choose whether backwards reduce gradients. If not, they add up unreduced; switch it on for the last micro-batch."""
         for group in self._groups(recurse):
             group.reduce_grads = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free the whole parameters after backward; off saves gathers between micro-batches."""
+        """Choose whether to free the whole parameters after a backward. If not, the next micro-batch gathers nothing."""
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`to`, `to_empty`, `half` and the like act on the shards."""
+        """Apply `to`, `to_empty`, `half` and the like to the shards."""
         groups = self._groups(recurse=False)
         for group in groups:
             put_shards_back(group)

@@ -1,6 +1,6 @@
 """Definitions for learners who fill a hole: the names that docstrings mention, each as the package defines it.
 
-    # The package's own, that the docstrings name:
+    # Names of the package that the docstrings mention:
     #
     # hwfsdp.streams
     #     property   StreamEvent.is_over -> bool
@@ -25,7 +25,7 @@ from hwfsdp.course import holes
 from hwfsdp.course.refusals import unusable
 
 WIDTH = 110  # of a line
-TITLE = "# The package's own, that the docstrings name:"
+TITLE = "# Names of the package that the docstrings mention:"
 _TIED = "\0"  # a space that no line is broken at
 _SHORT = 60  # characters of a value
 

@@ -1,9 +1,9 @@
-"""Mistakes that run, but do not train: said once, as warnings. Seams: the state at the root; otherwise torch's own hooks.
+"""Warn once about mistakes that run, but do not train. Seams: the state at the root; otherwise torch's own hooks.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
-- Gradients that were accumulated without synchronization and never reduced are not in the step.
-- Ranks whose models differ reduce gradients of different parameters into each other, or hang. Comparing them costs a
-  collective, so it is done only where collectives are checked anyway: with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+- Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
+- Ranks whose models differ reduce gradients of different parameters into each other, or hang. To compare the models costs a
+collective. So it is done only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _calls = 0
 
 
 def choose(call: Call) -> None:
-    """A root compares its model with the other ranks' models. From now on each optimizer step is watched."""
+    """Let a root compare its model with the other ranks' models. Watch each optimizer step from now on."""
     global _calls
     call.states.append(ComparingState)
     if not _calls:
@@ -46,7 +46,7 @@ def choose(call: Call) -> None:
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Groups whose gradients may be left behind."""
+    """Remember the groups whose gradients may be left behind."""
     _groups.update(state.groups)
 
 
@@ -74,7 +74,7 @@ def _warn_of_claimed(optimizer: Optimizer) -> None:
 
 
 def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) -> None:
-    """Of each group once, until its gradients were reduced or dropped."""
+    """Warn once about each group, until its gradients are reduced or dropped."""
     _told.intersection_update(left)
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     new = [g for g in left if g not in _told and any(id(p.sharded_param) in params for p in g.params)]
@@ -103,7 +103,7 @@ class ComparingState(FSDPState):
 
 
 def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
-    """Warns if another rank of `axis` describes its model by other lines; only under DETAIL debugging.
+    """Warn if another rank of `axis` describes its model by other lines; only under DETAIL debugging.
 
     Args:
         owner: the parameter group to name, should the comparison fail or hang.

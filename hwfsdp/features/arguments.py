@@ -1,4 +1,4 @@
-"""Types of arguments of `fully_shard`, with torch's names. Features read them; torch's own work in their place."""
+"""Types of arguments of `fully_shard`, with torch's names. Features read them. torch's own types work in their place."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
     Attributes:
         param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
         reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter as set before the first
-            forward, which is its original dtype unless set; before, the dtype of the gradients, that is, the param dtype.
+            forward, which is its original dtype unless set; with older torch, the dtype of the gradients, that is, the param
+            dtype.
         output_dtype: floating-point outputs of forward are cast to it. None: left alone.
         cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
-        param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, in which the parameter is
-            to stay, or None (or `param_dtype`) for `param_dtype`; the same on every rank. With every torch, as of 2.15.
+        param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, so that
+            the parameter stays in it, or None (or `param_dtype`) for `param_dtype`; the same on every rank. torch has this since
+            2.15; here it works with every torch.
     """
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
@@ -51,7 +53,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh are data-parallel, when it has others too; see `fully_shard(dp_mesh_dims=…)`.
+    """The data-parallel axes of a mesh that also has other axes; see `fully_shard(dp_mesh_dims=…)`.
 
     Attributes:
         shard: name of the axis to shard over; several names are taken as one axis. None: replicate only.
@@ -85,12 +87,12 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What `shard_placement_fn` may return: along which dimension a parameter is cut, and over which mesh.
+    """A result of `shard_placement_fn`: the dimension along which a parameter is cut, and the mesh over which it is cut.
 
     Attributes:
         placement: `Shard(dim)`; None: `Shard(0)`.
         mesh_info: the mesh, 1D or 2D with names, as in `fully_shard(mesh=…)`; torch's `FSDPMeshInfo` works, too. torch's own
-            `ShardPlacementResult` works in the place of this class.
+            `ShardPlacementResult` works in place of this class.
     """
 
     placement: Shard | None

@@ -1,6 +1,6 @@
-"""One call of `fully_shard`: what is asked for, and the parts that will do it.
+"""One call of `fully_shard`: its arguments, and the parts that will do the work.
 
-Each part has the heart's own as its default. A feature that wants another puts it here (`choose`).
+The default of each part is the heart's own. A feature that needs another part puts it here (`choose`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def one_axis(mesh: DeviceMesh | None, dims: Any) -> ShardMesh:
 
 @dataclass
 class Call:
-    """What is asked for, then the parts.
+    """The arguments of a call, then the parts that will do the work.
 
     Attributes:
-        modules: the given ones, as a list. `door.fully_shard` describes the other arguments.
-        resolve: what a mesh, and the names of its data-parallel axes, are to this process. ranks: over which parameters are sharded.
+        modules: the given modules, as a list. `door.fully_shard` describes the other arguments.
+        resolve: a function of a mesh and its data-parallel axes; it says what they are to this process.
+        ranks: over which parameters are sharded.
         found: the parameters to shard.
         meshes, layouts, policies: of the parameters found. reshard: whether they are freed after forward.
-        home, make_form, make_group: for each parameter, and for the group.
-        states: classes whose methods go before those of the heart's `FSDPState`, the outermost first.
+        home, make_form: for each parameter. make_group: for the group.
+        states: classes whose methods run before the methods of the heart's `FSDPState`, the outermost first.
     """
 
     modules: list[nn.Module]
@@ -75,12 +76,12 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Of the mesh."""
+        """The device of the mesh."""
         assert self.ranks is not None
         return self.ranks.device
 
     def state_class(self) -> type[FSDPState]:
-        """The class of the state: the heart's with what features put before it."""
+        """The class of the state: the heart's class, with the classes of features before it."""
         parts = tuple(self.states)
         if parts not in _classes:
             _classes[parts] = type("FSDPState", (*parts, FSDPState), {}) if parts else FSDPState
@@ -99,7 +100,7 @@ def ask(what: str, *arguments: Any) -> None:
 
 
 def absent(given: str, feature: str) -> UnsupportedError:
-    """The error for what only a feature can do that was taken out."""
+    """Make the error for a call that needs a feature which was taken out."""
     return UnsupportedError(
         f"fully_shard({given})",
         expected=f"the feature {feature!r}",

@@ -1,4 +1,4 @@
-"""What cannot be sharded, or cannot run, said before anything is changed. Seams: the door, and the state at the root."""
+"""Refuse what cannot be sharded or cannot run, before anything is changed. Seams: the door, and the state at the root."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from hwfsdp.features.lookup import CLAIMED, claimed_as
 
 
 def check(call: Call) -> None:
-    """The modules and the arguments."""
+    """Check the modules and the arguments."""
     for module in call.modules:
         check_module(module)
     check_arguments(call)
 
 
 def check_params(call: Call) -> None:
-    """The parameters found."""
+    """Check the parameters that were found."""
     for param, fqn, _ in call.found:
         check_param(fqn, param)
 
 
 def choose(call: Call) -> None:
-    """A root checks that its model can run."""
+    """Let a root check that its model can run."""
     call.states.append(CheckedState)
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """The model has sharded parameters in place of these."""
+    """Remember that sharded parameters have taken the place of these."""
     for param, fqn, _ in call.found:
         setattr(param, CLAIMED, fqn)
 
 
 def check_module(module: Any) -> None:
-    """Raise UsageError if it is no module, has no forward, or was sharded before."""
+    """Raise UsageError if this is not a module, has no forward, or was sharded before."""
     if not isinstance(module, nn.Module):
         raise UsageError(
             "fully_shard",
@@ -97,7 +97,7 @@ def check_arguments(call: Call) -> None:
 
 
 def check_param(name: str, param: nn.Parameter) -> None:
-    """Raise if a parameter cannot be cut into rows, or is cut already by another group."""
+    """Raise an error if a parameter cannot be cut into rows, or if another group has cut it already."""
     subject = f"fully_shard: parameter {name!r}"
     if claimed_as(param) is not None:
         raise UsageError(
@@ -124,17 +124,17 @@ def check_param(name: str, param: nn.Parameter) -> None:
 
 
 class CheckedState(FSDPState):
-    """A state that looks before it runs."""
+    """A state that checks its model before it runs."""
 
     def before_unshard(self) -> None:
-        """Before the first forward, which would check, the user gathers by hand."""
+        """Check, if the user gathers by hand before the first forward, which would have checked."""
         super().before_unshard()  # type: ignore[misc]
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
             ask("ready", group)
 
     def become_root(self) -> None:
-        """The root is one module, the first to run a forward, and every group below it can run.
+        """Check that the root is one module, that it is the first to run a forward, and that every group below it can run.
 
         Raises:
             StateError: a module below it ran a forward before, or has parameters on the meta device.
@@ -166,7 +166,7 @@ class CheckedState(FSDPState):
 
 
 def ready(group: ParamGroup) -> None:
-    """Raise if the group cannot run.
+    """Raise an error if the group cannot run.
 
     Raises:
         StateError: a parameter is still on the meta device.

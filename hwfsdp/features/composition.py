@@ -1,7 +1,8 @@
 """torch's other functions on modules: `replicate`, and torch's own `fully_shard`. Seam: the door.
 
-torch keeps a list on every module of what was applied to it, by name. By this list `replicate()` refuses a module that is sharded,
-and leaves sharded ones below it alone. A sharded module is entered there, and modules below it that `replicate()` has are left alone.
+On every module, torch keeps a list of the functions that were applied to it. `replicate()` reads this list: it refuses a sharded
+module, and leaves sharded modules below alone. So a sharded module must be in the list. In turn, `fully_shard` leaves replicated
+modules alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from hwfsdp.features.call import Call
 
 
 def check(call: Call) -> None:
-    """Leave parameters alone that are replicated.
+    """Leave replicated parameters alone.
 
     Raises:
         RefusedError: torch's own fully_shard has sharded a module.
@@ -25,13 +26,13 @@ def check(call: Call) -> None:
                 "fully_shard",
                 expected="a model that one library shards",
                 got=f"module {fqn!r}, which torch's own fully_shard has sharded",
-                remedy="Take both from one library; hwfsdp.install(), called first, exchanges torch's for the whole program.",
+                remedy="Use one library for both. hwfsdp.install(), called first, replaces torch's in the whole program.",
             )
         if "replicate" in applied:
             call.ignored_params.update(module.parameters())
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Enter the modules."""
+    """Enter the modules into torch's list."""
     for module in call.modules:
         compat.note_applied(module, "fully_shard")

@@ -1,7 +1,7 @@
 """Other ways to move bytes. Seam: the transport.
 
-By default ranks of one machine's CPU read each other's memory, and every call is noted, so that ranks that part can be told
-(`hwfsdp.collectives`). A user may put collectives of their own in place, or have buffers from the process group's allocator.
+By default, ranks on the CPU of one machine read each other's memory. Every call is noted, so that an error can say where ranks
+differ (`hwfsdp.collectives`). Users may set their own collectives, or take buffers from the process group's allocator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupA
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """The group's bytes move by a transport that notes and can be exchanged."""
+    """Let the group's bytes move by a transport that notes its calls and can be changed."""
     for group in state.groups:
         group.transport = GroupTransport(group.mesh.shard, group.mesh.device)
 
@@ -45,19 +45,19 @@ class CustomCollectives(wrap.FSDPModule):
     """Methods of sharded modules."""
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """How this module's own group gathers; for example `collectives.RingAllGather()`."""
+        """Choose how this module's own group gathers; for example `collectives.RingAllGather()`."""
         for group in the_only(self._groups(recurse=False), "set_custom_all_gather"):
             transport_of(group).gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """How this module's own group reduces; for example `collectives.RingReduceScatter()`."""
+        """Choose how this module's own group reduces; for example `collectives.RingReduceScatter()`."""
         for group in the_only(self._groups(recurse=False), "set_custom_reduce_scatter"):
             transport_of(group).scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced in a process group of their own, beside the gathers of others.
+        """Choose whether gradients are reduced in a separate process group, beside the gathers of other groups.
 
-        Collective: every rank of the mesh has to call it. Modules sharded over the same ranks share the group.
+        This is a collective: every rank of the mesh has to call it. Modules sharded over the same ranks share the group.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
@@ -73,10 +73,10 @@ class CustomCollectives(wrap.FSDPModule):
                 transport.reduce_group = None
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether buffers come from the process group's own allocator, where it has one.
+        """Choose whether buffers come from the process group's own allocator, if it has one.
 
         Raises:
-            RefusedStateError: custom collectives are set, which allocate their own.
+            RefusedStateError: custom collectives are set, and these allocate their own buffers.
         """
         for group in self._groups(recurse=False):
             transport = transport_of(group)
@@ -94,7 +94,7 @@ class CustomCollectives(wrap.FSDPModule):
             transport.scatter = GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter(reduce)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not built: raises UnsupportedError, which names the alternative."""
+        """Raise UnsupportedError, which names the alternative: this is not built."""
         raise UnsupportedError(
             f"set_symm_mem_for_comm({backend!r})",
             expected="a feature that is built",

@@ -1,6 +1,6 @@
 """The door that users call: `fully_shard` with all its arguments.
 
-It does what the heart's does (`core.wrap`), with parts that features have chosen from the arguments.
+It does the same as the heart's `fully_shard` (`core.wrap`), with parts that features have chosen from the arguments.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def fully_shard(
     module_fqn: str | None = None,
     comm_ctx: FSDPCommContext | None = None,
 ) -> M:
-    """Shards the parameters of `module` over the ranks of `mesh`, in place.
+    """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
-    Arguments, defaults and effect are those of `torch.distributed.fsdp.fully_shard`, as the torch that is installed has them
-    (2.13 to 2.15), but for the last two.
+    Except for the last two arguments, everything is as in `torch.distributed.fsdp.fully_shard` of the installed torch (2.13 to
+    2.15): arguments, defaults and effect.
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,
@@ -51,16 +51,17 @@ def fully_shard(
         mesh: 1D, or 2D with names: replicated over the first axis, sharded over the second. By default all ranks, on the
             accelerator if there is one. Parameters may be DTensors on other axes of the same mesh.
         reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
-            them. None: False for the root, True for all others. A number, a factor of the number of shards: keeps them
-            sharded over so many ranks.
+            them. None: False for the root, True for all others. A number, which must divide the number of shards: after forward,
+            keeps them sharded over this many ranks.
         shard_placement_fn: returns the `Shard` of a parameter, None for `Shard(0)`. Dimensions other than 0 have to be
-            multiples of the number of shards. Or it returns a `ShardPlacementResult`, which names a mesh for the parameter besides.
-            The parameters on each mesh then become a group: gathered and reduced in collectives over that mesh, by its own mean.
+            multiples of the number of shards. Or it returns a `ShardPlacementResult`, which also names a mesh for the parameter.
+            The parameters of each mesh then become a group: they are gathered and reduced over this mesh, with the mean over it.
         mp_policy: dtypes; see `MixedPrecisionPolicy`.
-        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and so optimizer states in host memory; None does not.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients, and so optimizer states, in host memory; None does
+            not.
         ignored_params: stay as they are: neither sharded nor reduced.
-        dp_mesh_dims: `mesh` is that of all parallelisms, these are its data-parallel axes, and all parameters are DTensors on
-            it, replicated over those.
+        dp_mesh_dims: the data-parallel axes of `mesh`, if `mesh` has the axes of all parallelisms. Then all parameters are
+            DTensors on `mesh`, replicated over the data-parallel axes.
         module_fqn: the module's name in errors and traces; by default its name from the root.
         comm_ctx: streams to share with other roots; by default new ones.
 
@@ -69,8 +70,8 @@ def fully_shard(
 
     Raises:
         UsageError: the module, a parameter or the mesh cannot be sharded.
-        UnsupportedError: an argument asks for what is not built.
-        StateError: no process group. The module is unchanged after an error.
+        UnsupportedError: an argument asks for something that is not built.
+        StateError: there is no process group. After an error, the module is unchanged.
     """
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     call = Call(
@@ -101,7 +102,7 @@ def fully_shard(
 
 
 def shard(call: Call) -> FSDPState:
-    """Shard the parameters of a call, by the parts that were chosen; return the state of its modules."""
+    """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
     assert call.ranks is not None
     move_to(call.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.device.type)
@@ -122,7 +123,7 @@ def shard(call: Call) -> FSDPState:
 
 
 def refuse_absent(call: Call) -> None:
-    """Raise UnsupportedError if only a feature that was taken out can do what is asked for."""
+    """Raise UnsupportedError if the call needs a feature that was taken out."""
     params = [found.param for found in call.found]
     asked = (
         ("module_lists", "[a, b]", len(call.modules) > 1),

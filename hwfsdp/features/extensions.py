@@ -4,12 +4,12 @@ A sharded parameter's local part may be a tensor subclass that says how it is ga
 int8 values and one of scales in place of one of fp32. It has two methods, which torch's FSDP2 defined:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
-        The tensors to gather. Of an unevenly sharded parameter they have the shape of the padded shard. A method that
-        takes `mesh` only is called with that.
-    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
-        What was gathered, each output having world size times its input's rows, as the unsharded tensor; `inner` are
-        tensors with memory of their own that is to be freed with it. Later calls get `out`, the tensor made by the
-        first, to fill again.
+        Returns the tensors to gather. For an unevenly sharded parameter they have the shape of the padded shard. A method
+                that takes only `mesh` is called with only that.
+            fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
+                Makes the unsharded tensor of the gathered outputs. Each output has world size times as many rows as its input.
+                `inner` are tensors with their own memory, which is freed together with the unsharded tensor. Later calls get
+                `out`, the tensor that the first call made, to fill it again.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def check_params(call: Call) -> None:
-    """Refuse a tensor with one of the two methods."""
+    """Refuse a tensor that has only one of the two methods."""
     for param, fqn, _ in call.found:
         has_methods(local_of(param) if isinstance(param, DTensor) else param, fqn)
 
 
 def choose(call: Call) -> None:
-    """The form of a parameter follows from its local part, which may be exchanged later."""
+    """Choose the form of a parameter by its local part, which may be replaced later."""
     otherwise = call.make_form
     call.make_form = lambda param: make_form(param, otherwise)
 
 
 def make_form(param: FSDPParam, otherwise: Callable[[FSDPParam], Form]) -> Form:
-    """The extension's form if the local part has its methods, else the usual one."""
+    """Make the extension's form if the local part has the two methods, else the usual form."""
     return ExtensionForm(param) if has_methods(param.local, param.fqn) else otherwise(param)
 
 
@@ -68,16 +68,16 @@ def has_methods(local: Tensor, fqn: str) -> bool:
 
 
 def strides_of(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     return torch.empty(shape, device="meta").stride()
 
 
 class ExtensionForm(Form):
-    """One parameter's gathers by the methods of its local part.
+    """The gathers of one parameter, by the methods of its local part.
 
     Attributes:
         tensors: memory that the gathers write to, one flat tensor per input; it comes and goes.
-        inner: memory that the unsharded tensor holds besides.
+        inner: other memory that the unsharded tensor holds.
     """
 
     reads_rows = False
@@ -95,7 +95,7 @@ class ExtensionForm(Form):
         return self._dtypes
 
     def inputs(self) -> list[Tensor]:
-        """What the local part wants to be gathered, each flat."""
+        """Return the tensors that the local part wants to gather, each flat."""
         param, layout = self.param, self.param.layout
         local: Any = param.local
         if not local.is_meta and local.device != layout.mesh.device:
@@ -135,7 +135,7 @@ class ExtensionForm(Form):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Have the local part make the unsharded tensor; the first time without the padding rows."""
+        """Let the local part make the unsharded tensor, without the padding rows at the first time."""
         param, shape = self.param, self.param.layout.shape
         local: Any = param.local
         with torch.inference_mode(False):

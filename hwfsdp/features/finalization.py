@@ -1,8 +1,8 @@
 """The caller says when a backward is over. Seam: the state.
 
     model.set_manual_backward_finalization(True)
-    …                                             # forwards and backwards, as many as there are
-    model.finalize_backward()                     # then gradients are there
+    …                                             # any number of forwards and backwards
+        model.finalize_backward()                     # afterwards the gradients are there
 
 A pipeline runs many backwards as one, and reduces afterwards. So the end of a backward leaves the iteration open, and
 `finalize_backward` ends it. torch has this since 2.15; here it works with every torch.
@@ -26,21 +26,21 @@ from hwfsdp.features.recovery import RecoveringState, backward_broke, callbacks_
 
 
 def choose(call: Call) -> None:
-    """Before the state that looks for broken backwards: an open one is not broken."""
+    """Put this state before the state that looks for broken backwards: an open backward is not broken."""
     call.states.insert(0, FinalizedState)
 
 
 class GradientReductionHandle:
-    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+    """The result of `FSDPModule.finalize_backward(async_op=True)`."""
 
     def __init__(self, state: FinalizedState | None) -> None:
         self._state = state
 
     def wait(self) -> None:
-        """The optimizer may step afterwards. Waiting again does nothing.
+        """Wait for the reductions; afterwards the optimizer may step. A second call does nothing.
 
         Raises:
-            StateError: `reset_iter_state` came between.
+            StateError: `reset_iter_state` was called in between.
         """
         state = self._state
         if state is None:
@@ -51,12 +51,12 @@ class GradientReductionHandle:
         self._state = None
 
     def is_of(self, state: FinalizedState) -> bool:
-        """Whether it belongs to the model of this state."""
+        """Whether this handle belongs to the model of this state."""
         return self._state is not None and self._state.root is state.root
 
 
 def reduction_of(state: FSDPState) -> GradientReductionHandle | None:
-    """The reduction that somebody has still to wait for, of any model that shares the context."""
+    """Return the handle that must still be waited for, of any model that shares the context."""
     found: GradientReductionHandle | None = vars(state.comm_ctx).get("reduction")
     return found
 
@@ -71,7 +71,8 @@ class FinalizedState(RecoveringState):
     """A state whose backward the caller may end.
 
     Attributes:
-        manual: what the caller has asked for; of the root. active: that of the iteration whose backward has begun; else None.
+        manual: whether the caller ends backwards; of the root. active: the value of `manual` for the iteration whose backward has
+            begun; else None.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -87,7 +88,7 @@ class FinalizedState(RecoveringState):
         return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Called after that error, too."""
+        """Also called after this error."""
         return output if reduction_of(self) else super().post_forward(module, args, output)
 
     def queue_final_callback(self) -> None:
@@ -110,7 +111,7 @@ class FinalizedState(RecoveringState):
             head.active = None
 
     def leave_open(self) -> None:
-        """A backward is over, and others may come. Groups that autograd did not come to wait, unless they only accumulate."""
+        """Keep the iteration open after a backward: others may come. Groups that autograd left out wait, if they reduce."""
         self.root.forward_root = None
         self.root.backwards += 1
         for state in self.root.states:
@@ -124,7 +125,7 @@ class FinalizedState(RecoveringState):
     # --- the end ---
 
     def finalize(self, async_op: bool) -> GradientReductionHandle | None:
-        """Reduce what was not reduced yet; wait for all reductions, or leave that to a handle."""
+        """Reduce all gradients that were not reduced yet. Wait for all reductions, or leave the wait to a handle."""
         if not self.root.states:
             return GradientReductionHandle(None) if async_op else None
         self.check_finalization(async_op)
@@ -142,7 +143,7 @@ class FinalizedState(RecoveringState):
         self.active = None
 
     def check_finalization(self, async_op: bool) -> None:
-        """Raise StateError if there is nothing that could be ended now."""
+        """Raise StateError if no backward can be ended now."""
         subject, groups = "finalize_backward", self.root.groups
         if self.head is not self:
             raise refused(subject, *_AT_ROOT)
@@ -184,7 +185,7 @@ class FinalizedState(RecoveringState):
             )
 
     def set_manual(self, enabled: bool) -> None:
-        """Who ends backwards: the caller, or each backward itself."""
+        """Choose who ends backwards: the caller, or each backward itself."""
         subject = "set_manual_backward_finalization"
         if self.head is not self:
             raise refused(subject, *_AT_ROOT)
@@ -231,27 +232,27 @@ class ManualFinalization(wrap.FSDPModule):
         return checked_state(self, type(self).__name__)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether `finalize_backward` ends backwards, and not each backward itself. Set it on the root, before the forward.
+        """Choose whether `finalize_backward` ends backwards, or each backward itself. Set it on the root, before the forward.
 
-        On, it supersedes `set_is_last_backward`. Gradients may be read and cleared after `finalize_backward` only.
+        If True, `set_is_last_backward` has no effect, and gradients may be read and cleared only after `finalize_backward`.
 
         Raises:
-            StateError: a module below the root, or a backward has begun that was not finalized yet.
+            StateError: the module is below the root, or a backward has begun that was not finalized yet.
         """
         self._state().set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Ends the backwards since the last call: gradients are reduced, parameters freed, as is set now. Call it on the root.
+        """End the backwards since the last call: reduce gradients and free parameters, as is set now. Call it on the root.
 
-        Where several backwards belong together, switch `set_requires_gradient_sync` off before them and on before this call.
-        Before the first forward nothing happens.
+        If several backwards belong together, switch `set_requires_gradient_sync` off before them, and on before this call.
+        Before the first forward, this does nothing.
 
         Args:
-            async_op: return a handle whose `wait` has to come before gradients are used, and before the next forward.
+            async_op: return a handle. Call its `wait` before gradients are used, and before the next forward.
 
         Raises:
-            StateError: a module below the root; a backward that runs, or that an exception ended; manual finalization is off; a
-                reduction was not waited for; gradients are reduced within a replica only.
+            StateError: the module is below the root; a backward is running, or an exception ended it; manual finalization is off;
+                a reduction was not waited for; gradients are reduced within a replica only.
         """
         handle: GradientReductionHandle | None = self._state().finalize(async_op)
         return handle

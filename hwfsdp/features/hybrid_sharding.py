@@ -1,16 +1,16 @@
 """Hybrid sharding: shards that are replicated. Seams: the ranks, and the reducer.
 
-Parameters are sharded over one axis of the mesh, and the shards replicated over another. Gathers stay within a host, and only
-shards of gradients cross hosts: what the reduce-scatter leaves on a rank is all-reduced over the replicas.
+Parameters are sharded over one axis of the mesh, and the shards are replicated over another. Gathers stay within a host, and only
+shards of gradients cross hosts: the result of the reduce-scatter is all-reduced over the replicas.
 
     copy-in, reduce-scatter as in the heart                    (reduce-scatter stream)
     all-reduce of its result over the replicas                 (all-reduce stream)
     divide, add to the shards' gradients                       (all-reduce stream)
 
 Note [Partial gradients]
-    Gradients may be accumulated after the reduce-scatter and before the all-reduce: a shard's size, not the whole parameter's.
-    They are kept per parameter, because another micro-batch may reach other parameters. The reduction that ends with an
-    all-reduce takes them in.
+    Gradients may be accumulated between the reduce-scatter and the all-reduce. Then they have the size of a shard, not of the
+    whole parameter. They are kept per parameter, because another micro-batch may reach other parameters. The next reduction that
+    ends with an all-reduce adds them to its result.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from hwfsdp.features.reductions import SteeredReducer
 
 
 def check(call: Call) -> None:
-    """Meshes may have two axes, or more with names."""
+    """Accept meshes that have two axes, or more axes with names."""
     call.resolve = hybrid_mesh
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """A group on such a mesh reduces over the replicas, too."""
+    """Let a group on such a mesh reduce over the replicas, too."""
     for group in state.groups:
         if replicas_of(group.mesh).group is not None:
             group.reducer = HybridReducer(group)
@@ -65,7 +65,7 @@ class HybridMesh(ShardMesh):
         mesh: its data-parallel axes: (shard), (replicate, shard) or (replicate).
         shard: ranks that hold different rows. Of size 1, without a group, if there is no such axis.
         replicate: ranks that hold the same rows. Of size 1, without a group, if there is no such axis.
-        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on that.
+        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on `around`.
     """
 
     replicate: Axis = Axis()
@@ -73,10 +73,10 @@ class HybridMesh(ShardMesh):
     around: DeviceMesh | None = None
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a plain parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`.
+        """Return the placements of a plain parameter that is sharded along dimension `dim`: one for each axis of `mesh`.
 
         `Replicate()` over the axis of replicas, if there is one (`replicate` has a group), then `Shard(dim)` over the axis of
-        shards, if there is one. An axis may be there and have one rank only.
+        shards, if there is one. An axis that is there may have only one rank.
         """
         replicate = (Replicate(),) if self.replicate.group else ()
         return (*replicate, Shard(dim)) if self.shard.group else replicate
@@ -112,10 +112,10 @@ def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = Non
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
-    """The axis to shard over and the one to replicate over, as this process sees them.
+    """Return the axis to shard over and the axis to replicate over, as this process sees them.
 
     Args:
-        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have one rank only. `axis_along(mesh, dim)` makes the `Axis`
+        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have only one rank. `axis_along(mesh, dim)` makes the `Axis`
             of one dimension. An axis that the mesh does not have is `Axis()`: no group, one rank.
 
     Returns:
@@ -159,37 +159,38 @@ class HybridReducer(SteeredReducer):
         self.partial_grads: dict[FSDPParam, Tensor] = {}
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        """How the reduce-scatter takes its part in the mean over all ranks; `replica_operation` says the other part."""
+        """Say which part of the mean over all ranks the reduce-scatter does; `replica_operation` does the other part."""
         if self._backend_divides(dtype):
             return Mean(1, dist.ReduceOp.AVG, 1)
         return mean_over(self.group.mesh.size * self.replicas.size, dtype, self.divide_factor, only_sum=True)
 
     def replica_operation(self, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-        """What to all-reduce with: the backend divides here, too, unless sums are divided by another number."""
+        """Return the operation of the all-reduce: the backend divides here, too, unless sums are divided by another number."""
         both = self._backend_divides(dtype) and self.divide_factor is None
         return dist.ReduceOp.AVG if both else dist.ReduceOp.SUM
 
     def _backend_divides(self, dtype: torch.dtype) -> bool:
-        """Whether means are left to the backend: where there is range to spare, and the divisor is one of its own."""
+        """Whether the backend divides: if the dtype has enough range, and the divisor is a number of ranks."""
         shards = self.group.mesh.size
         usual = self.divide_factor is None or self.divide_factor == shards > 1
         several = shards * self.replicas.size > 1
         return dtype in (torch.float32, torch.bfloat16) and several and usual and not self.force_sum
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """A partial gradient is still to go to the replicas: zeros take it along."""
+        """Return zeros if a partial gradient waits: the reduction of the zeros takes it to the replicas."""
         waiting = param in self.partial_grads and self.all_reduce_grads
         return self.zeros(param) if waiting else super().stand_in(param)
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Say what becomes of a reduction over the shard axis, which may still be under way; return at once.
+        """Say what happens to the result of a reduction over the shard axis, which may still be under way; return at once.
 
         With `all_reduce_grads` off, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
-        gradients. Otherwise what was kept is added to it (`take_partial_grads`), and it goes on over the replicas
-        (`reduce_over_replicas`); with one replica, to the shards' gradients at once (`finish_shards`). What the all-reduce works on
-        is held (`comm_ctx.hold`) until the backward is over.
+        gradients. Otherwise, kept partial gradients are added to the result (`take_partial_grads`). Then the result goes over the
+        replicas (`reduce_over_replicas`). With one replica, it goes directly to the shards' gradients (`finish_shards`). The
+        memory of the all-reduce is held (`comm_ctx.hold`) until the backward is over.
 
-        Each is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to `reducing.flat`.
+        Each of these functions is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to
+        `reducing.flat`.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -210,21 +211,22 @@ class HybridReducer(SteeredReducer):
         return reducing.stream.record()
 
     def finish_shards(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """What the heart does: divide, add; with a hook in between, if there is one."""
+        """Do the same as the heart: divide, add. If there is a hook, it runs before."""
         return super().finish(params, reducing)
 
     def reduce_over_replicas(
         self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
     ) -> None:
-        """Go on across the replicas: all-reduce what the reduce-scatter has left on this rank, in place.
+        """Go on across the replicas: all-reduce the result of the reduce-scatter, in place.
 
-        Ranks that replicate hold the same rows, so only these have to cross, 1/S of what the reduce-scatter worked on. Called once,
-        when the reduce-scatter is over, or, on a device, as soon as it is issued; `reduced` is the event after it and after
-        `take_partial_grads`.
+        Ranks that replicate hold the same rows, so only these rows have to cross: 1/S of what the reduce-scatter worked on.
+        Called once, when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after the
+        reduce-scatter and after `take_partial_grads`.
 
-        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for that event. On it, the collective is started
-        (`start_all_reduce`), and the division and the shards' gradients follow (`add_divided`). Nobody else waits: not compute,
-        not the host, and not the reduce-scatter stream, which has the next group to reduce.
+        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for this event. On this stream, the collective
+        starts (`start_all_reduce`), and then the result is divided and added to the shards' gradients (`add_divided`). Nothing
+        else
+        waits: not compute, not the host, and not the reduce-scatter stream, which has the next group to reduce.
         """
         stream = self.group.comm_ctx.streams.all_reduce
         stream.wait(reduced)
@@ -243,14 +245,14 @@ class HybridReducer(SteeredReducer):
             stream.add(work)
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Keep the result of a reduction over the shard axis only; the replicas have not heard of it yet.
+        """Keep the result of a reduction over the shard axis only, which has not reached the replicas yet.
 
         Args:
-            params: those that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. Views of it
-                may be kept, except if the mesh has one shard only: then `result` is the flat buffer of the gradients, whose
-                memory belongs to the compute stream, and what is kept has to be a copy.
+            params: the parameters that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. You
+                may keep views of it, except if the mesh has only one shard. Then `result` is the flat buffer of the gradients,
+                whose memory belongs to the compute stream, so you must keep a copy.
 
-        Afterwards the entry of each of `params` in `partial_grads` has its piece added, in place, or is the piece.
+        Afterwards `partial_grads` has an entry for each of `params`: the old entry, with the piece added in place, or the piece.
         """
         with no_autograd():
             if self.group.mesh.size == 1:  # the result is the input, which belongs to the compute stream
@@ -263,7 +265,8 @@ class HybridReducer(SteeredReducer):
         """Add partial gradients to the result of a reduction that goes on over the replicas; each counts once.
 
         Args:
-            params: those that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in place.
+            params: the parameters that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in
+                place.
         """
         with no_autograd():
             for param, grad in self.group.pieces(params, result):
@@ -275,14 +278,14 @@ class HybridMethods(wrap.FSDPModule):
     """Methods of sharded modules."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
+        """Choose whether backwards reduce gradients. If not, they add up unreduced; switch it on for the last micro-batch."""
         super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas, too, under hybrid sharding.
+        """Choose whether backwards reduce gradients over the replicas, too, under hybrid sharding.
 
-        Off for all micro-batches but the last, this rank's rows of them add up, reduced over the shard axis only.
+        If not, this rank's rows of the gradients add up, reduced over the shard axis only. Switch it on for the last micro-batch.
         """
         for group in self._groups(recurse):
             if isinstance(group.reducer, HybridReducer):

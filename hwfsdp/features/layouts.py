@@ -9,13 +9,13 @@ the same part:
     FSDP cuts each part over 2   dp 0    0 1           4 5
                                  dp 1    2 3           6 7
 
-The sharded DTensor lies on the mesh of both, `(dp, tp)`. Read from left to right, `(Shard(0), Shard(0))` would say that dp cut
-first, and give rows 2 and 3 to the wrong rank. Since TP cut first, dp's placement is the strided
-`_StridedShard(0, split_factor=2)`: a cut after two parts had been made. See `hwfsdp.layout` for the arithmetic.
+The sharded DTensor lies on the mesh of both, `(dp, tp)`. Placements are read from left to right. So `(Shard(0), Shard(0))` would
+say that dp cut first, and would give rows 2 and 3 to the wrong rank. But TP cut first. So dp's placement is
+`_StridedShard(0, split_factor=2)`: a cut of a dimension that was already in two parts. See `hwfsdp.layout` for the arithmetic.
 
 Note [Rows]
-    The heart speaks of rows, that is, of slices along dim 0. A parameter that is cut along another dimension is seen with one
-    row per rank. That is a view of the whole parameter, so gathers write through it and gradients are read through it.
+    In the heart, rows are slices along dim 0. A parameter that is cut along another dimension is viewed with one row per rank.
+    This is a view of the whole parameter, so gathers write through it, and gradients are read through it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hwfsdp.features.lookup import flat_axis
 
 
 def choose(call: Call) -> None:
-    """A layout of its own for each parameter that is a DTensor, or that is to be cut along another dimension."""
+    """Give another layout to each parameter that is a DTensor, or that is cut along another dimension."""
     for index, ((param, fqn, _), mesh) in enumerate(zip(call.found, call.meshes, strict=True)):
         dim = chosen_dim(fqn, param, call.shard_placement_fn, mesh)
         if dim or isinstance(param, DTensor) or getattr(mesh, "dims", None) is not None:
@@ -50,7 +50,7 @@ def choose(call: Call) -> None:
 
 
 def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> int:
-    """The dimension along which `choose`, the user's function, wants this parameter cut; 0 without one."""
+    """Return the dimension along which `choose`, the user's function, wants to cut this parameter; 0 without a function."""
     placement = choose(param) if choose else None
     subject = f"fully_shard(shard_placement_fn=…): parameter {name!r}"
     if placement is None:
@@ -90,10 +90,10 @@ class MeshPlacements:
 
 
 class CutLayout(Layout):
-    """The layout of a parameter that is cut along `dim`, and may have been cut by others before.
+    """The layout of a parameter that is cut along `dim`, and that other axes may have cut before.
 
     Attributes:
-        unsharded: where the unsharded parameter lies; None if that is a plain tensor.
+        unsharded: where the unsharded parameter lies; None if the unsharded parameter is a plain tensor.
     """
 
     def __init__(self, param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> None:
@@ -145,7 +145,7 @@ class CutLayout(Layout):
 def placements_of(
     param: Tensor, dim: int, mesh: ShardMesh, fqn: str
 ) -> tuple[MeshPlacements, MeshPlacements | None]:
-    """Where `param` will lie, sharded and unsharded, when FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
+    """Say where `param` will lie, sharded and unsharded, when FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
 
     Raises:
         UsageError: `param` is a DTensor whose mesh does not fit `mesh`.
@@ -167,16 +167,16 @@ def placements_of(
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """FSDP's placement when it cuts tensor dim `dim` after others did: how one axis of the mesh says what came before it.
+    """Return FSDP's placement if it cuts tensor dim `dim` after other axes have cut: it says how often they cut this dim.
 
     Args:
-        placements: of the axes on the right of FSDP's, which have made their cuts already, each with the number of
-            ranks along its axis.
+        placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
+            number of ranks along its axis.
 
     Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. A plain
-        `Shard(dim)` if it is 1, and the tensor dim is still in one piece. `compat.is_shard` tells which placements cut, and
-        these have a `dim`, which may be another one.
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. If `parts`
+        is 1, the tensor dim is still in one piece: then a plain `Shard(dim)`. `compat.is_shard` tells which placements cut.
+        Each of these has a `dim`, which may be another tensor dim.
     """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
@@ -185,24 +185,25 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Placements of a sharded parameter that was a DTensor before, on the mesh of both: data-parallel axes come first.
+    """Return the placements of a sharded parameter that was a DTensor before, on the joined mesh: data-parallel axes first.
 
     Args:
-        own: what FSDP would say of a plain parameter: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid sharding.
+        own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
+            sharding.
         before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
         sizes: the number of ranks along each of these axes.
         dim: the tensor dim that FSDP cuts.
 
     Returns:
-        One placement for each axis of the joined mesh. Where `own` cuts, it has to say that `before` has cut already
-        (`cut_after`); where it replicates, it still does.
+        One placement for each axis of the joined mesh. Where `own` cuts, the placement has to say what `before` has cut
+            already (`cut_after`). Where `own` replicates, the placement replicates, too.
     """
     cut = cut_after(zip(before, sizes, strict=True), dim)
     return (*(cut if compat.is_shard(p) else p for p in own), *before)
 
 
 def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str) -> MeshPlacements:
-    """The DTensor lies on axes that are not data-parallel: those are appended to the data-parallel ones."""
+    """Place a DTensor on axes that are not data-parallel: append these axes to the data-parallel ones."""
     try:
         joined = compat.join_meshes([mesh.mesh, before.mesh])
     except (RuntimeError, TypeError, AssertionError) as error:
@@ -219,7 +220,7 @@ def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str
 def _over_all_axes(
     before: MeshPlacements, dim: int, mesh: ShardMesh, axes: DataParallelMeshDims, fqn: str
 ) -> MeshPlacements:
-    """The DTensor lies on the whole mesh and replicates over the data-parallel axes: FSDP cuts those."""
+    """Place a DTensor on the whole mesh that replicates over the data-parallel axes: FSDP cuts over these."""
     names = before.mesh.mesh_dim_names or ()
     dims = (*axes.shard_names, *axes.replicate_names)
     placed = dict(zip(names, before.placements, strict=True)) if names else {}
@@ -244,7 +245,7 @@ def _over_all_axes(
 def _with_flat_axis(
     mesh: DeviceMesh, placed: dict[str, Placement], shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> MeshPlacements:
-    """Several axes to shard over are one axis of the sharded DTensor, at the place of the first."""
+    """Join several axes to shard over into one axis of the sharded DTensor, at the place of the first."""
     meshes, placements = [], []
     for name, placement in placed.items():
         if name == shard[0]:

@@ -1,4 +1,4 @@
-"""What several features look up: the state of a module, its groups, the axes of a mesh."""
+"""Look-ups that several features need: the state of a module, its groups, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLAIMED = "_hwfsdp_claimed"  # the attribute of a parameter that a sharded one h
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
-    """`state_of`, for callers that need one."""
+    """Return the state of a module, or raise UsageError if there is none."""
     state = state_of(module)
     if state is None:
         raise UsageError(
@@ -30,23 +30,23 @@ def checked_state(module: Any, caller: str) -> FSDPState:
 
 
 def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
-    """A module's groups: one at most.
+    """Return a module's groups: one at most.
 
     Raises:
-        UsageError: its parameters have several meshes, and what is set belongs to one mesh.
+        UsageError: its parameters have several meshes, and the setting belongs to one mesh.
     """
     if len(groups) > 1:
         raise UsageError(
             subject,
             expected="a module whose parameters have one mesh",
             got=", ".join(repr(group.fqn) for group in groups),
-            remedy="Shard the modules of each mesh by calls of their own.",
+            remedy="Shard the modules of each mesh in separate calls.",
         )
     return groups
 
 
 def claimed_as(param: Any) -> str | None:
-    """The name under which a sharded parameter took the place of this one; None if none did."""
+    """The name of the sharded parameter that took the place of this one; None if there is none."""
     name: str | None = getattr(param, CLAIMED, None)
     return name
 
@@ -63,5 +63,5 @@ def shard_axis(mesh: ShardMesh) -> DeviceMesh:
 
 
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1D mesh of these axes of `mesh`, several taken as one."""
+    """The 1D mesh of these axes of `mesh`; several axes become one."""
     return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])

@@ -1,4 +1,4 @@
-"""What every sharded module also is: the heart's methods, and those of each feature that has some."""
+"""The class that every sharded module gets: the heart's methods, and the methods of features."""
 
 from __future__ import annotations
 

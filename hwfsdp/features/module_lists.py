@@ -1,9 +1,9 @@
 """Several modules, one group: `fully_shard([a, b])`, and parts that are called by themselves. Seam: the state.
 
-The first of the modules to run opens the forward, the last one ends it. If the root's forward is over before all have run, it
-ends then. A member may be called by itself afterwards, as a head that computes a long sequence's loss in chunks. Each call
-gathers if it must, and a backward that reaches the input of such a call reduces. The parameters stay whole until then, since
-nothing says how many calls will follow.
+The first of the modules to run opens the forward, and the last one ends it. If the root's forward is over before all modules have
+run, the forward of the group ends there. Afterwards, one of the modules may be called by itself, such as a head that computes a
+long sequence's loss in chunks. Each such call gathers if necessary, and a backward that reaches its input reduces. Until then the
+parameters stay whole, because nothing says how many calls will follow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check(call: Call) -> None:
 
 
 def choose(call: Call) -> None:
-    """Lists have a state of their own."""
+    """Give a list of modules another state."""
     if len(call.modules) > 1:
         call.states.append(SeveralModules)
 
@@ -43,7 +43,7 @@ class SeveralModules(FSDPState):
     """The state of several modules.
 
     Attributes:
-        to_run: modules whose forward the one in progress waits for.
+        to_run: modules that must still run before the forward in progress ends.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -56,7 +56,7 @@ class SeveralModules(FSDPState):
         return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Only the last of the modules ends the forward."""
+        """End the forward, if this is the last of the modules."""
         if self.phase is Phase.PRE_BACKWARD:
             return super().post_forward(module, args, output)
         self.to_run.discard(module)
@@ -75,7 +75,7 @@ class SeveralModules(FSDPState):
         self.to_run.clear()
 
     def end_with_root(self, output: Any) -> Any:
-        """Not all modules have run, and none will."""
+        """End the forward of the group, if some modules have not run: none of them will."""
         if self.root.forward_root is self or self.phase is not Phase.FORWARD:
             return output
         with moment("post_forward", self):
@@ -83,7 +83,7 @@ class SeveralModules(FSDPState):
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def post_backward(self) -> None:
-        """After the backward of modules called by themselves nobody comes to wait later, so compute waits now."""
+        """After the backward of modules that were called by themselves, make compute wait now: no later call would do it."""
         by_themselves = self.phase is Phase.FORWARD
         super().post_backward()
         if by_themselves:
@@ -92,7 +92,7 @@ class SeveralModules(FSDPState):
     # --- a part called by itself ---
 
     def watch_part(self, output: Any) -> None:
-        """Have the parameters gathered, should they not be there, for the backward of one module of the group."""
+        """Let the backward of one module of the group gather the parameters, if they are not there."""
 
         def gather() -> None:
             if self.group:
@@ -105,13 +105,13 @@ class SeveralModules(FSDPState):
             WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
 
     def queue_part(self) -> None:
-        """Have `finish_part` called when this backward is over."""
+        """Let autograd call `finish_part` when this backward is over."""
         compat.call_after_backward(self.finish_part)
 
     def finish_part(self) -> None:
-        """The backward of a module called by itself is over: reduce gradients that came after post-backward.
+        """After the backward of a module that was called by itself, reduce gradients that came after post-backward.
 
-        Those of a module whose inputs need no gradient wait for the model's own backward.
+        Gradients of a module whose inputs need no gradient wait for the model's own backward.
         """
         if self.group and self.group.has_late_gradients and self.phase is Phase.POST_BACKWARD:
             self.post_backward()

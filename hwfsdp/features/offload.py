@@ -17,7 +17,7 @@ from hwfsdp.features.call import Call
 
 
 def choose(call: Call) -> None:
-    """torch's policy says the same as ours."""
+    """Put shards into host memory, if the policy is ours or torch's."""
     if hasattr(call.offload_policy, "pin_memory"):
         call.home = HostMemory(call.device, call.offload_policy.pin_memory)
 
@@ -26,7 +26,7 @@ class HostMemory(Home):
     """Host memory.
 
     Args:
-        device: that computes. pin: page-lock the memory.
+        device: the device that computes. pin: page-lock the memory.
     """
 
     def __init__(self, device: torch.device, pin: bool) -> None:
@@ -43,7 +43,7 @@ class HostMemory(Home):
         return grad.to("cpu", non_blocking=self.pin and not used_at_once)
 
     def settle(self, streams: StreamSet) -> None:
-        """The host waits: it is about to read gradients."""
+        """Make the host wait, because it is about to read gradients."""
         streams.compute.synchronize()
 
 

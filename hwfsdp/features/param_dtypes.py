@@ -1,6 +1,6 @@
 """Parameters that compute in a dtype of their own, such as norms that stay in fp32 among layers in bf16. Seam: the form.
 
-A group gathers several dtypes in one collective (`core.collectives`), so a policy for each parameter is all it takes.
+A group can gather several dtypes in one collective (`core.collectives`). So this feature only needs a policy for each parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hwfsdp.features.call import Call
 
 
 def choose(call: Call) -> None:
-    """A policy for each parameter, in which nothing is left to ask for.
+    """Make a policy for each parameter, from the user's function.
 
     Raises:
         UsageError: the function returned a dtype that is neither the parameter's nor `param_dtype`.

@@ -1,15 +1,15 @@
 """Meshes per parameter: one call of `fully_shard`, several groups, such as dense parameters and experts. Seams: the group, the state.
 
-`shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh besides the dimension. Expert parallelism needs this: a
-rank holds some of the experts only, so fewer ranks share each of them than share the dense parameters around them:
+`shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh besides the dimension. Expert parallelism needs this.
+A rank holds only some of the experts, so fewer ranks share an expert than share the dense parameters around it:
 
     dense parameters    sharded over ranks 0 1 2 3
     experts 0 and 1     sharded over ranks 0   2
     experts 2 and 3     sharded over ranks   1   3
 
-The parameters of one mesh are a group. The groups of a call stand in the place of the heart's one group (`MeshGroups`), so the
-schedule is the heart's. The order is FSDP2's: gathers go from the first group to the last, reductions and the gathers that a
-backward starts ahead go from the last to the first.
+The parameters of one mesh are a group. `MeshGroups` holds the groups of a call, and takes the place of the heart's one group. So
+the schedule stays the heart's. The order is FSDP2's: gathers go from the first group to the last. Reductions, and the gathers
+that a backward starts ahead, go from the last group to the first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hwfsdp.features.lookup import replicas_of
 
 
 def check_params(call: Call) -> None:
-    """Ask the user's function, once for each parameter; from here on the call knows its mesh and its placement.
+    """Ask the user's function once for each parameter, and note the parameter's mesh and placement in the call.
 
     Raises:
         UsageError: a mesh that does not fit, or memory that parameters on two meshes share.
@@ -59,7 +59,7 @@ def check_params(call: Call) -> None:
 
 
 def choose(call: Call) -> None:
-    """Make a group for each mesh, if parameters have other meshes than the call's."""
+    """Make a group for each mesh, if parameters have meshes other than the call's."""
     call.states.append(MeshesState)  # after `steering`, whose lists come first
     if all(mesh is call.ranks for mesh in call.meshes):
         return
@@ -79,19 +79,19 @@ def choose(call: Call) -> None:
 
 
 def ranks_of(mesh: ShardMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """With whom parameters on this mesh are sharded, and with whom replicated: equal for parameters of one group."""
+    """Return the ranks over which this mesh shards, and those over which it replicates: equal for parameters of one group."""
     return mesh.shard.group, replicas_of(mesh).group
 
 
 def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
-    """The mesh that a result names, as this process sees it.
+    """Return the mesh that a result names, as this process sees it.
 
     Args:
-        info: a DeviceMesh, or what torch's `FSDPMeshInfo` has: `mesh`, `shard_mesh_dim`, `replicate_mesh_dim`, and, if `mesh` was
-            taken out of a mesh of all parallelisms, `spmd_mesh` and `dp_mesh_dims`.
+        info: a DeviceMesh, or an object with the attributes of torch's `FSDPMeshInfo`: `mesh`, `shard_mesh_dim`,
+            `replicate_mesh_dim`, and, if `mesh` was taken out of a mesh of all parallelisms, `spmd_mesh` and `dp_mesh_dims`.
 
-    Raises:
-        UsageError: it is no mesh to shard over, or does not fit the mesh of the call.
+        Raises:
+            UsageError: this is not a mesh to shard over, or it does not fit the mesh of the call.
     """
     mesh, around = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None), call.ranks
     assert around is not None
@@ -115,7 +115,7 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
 
 
 def has_axes(info: Any, mesh: DeviceMesh) -> bool:
-    """Whether the mesh is one to shard over: (shard), or (replicate, shard) with names."""
+    """Whether one can shard over this mesh: it is (shard), or (replicate, shard) with names."""
     expected = {1: (None, 0), 2: (0, 1)}.get(mesh.ndim)
     axes = expected if info is mesh else (info.replicate_mesh_dim, info.shard_mesh_dim)
     return expected is not None and axes == expected and (mesh.ndim == 1 or mesh.mesh_dim_names is not None)
@@ -147,7 +147,7 @@ def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
 
 
 def check_memory(call: Call) -> None:
-    """Raise UsageError if parameters on two meshes are tied by their memory: sharding would part them."""
+    """Raise UsageError if parameters on two meshes share memory: sharding would separate them."""
     seen: dict[Any, tuple[str, ShardMesh]] = {}
     for (param, fqn, _), mesh in zip(call.found, call.meshes, strict=True):
         address = address_of(local_of(param) if isinstance(param, DTensor) else param)
@@ -157,7 +157,7 @@ def check_memory(call: Call) -> None:
                 f"fully_shard(shard_placement_fn=…): parameter {fqn!r}",
                 expected=f"the mesh of {other!r}, with which it shares its memory",
                 got="another one",
-                remedy="Tie them as one nn.Parameter, or give one of them memory of its own.",
+                remedy="Tie them as one nn.Parameter, or give one of them its own memory.",
             )
 
 
@@ -165,7 +165,7 @@ def check_memory(call: Call) -> None:
 
 
 class OfEach:
-    """An attribute that all groups of a call have alike: read from the first, written to each."""
+    """An attribute with the same value in all groups of a call: read from the first, written to each."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -179,7 +179,7 @@ class OfEach:
 
 
 def _in_each(method: Callable[[ParamGroup], None]) -> Callable[[MeshGroups], None]:
-    """Make a method that calls the method of this name of each group."""
+    """Make a method that calls the method of the same name on each group."""
 
     name = method.__name__
 
@@ -191,11 +191,11 @@ def _in_each(method: Callable[[ParamGroup], None]) -> Callable[[MeshGroups], Non
 
 
 class MeshGroups(ParamGroup):
-    """The groups of one call, in the place of one: what the schedule asks of it, it asks of each.
+    """The groups of one call, in place of one group. A call of a method goes on to each of them.
 
     Attributes:
-        parts: the groups, in the order in which their first parameters were registered. Each has a `label`, which follows the
-            module's name in its own: "" on the mesh of the call, else the axes or the size of its mesh.
+        parts: the groups, in the order in which their first parameters were registered. Each has a `label`, which comes after the
+            module's name in the group's name: "" on the mesh of the call, else the axes or the size of its mesh.
     """
 
     comm_ctx: Any = OfEach()
@@ -220,7 +220,7 @@ class MeshGroups(ParamGroup):
             part.transport.shards = part.shards = part.mesh.size  # for torch's profiler
 
     def each(self) -> Iterator[ParamGroup]:
-        """The groups, first to last; what happens before the next one comes is of this one."""
+        """Yield the groups, first to last. Work that is done before the next group comes belongs to this group."""
         for part in self.parts:
             with moment("part", part):
                 yield part
@@ -256,7 +256,7 @@ class MeshGroups(ParamGroup):
 
 
 def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
-    """What tells the groups of one module apart: " [efsdp]", for example. One of them needs nothing: that on `mesh`, or the first."""
+    """Return a label for each group of one module, such as " [efsdp]". The group on `mesh`, or else the first one, has ""."""
     names = ["×".join(each.mesh.mesh_dim_names or ()) or f"{each.size} ranks" for each in meshes]
     names = [name if names.count(name) == 1 else f"{name}, {i}" for i, name in enumerate(names)]
     keys = [ranks_of(each) for each in meshes]
@@ -265,7 +265,7 @@ def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
 
 
 def parts_of(group: ParamGroup) -> list[ParamGroup]:
-    """The groups that stand for one in the schedule; usually the group itself."""
+    """The groups behind one group of the schedule; usually only the group itself."""
     return group.parts if isinstance(group, MeshGroups) else [group]
 
 
@@ -284,7 +284,7 @@ class MeshesState(FSDPState):
         return states
 
     def next_in_backward(self) -> list[ParamGroup]:
-        """All groups of the module before, the last first; but one group gathers one ahead: the last of them."""
+        """All groups of the module before, the last one first. If this module has one group, only the last one of them."""
         indices = list(self.group.post_forward_indices) if self.group else []
         found = super().next_in_backward()
         if not isinstance(self.group, MeshGroups):

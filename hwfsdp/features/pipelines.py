@@ -1,8 +1,9 @@
 """Checks before a model's first forward in one of torch's pipeline stages. Seam: the state.
 
-A zero-bubble schedule splits each backward in two. The first computes the gradients of the inputs, a later one the gradients of the
-weights. The first looks up the weights among the module's parameters. If these are shards at that time, torch finds no weights, and
-leaves out their gradients without a word. So the parameters must stay whole from the forward on. The schedule gathers and frees them.
+A zero-bubble schedule splits each backward in two. The first part computes the gradients of the inputs, a later part the
+gradients of the weights. The first part looks up the weights among the module's parameters. If these are shards at that time,
+torch finds no weights, and leaves out their gradients silently. So the parameters must stay whole from the forward on. The
+schedule gathers and frees them.
 
 A stage recognizes only modules of torch's `FSDPModule`. After `hwfsdp.install()` it recognizes ours, too (`switch`).
 """
@@ -27,15 +28,15 @@ _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, o
 
 
 def choose(call: Call) -> None:
-    """Outermost modules look whether they run in a stage."""
+    """Let outermost modules check whether they run in a stage."""
     call.states.append(StagedState)
 
 
 class StagedState(FSDPState):
-    """A state that knows what its stage will do.
+    """A state that checks the stage in which it runs.
 
     Attributes:
-        checked: of each group below, whether it was freed after forward when this state was found to run in a stage; else None.
+        checked: for each group below, whether it was freed after forward when the stage was checked; None before.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -73,7 +74,7 @@ class StagedState(FSDPState):
         self.checked = [group.reshard_after_forward for group in self.root.groups]
 
     def check_split(self, module: nn.Module, known: bool, schedule: str) -> None:
-        """Raise UsageError if the weights of the stage's module would not be there when a backward for the inputs begins."""
+        """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
         trained = [g for g in self.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
         freed = [group.fqn for group in trained if group.reshard_after_forward]
         if known and not freed:
@@ -96,7 +97,7 @@ class StagedState(FSDPState):
 
 
 def running(home: str, attribute: str) -> Any:
-    """The object of a class of this module of torch's that has the attribute, in whose method this thread is; None if in none."""
+    """Find the object whose method this thread runs: of a class in the module `home` of torch, with this attribute; else None."""
     for frame, _ in traceback.walk_stack(None):
         if frame.f_globals.get("__name__") == home:
             found = frame.f_locals.get("self")
@@ -106,6 +107,6 @@ def running(home: str, attribute: str) -> Any:
 
 
 def splits_backwards(schedule: Any) -> bool:
-    """Whether a schedule of torch's has a backward for the inputs alone, which it calls "I"."""
+    """Whether a schedule of torch has a backward for the inputs alone, which torch calls "I"."""
     actions = [action for of_rank in (schedule.pipeline_order or {}).values() for action in of_rank]
     return any(action is not None and action.computation_type == "I" for action in actions)

@@ -1,6 +1,6 @@
 """torch's profiler shows the ranges that FSDP2 shows. Seam: the observer.
 
-The instrument sits in the slot as long as nothing else does, and asks at every moment whether a profiler is running.
+The instrument is in the slot as long as nothing else is. At every moment, it checks whether a profiler is running.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", 
 
 
 def choose(call: Call) -> None:
-    """Into the slot, or behind the instrument that is there."""
+    """Put the observer into the slot, or behind the instrument that is there."""
     if observer.slot is None:
         observer.put(ProfilerRanges())
     elif getattr(observer.slot, "behind", observer.slot) is None:
@@ -47,7 +47,7 @@ def choose(call: Call) -> None:
 
 
 def shown(name: str, of: Any) -> AbstractContextManager[Any]:
-    """The range of a moment, while a profiler is running; nothing where FSDP2 shows none."""
+    """Return the range of a moment while a profiler is running, and nothing where FSDP2 shows no range."""
     if not profiler_is_running() or name in _OTHERS or (isinstance(of, Transport) and of.ranks.size == 1):
         return _NOTHING
     if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):

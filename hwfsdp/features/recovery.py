@@ -1,13 +1,15 @@
-"""What an exception leaves, and how it is put back. Seam: the state.
+"""Repair what an exception leaves behind. Seam: the state.
 
-Two rules, and no list of places where an exception may be raised. First, a whole parameter is valid until the next optimizer
-step: an iteration that begins after one frees all that was gathered before. Second, `break_off` ends whatever is unfinished.
+There is no list of places where an exception may be raised. Two rules are enough. First, a whole parameter is valid until the
+next
+optimizer step: an iteration that begins after a step frees everything that was gathered before it. Second, `break_off` ends
+everything that is unfinished.
 
 After an exception in a forward, torch still calls the outermost module's hook, and that hook calls `break_off`. After a
 KeyboardInterrupt torch calls no hook; then the next forward calls it.
 
 Autograd holds the only strong reference to the function that it calls at the end of a backward. `Callbacks` holds a weak one. If
-the function is gone and never ran, an exception ended that backward. The next hook that runs finds this out, for all models
+the function is gone and has never run, an exception ended that backward. The next hook that runs notices this, for all models
 that share the context. A forward inside a backward ends nothing: checkpointing stops it by an exception.
 """
 
@@ -45,7 +47,7 @@ Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"
 
 
 def choose(call: Call) -> None:
-    """The outermost part of every state; from now on, steps of optimizers are counted."""
+    """Make this the outermost part of every state. Count the steps of optimizers from now on."""
     global _counting
     call.states.insert(0, RecoveringState)
     if not _counting:
@@ -62,22 +64,22 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def callbacks_of(comm_ctx: FSDPCommContext) -> Callbacks:
-    """What the backward in progress will call at its end, for each root or part of a model that it came to."""
+    """The functions that the backward in progress will call at its end, for each root or part of a model that it reached."""
     found: Callbacks = vars(comm_ctx).setdefault("callbacks", {})
     return found
 
 
 def backward_broke(comm_ctx: FSDPCommContext) -> bool:
-    """Whether a backward ended without calling what it was to call."""
+    """Whether a backward ended without calling the functions that it should call at its end."""
     return any(callback() is None for callback in callbacks_of(comm_ctx).values())
 
 
 class RecoveringState(FSDPState):
-    """A state that finds what an exception has left.
+    """A state that notices an exception of an earlier iteration.
 
     Attributes:
-        steps: of optimizers, when what is whole now was gathered; of the root.
-        handled: the id of the exception that was being handled when the forward began; one raised since has another.
+        steps: how many optimizer steps there had been when the parameters that are whole now were gathered; of the root.
+        handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: whether the last backward that ended left gradients that are not reduced over all ranks.
     """
 
@@ -89,7 +91,7 @@ class RecoveringState(FSDPState):
 
     @property
     def head(self) -> RecoveringState:
-        """The state of the root, or this one as long as there is no root."""
+        """The state of the root, or this state as long as there is no root."""
         head = self.root.states[0] if self.root.states else self
         if not isinstance(head, RecoveringState):
             raise StateError(
@@ -108,7 +110,7 @@ class RecoveringState(FSDPState):
         return super().pre_forward(module, args, kwargs)
 
     def is_left_over(self) -> bool:
-        """Whether the phase, which is not IDLE, is that of a forward or backward that an exception ended."""
+        """Whether the phase, which is not IDLE, was left by a forward or backward that an exception ended."""
         if in_backward():
             return backward_broke(self.comm_ctx)
         entered_again = self.phase is Phase.FORWARD and (self.head is self or self.is_stale())
@@ -117,21 +119,21 @@ class RecoveringState(FSDPState):
     def is_inside_forward(self) -> bool:
         """Whether the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
 
-        Slow: it looks at the stack. So it is asked only when something is odd: a module calls itself, a method calls the
-        forward, or an optimizer steps in a forward.
+        This is slow, because it looks at the stack. So it is called only in unusual cases: a module calls itself, a method calls
+        the forward, or an optimizer steps in a forward.
         """
         outermost = self.root.forward_root
         return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
-        """Whether an optimizer stepped since the last iteration began; in a backward, it may step for some parameters."""
+        """Whether an optimizer stepped since the last iteration began. In a backward, it may step for some of the parameters."""
         return self.head.steps != optimizer_steps and not in_backward()
 
     def is_outermost(self) -> bool:
         return super().is_outermost() or (self.is_stale() and not self.is_inside_forward())
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Shards are as the optimizer left them, and nothing is left of an iteration before."""
+        """Begin an iteration with the shards that the optimizer left, and with nothing left of an earlier iteration."""
         if not self.root.states:
             with no_autograd():
                 self.become_root()
@@ -147,7 +149,7 @@ class RecoveringState(FSDPState):
         return super().begin_iteration(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Called after an exception in the forward, too; if that leaves the outermost one, the iteration is broken off."""
+        """Called after an exception in the forward, too. If the exception leaves the outermost forward, break off the iteration."""
         outermost = self.root.forward_root is self
         if outermost and id(sys.exc_info()[1]) != self.handled and not in_backward():
             with moment("post_forward", self):
@@ -165,7 +167,7 @@ class RecoveringState(FSDPState):
                     group.reshard()
 
     def before_unshard(self) -> None:
-        """The user is about to gather by hand."""
+        """Called before the user gathers by hand."""
         if backward_broke(self.comm_ctx):
             self.break_off()
         self.free_stale()
@@ -180,7 +182,7 @@ class RecoveringState(FSDPState):
         self.queue_callback((self.root, self), self.finish_part)
 
     def queue_callback(self, key: tuple[RootContext, FSDPState | None], callback: Callable[[], None]) -> None:
-        """Have `callback` called when this backward is over, once; one before that never came to its end is broken off."""
+        """Let autograd call `callback` once, when this backward is over. Break off an earlier backward that did not end."""
         callbacks = callbacks_of(self.comm_ctx)
         queued = callbacks.get(key)
         if queued is not None and queued() is not None:
@@ -199,7 +201,7 @@ class RecoveringState(FSDPState):
         self.note_end_of_backward()
 
     def note_end_of_backward(self) -> None:
-        """Autograd has called what it was to call: the backward was not broken off."""
+        """Note that autograd made its last call: the backward was not broken off."""
         for state in self.root.states:
             if isinstance(state, RecoveringState):
                 state.accumulated = any(map(has_accumulated, state.groups))
@@ -208,7 +210,7 @@ class RecoveringState(FSDPState):
     # --- putting back ---
 
     def reset_iteration(self) -> None:
-        """After an exception in forward or backward: every state below the root is as before an iteration.
+        """After an exception in a forward or backward, put every state below the root back to before the iteration.
 
         Raises:
             StateError: this is not the root.
@@ -232,9 +234,9 @@ class RecoveringState(FSDPState):
         self.root.guessed.clear()
 
     def break_off(self) -> None:
-        """End what is unfinished: every state is idle, modules have their shards, no reduction is in flight.
+        """End everything unfinished. Afterwards every state is idle, modules have their shards, no reduction is in flight.
 
-        Gathers in flight are left to whoever comes next, who has time to wait for them (`free_stale`).
+        Gathers in flight stay. The next iteration has time to wait for them (`free_stale`).
         """
         # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
         # gradients after their zero_grad.
@@ -251,7 +253,7 @@ class RecoveringState(FSDPState):
             self.end_unfinished(root)
 
     def end_unfinished(self, root: RootContext) -> None:
-        """`break_off` for the states of one root, this state's or that of another model."""
+        """Do the work of `break_off` for the states of one root, of this model or of another one."""
         for state in root.states or [self]:
             with moment("broken_off", state):
                 state.phase = Phase.IDLE
@@ -264,7 +266,7 @@ class RecoveringState(FSDPState):
 
 
 def has_accumulated(group: ParamGroup) -> bool:
-    """Whether a group that does not reduce over all ranks has gradients left by a backward."""
+    """Whether a group that does not reduce over all ranks still has gradients of a backward."""
     partial = getattr(group.reducer, "partial_grads", {})
     reduces = group.reduce_grads and getattr(group.reducer, "all_reduce_grads", True)
     return not reduces and (bool(partial) or any(p.has_unreduced_grad for p in group.params))
@@ -282,8 +284,8 @@ def drop_grads(group: ParamGroup) -> None:
 def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:
     """End the reductions that a broken backward started, and drop its gradients that are not on the shards yet.
 
-    The user may have cleared or used the shards' gradients since, so nothing may be added to them now. If earlier micro-batches
-    left gradients without reducing them (`accumulated`), the sum is kept, with what the broken backward has added.
+    The user may have cleared or used the shards' gradients since then, so nothing may be added to them now. If earlier
+    micro-batches left unreduced gradients (`accumulated`), their sum stays, with the gradients that the broken backward added.
     """
     groups = [g for state in states if not getattr(state, "accumulated", False) for g in state.groups]
     dropped = [(param, param.sharded_param) for group in groups for param in group.params]

@@ -22,7 +22,7 @@ from hwfsdp.features.lookup import replicas_of, the_only
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Groups whose reducer is the heart's get one that can be steered."""
+    """Give a reducer with settings to each group that has the heart's reducer."""
     for group in state.groups:
         if type(group.reducer) is Reducer:
             group.reducer = SteeredReducer(group)
@@ -33,9 +33,9 @@ class SteeredReducer(Reducer):
 
     Attributes:
         divide_factor: what sums of gradients are divided by; None: the number of ranks.
-        force_sum: the backend only sums, and divisions are made apart.
-        hook: called with each reduced flat gradient, before it is divided; may change it. hook_stream: where, if not on the
-            all-reduce stream.
+        force_sum: the backend only sums, and we divide separately.
+        hook: called with each reduced flat gradient, before the division; may change it. hook_stream: the stream for the hook, if
+            not the all-reduce stream.
         reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
     """
 
@@ -57,7 +57,7 @@ class SteeredReducer(Reducer):
                 "set_gradient_divide_factor",
                 expected="a finite number other than 0",
                 got=repr(factor),
-                remedy="The number of ranks makes it a mean, 1 a sum.",
+                remedy="Pass the number of ranks for a mean, or 1 for a sum.",
             )
         self.divide_factor = factor
 
@@ -68,16 +68,16 @@ class SteeredReducer(Reducer):
         return mean_over(shards, dtype, self.divide_factor, self.force_sum)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """Zeros for a parameter that is trained, and was gathered at least once: nobody has run it otherwise."""
+        """Return zeros for a parameter that is trained and was gathered at least once; otherwise no rank has used it."""
         trained = param.sharded_param.requires_grad and param.unsharded_param is not None
         return self.zeros(param) if self.reduce_unused and trained else None
 
     def zeros(self, param: FSDPParam) -> Tensor:
-        """A whole gradient of zeros."""
+        """Make a whole gradient of zeros."""
         return torch.zeros(param.layout.shape, dtype=param.dtypes.compute, device=param.mesh.device)
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """With a hook, go on on another stream as soon as the result is there."""
+        """If there is a hook, continue on the hook's stream as soon as the result is there."""
         if self.hook is None:
             return super().finish(params, reducing)
         comm_ctx, reduced = self.group.comm_ctx, reducing.stream.record()
@@ -97,7 +97,7 @@ class SteeredReducer(Reducer):
     def add_divided(
         self, stream: Stream, params: Sequence[FSDPParam], result: Tensor, divisor: float
     ) -> None:
-        """Have `result` divided and added to the shards' gradients, on `stream`, which is current; before that, the hook."""
+        """Queue on `stream`, which is current: call the hook, divide `result`, add it to the shards' gradients."""
         hook, group = self.hook, self.group
         if hook is not None:
             stream.then(lambda: hook(result))
@@ -108,7 +108,7 @@ class ReductionMethods(wrap.FSDPModule):
     """Methods of sharded modules."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients over the ranks are divided by, in place of the number of ranks.
+        """Set the number by which sums of gradients are divided, instead of the number of ranks.
 
         Raises:
             UsageError: 0, or not a number.
@@ -117,32 +117,32 @@ class ReductionMethods(wrap.FSDPModule):
             reducer.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`; warns."""
+        """Warn, and call `set_gradient_divide_factor`: this is its old name."""
         warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only ever sum, and divisions are made apart; some transports can do no more."""
+        """Choose whether collectives only sum, and the division is a separate step; some transports can only sum."""
         for reducer in self._reducers(recurse=False):
             reducer.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that got no gradient are reduced as zeros.
+        """Choose whether parameters without a gradient are reduced as zeros.
 
-        Needed where ranks take different paths through the model, or else their reductions do not fit together.
+        You need this if ranks take different paths through the model: without it, their reductions do not fit together.
         """
         for reducer in self._reducers(recurse):
             reducer.reduce_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Calls `hook` with each reduced flat gradient of this module's own group, before it is divided.
+        """Call `hook` with each reduced flat gradient of this module's own group, before the division.
 
         Args:
             hook: may change the tensor in place, for example all-reduce it over further ranks. Under hybrid sharding
                 it is called after the all-reduce.
-            stream: a stream of the device to call it on; not under hybrid sharding, which has one.
+            stream: the device's stream to call it on; not under hybrid sharding, which has its own.
         """
         the_only(self._groups(recurse=False), "set_all_reduce_hook")
         for reducer in self._reducers(recurse=False):

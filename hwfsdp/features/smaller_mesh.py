@@ -1,7 +1,7 @@
 """Parameters that stay sharded over fewer ranks between forward and backward: `reshard_after_forward=<number>`.
 
-Seams: the form, and the group. After forward each rank keeps the rows that it would hold if a smaller mesh were all there is, so
-the backward gathers from fewer ranks, such as those of one host. This is between ZeRO-3 (all ranks) and ZeRO-2 (none).
+Seams: the form, and the group. After forward, each rank keeps the rows that it would hold on a smaller mesh. So the backward
+gathers from fewer ranks, such as the ranks of one host. This is between ZeRO-3 (all ranks) and ZeRO-2 (no ranks).
 
 | state        | registered on the modules | memory besides the shard       | left by        | to        |
 | ------------ | ------------------------- | ------------------------------ | -------------- | --------- |
@@ -46,7 +46,7 @@ POST_FORWARD = PostForward.POST_FORWARD
 
 
 def choose(call: Call) -> None:
-    """A number of ranks in place of True or False."""
+    """Accept a number of ranks in place of True or False."""
     reshard, mesh = call.reshard_after_forward, call.ranks
     assert mesh is not None
     if reshard is None or isinstance(reshard, bool) or mesh.shard.group is None:
@@ -68,7 +68,7 @@ def choose(call: Call) -> None:
 
 
 def make_group(params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext, size: int) -> ParamGroup:
-    """A group that reshards to `size` ranks; the heart's own where all ranks of the mesh are no more."""
+    """Make a group that reshards to `size` ranks; if the mesh has no more ranks than this, the heart's own group."""
     smaller = smaller_mesh(mesh, size)
     if smaller is mesh:
         return ParamGroup(params, mesh, comm_ctx)
@@ -105,7 +105,7 @@ _smaller: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, int], ShardMesh]] = Weak
 
 
 def smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
-    """The same ranks, sharded over runs of `size` of them and replicated across; made once per process group.
+    """Return a mesh of the same ranks that shards over each `size` consecutive ones; it is made once per process group.
 
     Raises:
         UsageError: `size` does not divide the number of shards.
@@ -131,7 +131,7 @@ class LargerShard(Form):
     """The form of a parameter that may be gathered from the larger shards of fewer ranks.
 
     Attributes:
-        mesh: these ranks. larger: [ceil(d0 / S) * rest], compute dtype: the rows kept after forward by this rank of S; None at
+        mesh: these ranks. larger: [ceil(d0 / S) * rest], compute dtype: the rows that this rank of S keeps after forward; None at
             other times.
     """
 
@@ -153,10 +153,10 @@ class LargerShard(Form):
         self.larger = None
 
     def keep(self, mesh: ShardMesh) -> None:
-        """Free the whole parameter, but for the rows that this rank of `mesh` keeps, in memory of their own.
+        """Free the whole parameter, except the rows that this rank of `mesh` keeps, which get their own memory.
 
-        As the S ranks of `mesh` divide the world size, S such chunks never exceed what was gathered. A DTensor of them is
-        registered, to look at.
+        S, the number of ranks of `mesh`, divides the world size, so S such chunks are never larger than the gathered memory. A
+        DTensor of them is registered, for the user to look at.
         """
         param, shape = self.param, self.param.layout.shape
         assert self.gathered is not None
@@ -178,7 +178,7 @@ class SmallerMeshGroup(ParamGroup):
     """A group whose parameters stay sharded over fewer ranks after forward.
 
     Attributes:
-        smaller: these ranks; None if the user has chosen otherwise since.
+        smaller: these ranks; None if the user has changed the setting since then.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class SmallerMeshGroup(ParamGroup):
 
     @property
     def gather_transport(self) -> Transport:
-        """From the ranks that hold larger shards, if there are any."""
+        """The transport from the ranks that hold larger shards, if there are such shards."""
         if self.smaller is None or self.params[0].state is not POST_FORWARD:
             return self.transport
         over_fewer = copy.copy(self.transport)
@@ -208,7 +208,7 @@ class SmallerMeshGroup(ParamGroup):
         streams.copy.wait(streams.compute.record())  # it reads those shards
 
     def reshard(self) -> None:
-        """Larger shards are about to go; a gather may be reading them."""
+        """Wait for a gather that may be reading the larger shards, before they are freed."""
         if self.params[0].state is POST_FORWARD:
             with no_autograd():
                 self.wait_for_gather()

@@ -1,7 +1,7 @@
-"""Methods that steer a schedule from outside: what every sharded module also is. Seam: the state.
+"""Methods of sharded modules that steer the schedule from outside. Seam: the state.
 
-Their names, arguments and meanings are those of torch's `FSDPModule`, version 2.15. Those that take `recurse` apply to all
-sharded modules below, too; the others to the module's own group.
+Their names, arguments and meanings are the same as in torch's `FSDPModule`, version 2.15. A method with the argument `recurse`
+also applies to all sharded modules below. Every other method applies to the module's own group.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hwfsdp.features.lookup import checked_state
 
 
 def choose(call: Call) -> None:
-    """States have what the methods set."""
+    """Give states the attributes that the methods set."""
     call.states.append(SteeredState)
 
 
 class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns."""
+    """The result of `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, group: ParamGroup | None) -> None:
         self._group = group
 
     def wait(self) -> None:
-        """The module has its whole parameters afterwards. Waiting again does nothing."""
+        """Wait until the module has its whole parameters. A second call does nothing."""
         group, self._group = self._group, None
         if group:
             group.wait_for_gather()
@@ -45,11 +45,11 @@ class UnshardHandle:
 
 
 class SteeredState(FSDPState):
-    """A state that does what setters say.
+    """A state with settings.
 
     Attributes:
-        forward_prefetch, backward_prefetch: states whose groups to gather next, in place of the one expected; else empty.
-        post_optim_event: what the next iteration's gathers wait for, in place of all that compute does; of the root.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, instead of the expected one; else empty.
+        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute; of the root.
         max_reductions: how many reductions may be in flight; the largest of a model's states counts.
     """
 
@@ -84,14 +84,14 @@ class SteeredState(FSDPState):
         streams.copy.wait(on_compute)
 
     def before_unshard(self) -> None:
-        """The user is about to gather by hand, outside the schedule."""
+        """Called before the user gathers by hand, outside the schedule."""
 
     def become_root(self) -> None:
         super().become_root()
         self.share_max_reductions()
 
     def share_max_reductions(self) -> None:
-        """The groups share one queue of reductions: the longest that any of them asks for."""
+        """Set the limit of the queue of reductions that the groups share: the largest that any of them asks for."""
         asked = [getattr(state, "max_reductions", 1) for state in self.root.states if state.groups]
         self.comm_ctx.max_reductions = max(asked, default=1)
 
@@ -102,10 +102,10 @@ class SteeredModule(wrap.FSDPModule):
     # --- parameters ---
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the parameters of this module's own group.
+        """Gather the parameters of this module's own group.
 
         Args:
-            async_op: return at once, with a handle; `wait` on it, or the next forward, puts them in place.
+            async_op: return at once, with a handle. Its `wait`, or the next forward, puts the parameters in place.
         """
         state = self._state()
         state.before_unshard()
@@ -119,12 +119,12 @@ class SteeredModule(wrap.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Frees the whole parameters of this module's own group and registers the shards."""
+        """Free the whole parameters of this module's own group, and register the shards."""
         for group in self._groups(recurse=False):
             group.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free the whole parameters after forward. Counts for the root, too."""
+        """Choose whether to free the whole parameters after forward, also at the root."""
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(
                 "set_reshard_after_forward",
@@ -140,7 +140,7 @@ class SteeredModule(wrap.FSDPModule):
                     group.smaller = None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters keep their memory while they are sharded, and so their addresses, as CUDA graphs need."""
+        """Choose whether whole parameters keep their memory, and so their addresses, while sharded. CUDA graphs need this."""
         for group in self._groups(recurse):
             for param in group.params:
                 param.keeps_memory = keep
@@ -148,45 +148,46 @@ class SteeredModule(wrap.FSDPModule):
                     param.form.free()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters of this module's own group."""
+        """Choose whether the backward gathers the parameters of this module's own group."""
         for group in self._groups(recurse=False):
             group.unshard_in_backward = unshard_in_backward
 
     # --- gradients ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward's end waits for its reductions; off if another backward follows at once."""
+        """Choose whether the next backward waits for its reductions at its end; False if another backward follows at once."""
         self._state().root.is_last_backward = is_last_backward
 
     def reset_iter_state(self) -> None:
-        """Drops what an exception in forward or backward left, unreduced gradients included. Call it on the root.
+        """Drop everything that an exception in a forward or backward left, also unreduced gradients. Call it on the root.
 
-        The next forward puts back the rest by itself. Zero the gradients that were reduced before the next backward.
+        Without this call, the next forward repairs everything except these gradients. Before the next backward, zero the
+        gradients that were reduced already.
         """
         self._state().reset_iteration()
 
     # --- order ---
 
     def set_modules_to_forward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
-        """The modules to gather under this module's forward, instead of the one learned."""
+        """Set the modules to gather during this module's forward, instead of the learned one."""
         self._state().forward_prefetch = states_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
-        """The modules to gather under this module's backward, instead of the previous one in order."""
+        """Set the modules to gather during this module's backward, instead of the previous one in the order."""
         self._state().backward_prefetch = states_of(modules, "set_modules_to_backward_prefetch")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next forward's gathers wait for, in place of everything on the current stream.
+        """Set what the next forward's gathers wait for, instead of everything on the current stream. Call it on the root.
 
         Args:
-            event: recorded after the optimizer step; forgotten once it was waited for. Set it on the root.
+            event: recorded after the optimizer step. It counts for one forward.
         """
         self._state().post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight, each holding a buffer of its group's gradients.
+        """Set how many reductions may be in flight. Each holds a buffer of its group's gradients.
 
-        Groups below one root share them: the largest number that any of them was given counts.
+        All groups below one root share this limit: the largest number that was set on any of them counts.
 
         Raises:
             WrongTypeError: not an int. UsageError: below 1.
@@ -212,7 +213,7 @@ class SteeredModule(wrap.FSDPModule):
                     state.share_max_reductions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`to`, `half` and the like act on the shards; gradients whose dtype the user has set keep it."""
+        """Apply `to`, `half` and the like to the shards. A gradient whose dtype the user has set keeps this dtype."""
         params = [p for group in self._groups(recurse=False) for p in group.params]
         kept = [
             (p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in params if has_own_grad_dtype(p)
@@ -228,7 +229,7 @@ class SteeredModule(wrap.FSDPModule):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As that of every module, for the shards' gradients, also while modules have their whole parameters."""
+        """Clear the shards' gradients, as `zero_grad` of any module does, also while modules have their whole parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for shard in [p.sharded_param for group in self._groups(recurse=True) for p in group.params]:
             if shard.grad is not None:
@@ -255,7 +256,7 @@ def has_own_grad_dtype(param: FSDPParam) -> bool:
 
 
 def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
-    """The states of sharded modules.
+    """Return the states of sharded modules.
 
     Raises:
         UsageError: one of them is not sharded.
@@ -264,7 +265,7 @@ def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a sharded module gather and free as its `forward` does; nothing on other modules.
+    """Let a method of a sharded module gather and free as its `forward` does. On other modules, do nothing.
 
     Raises:
         UsageError: the module has no such method.
@@ -295,7 +296,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[wrap.FSDPModule]) -> None:
-    """Has several roots communicate through the context of the first, as the stages of a pipeline on one rank do."""
+    """Let several roots communicate through the context of the first, such as the stages of a pipeline on one rank."""
     states = states_of(modules, "share_comm_ctx")
     for state in states[1:]:
         for member in state.root.states or [state]:

@@ -1,10 +1,10 @@
 """The switch: torch's public FSDP2 names become ours, for programs that import them from torch. Seam: the door.
 
-In your own program, importing `fully_shard` from hwfsdp is enough. A library may ask `isinstance(module, FSDPModule)` of torch's
-class. Then it does not see our modules, and may do nothing, silently.
+In your own program, importing `fully_shard` from hwfsdp is enough. But a library may test `isinstance(module, FSDPModule)` with
+torch's class. Then it does not recognize our modules, and may silently do nothing.
 
-torch's `replicate` is built on its own FSDP2, and stays so. A pipeline stage asks by `isinstance` whether its module is sharded or
-replicated in this way. So it gets both classes to ask for.
+torch's `replicate` uses torch's own FSDP2, and we leave it so. A pipeline stage tests by `isinstance` whether its module is
+sharded, or replicated in this way. So its test gets both classes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PIPELINES = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining
 
 
 def install() -> None:
-    """Puts hwfsdp's names in the place of torch's public FSDP2 names, wherever torch itself holds them, for this process.
+    """Replace torch's public FSDP2 names by hwfsdp's, wherever torch itself holds them, in this process.
 
-    Calling it again does nothing. Call it before anything imports these names: `hwfsdp swap SCRIPT` does.
+    A second call does nothing. Call it before anything imports these names, as `hwfsdp swap SCRIPT` does.
 
     Raises:
-        StateError: modules outside of torch hold torch's names already. Nothing was changed.
+        StateError: modules outside torch hold torch's names already. Then nothing was changed.
     """
     for pipelines in PIPELINES:  # they would get one name only, imported later
         importlib.import_module(pipelines)
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def holders(values: dict[str, Any]) -> Iterator[tuple[ModuleType, str]]:
-    """Every loaded module that has one of these values, and under which name: the import may have given it another one."""
+    """Yield every loaded module that has one of these values, with the name there: an import may have renamed it."""
     wanted = {*map(id, values.values())}
     for module in list(sys.modules.values()):
         found = dict(vars(module)) if isinstance(module, ModuleType) else {}

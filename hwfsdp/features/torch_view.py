@@ -1,4 +1,4 @@
-"""What torch's pipeline stages, and some programs, read of a sharded module, under the names that they have there. Seam: the state.
+"""Give torch's pipeline stages, and some programs, what they read of a sharded module, under torch's names. Seam: the state.
 
     fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module, of which are read:
         _mp_policy                                          the policy of the call
@@ -10,9 +10,9 @@
             fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param
             pre_backward(), post_backward()                 gather; reduce, or accumulate
 
-It only gives torch's names to things that are here anyway. A stage that takes a module for torch's own switches reductions off for
-all of its micro-batches, and reduces once. torch's memory tracker puts functions of its own in the place of the forward hooks and of
-a group's two methods; so the schedule calls these by the names that it exchanges.
+This chapter only gives torch's names to things that exist anyway. A stage that recognizes a module as torch's own switches
+reductions off for all of its micro-batches, and reduces once. torch's memory tracker replaces the forward hooks, and two methods
+of a group, by functions of its own. So the schedule calls these by the names that the tracker replaces.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hwfsdp.features.call import Call
 
 
 def choose(call: Call) -> None:
-    """States can be looked at by torch's names."""
+    """Let programs look at states by torch's names."""
     call.states.append(ViewedState)
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """So can groups."""
+    """Let programs look at groups by torch's names."""
     assert isinstance(state, ViewedState)
     # `state.group` stands for several groups if there are several meshes.
     for group in filter(None, {state.group, *state.groups}):
@@ -65,7 +65,7 @@ class ParamView:
 
 
 class HookView(NamedTuple):
-    """A forward hook of a state, which can be taken away. Whoever does that registers another one, and may do it again."""
+    """A forward hook of a state, which a program can remove. The program then registers another one, and may repeat this."""
 
     modules: tuple[nn.Module, ...]
     hook: Callable[..., Any]
@@ -104,7 +104,7 @@ class ViewedState(FSDPState):
             super().pre_backward()
 
     def begin_backward(self) -> None:
-        """What a group's `pre_backward` does, unless a program has exchanged it."""
+        """Do what a group's `pre_backward` does, unless a program has replaced it."""
         super().pre_backward()
 
 
@@ -112,10 +112,10 @@ class Viewed(wrap.FSDPModule):
     """A method of sharded modules."""
 
     def _get_fsdp_state(self) -> Any:
-        """The module's state; see the view that this chapter describes.
+        """Return the module's state, as this chapter describes it.
 
         Raises:
-            RefusedError: it has none.
+            RefusedError: the module has no state.
         """
         assert isinstance(self, nn.Module)
         state = state_of(self)

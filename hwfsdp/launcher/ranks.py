@@ -2,12 +2,11 @@
 
     losses = launch(train, 2, steps=100)
 
-Ranks are forked from a server process that has imported torch already, so that starting them takes a tenth of a
-second instead of three. Each is fresh: nothing of an earlier call is left in it. The function may be defined
-anywhere, in a notebook cell too, since it travels by value.
+Ranks are forked from a server process that has imported torch already, so they start in a tenth of a second instead of three. Each
+rank is a new process: nothing of an earlier call is left in it. The function may be defined anywhere, also in a notebook cell,
+because it travels by value.
 
-Under torchrun the ranks exist already: there `launch` initializes the process group and calls the function in
-this process.
+Under torchrun the ranks exist already. Then `launch` initializes the process group, and calls the function in this process.
 
 Note [Asked to stop]
     SIGTERM ends a process at once. If your program must finish something first, wrap `launch` in `stoppable`, and wrap the
@@ -56,20 +55,20 @@ def launch(
     device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on each of `world_size` ranks, in a process of its own each.
+    """Call `fn(*args, **kwargs)` on each of `world_size` ranks, each in its own process.
 
     Args:
-        fn: finds an initialized process group (`torch.distributed.get_rank()` …). It, its arguments and what it
-            returns must be picklable; functions and classes of the caller's own script or notebook are.
-        timeout: seconds for the whole call, collectives included. None: no limit, but 300 s for each collective.
+        fn: finds an initialized process group (`torch.distributed.get_rank()` …). The function, its arguments and its result must
+            be picklable. Functions and classes of the caller's own script or notebook are.
+        timeout: seconds for the whole call, including collectives. None: no limit, but 300 s for each collective.
         device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
 
     Returns:
-        What each rank returned, in rank order. What ranks print appears in the caller's `sys.stdout`.
+        The results of all ranks, in rank order. Prints of ranks appear in the caller's `sys.stdout`.
 
     Raises:
-        RankError: a rank raised, died, or did not finish in time; the first one that failed is named, and its
-            exception is the cause. No rank runs on after the call, however it ends.
+        RankError: a rank raised, died, or did not finish in time. The error names the first rank that failed; the rank's exception
+            is its cause. When the call has ended, no rank runs any more.
         UsageError: the world size is below 1, or not torchrun's.
     """
     if world_size < 1:

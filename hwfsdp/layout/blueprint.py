@@ -1,8 +1,8 @@
-"""A model sharded on paper: what `explain` says of it on any number of ranks, without ranks and without memory.
+"""A model sharded on paper: what `explain` says about it on any number of ranks, without ranks and without memory.
 
-The model is built on the meta device, where tensors have shapes and no values. A fake process group says that there are
-so many ranks, and which of them this one is. Then `fully_shard` is called as for a run, on each block and on the root, so
-the table equals the run's. Nothing is communicated.
+The model is built on the meta device, where tensors have shapes and no values. A fake process group pretends a number of ranks,
+and that this process is one of them. Then `fully_shard` is called as in a run, on each block and on the root. So the table is the
+same as in a run. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class Blueprint(NamedTuple):
 def explain_on_paper(
     build: Callable[[], nn.Module], ranks: int, rank: int = 0, classes: Sequence[str] | None = None
 ) -> Blueprint:
-    """The parameters of `build()`, sharded over so many ranks, as one of them sees them.
+    """Explain the parameters of `build()`, sharded over this number of ranks, as one of the ranks sees them.
 
     Args:
         build: makes the model; called with meta as the default device.
         rank: 0 <= rank < ranks.
-        classes: names of the classes whose modules become groups of their own. None: each block (`find_blocks`).
+        classes: names of the classes whose modules become groups. None: each block (`find_blocks`).
 
     Raises:
-        UsageError: no such rank, or no module of one of the classes. StateError: this process is a rank of others already.
+        UsageError: there is no such rank, or no module of one of the classes. StateError: this process is a rank of a real
+            group already.
     """
     if not 0 <= rank < ranks:
         raise UsageError(
@@ -68,7 +69,7 @@ def explain_on_paper(
 
 @contextmanager
 def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]:
-    """In the block, this process is one of so many ranks, which do not exist.
+    """Let this process be one of `ranks` ranks, which do not exist, inside the block.
 
     Raises:
         StateError: the process has a process group already; about `subject`.
@@ -85,9 +86,9 @@ def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that one usually shards one by one: by fqn, the members of the outermost lists of two or more modules of one class.
+    """Find the usual modules to shard: by fqn, the members of the outermost lists of two or more modules of one class.
 
-    Lists are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`; their members have modules of their own.
+    Lists are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`. Their members must contain modules themselves.
     """
     found: dict[str, nn.Module] = {}
     for fqn, module in model.named_modules():
@@ -100,10 +101,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_classes(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
-    """By fqn, the modules of these classes, outer ones first; the root, which is sharded anyway, is left out.
+    """Find the modules of these classes by fqn, outer ones first. The root is left out, because it is sharded anyway.
 
     Raises:
-        UsageError: there is none of one of the classes.
+        UsageError: there is no module of one of the classes.
     """
     inner = {fqn: module for fqn, module in model.named_modules() if module is not model}
     without_forward = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict

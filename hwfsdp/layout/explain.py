@@ -26,10 +26,10 @@ class ParamRow(NamedTuple):
     """One parameter.
 
     Attributes:
-        fqn, group: its name and its parameter group's.
+        fqn, group: its name, and the name of its parameter group.
         shape: over all ranks. dtype: of the shard. placement: of the DTensor.
-        rows: the rows of this rank, of the dimension that is cut, as (first, one past the last).
-        padding: elements that this rank sends beyond its rows.
+        rows: this rank's rows, along the dimension that is cut, as (first, one past the last).
+        padding: elements that this rank sends in addition to its rows.
     """
 
     fqn: str
@@ -46,8 +46,8 @@ class Totals:
     """Sums over the parameters that are sharded.
 
     Attributes:
-        parameters, elements: how many, of the whole model. bytes: of the whole model, in the original dtypes.
-        rank_bytes: of this rank's rows. padding_bytes: that this rank has in memory beyond its rows.
+        parameters, elements: their numbers, in the whole model. bytes: of the whole model, in the original dtypes.
+        rank_bytes: of this rank's rows. padding_bytes: padding in this rank's memory.
     """
 
     parameters: int = 0
@@ -106,7 +106,7 @@ class Explanation:
 
 
 def fold(rows: Sequence[ParamRow]) -> list[Block]:
-    """The groups in their order; one that is like the group before it, but for its name, is taken together with it."""
+    """Return the groups in their order, and join a group with the group before it if only the names differ."""
     groups: dict[str, list[ParamRow]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -124,7 +124,7 @@ def _nameless(rows: Sequence[ParamRow]) -> list[ParamRow]:
 
 
 def name_within_group(row: ParamRow) -> str:
-    """The parameter's name without the module's. A group's name may say its mesh besides: "blocks.0 [efsdp]"."""
+    """Return the parameter's name without the module's. A group's name may also contain its mesh: "blocks.0 [efsdp]"."""
     return row.fqn.removeprefix(f"{row.group.partition(' [')[0]}.")
 
 
@@ -153,7 +153,7 @@ def _totals_in_words(totals: Totals) -> list[str]:
 
 
 def _in_units(nbytes: int) -> str:
-    """Bytes as people say them: the exact number below a KiB, else three digits or so."""
+    """Format bytes for people: the exact number below a KiB, else about three digits."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

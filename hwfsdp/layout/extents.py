@@ -1,39 +1,40 @@
 """Placements: which part of a tensor a rank holds.
 
 A DTensor lives on a mesh of ranks, with one placement per mesh dim: `Shard(d)` cuts tensor dim `d` among the ranks
-along that mesh dim, `Replicate()` and `Partial()` leave it whole. Several mesh dims may cut the same tensor dim. Then
-the pieces are cut again, each as `torch.chunk` does it (see `sharding`), and all that matters is who cuts first.
-FSDP comes after tensor parallelism: the model was cut by tp already when FSDP cut what it found. Its mesh dim is the
-outer one nevertheless, and `_StridedShard` is how placements, which are read from left to right, say so:
+along that mesh dim; `Replicate()` and `Partial()` leave it whole. Several mesh dims may cut the same tensor dim. Then
+the pieces are cut again, each as `torch.chunk` does it (see `sharding`), and it matters which mesh dim cuts first.
+FSDP comes after tensor parallelism: tp has cut the model already, and FSDP cuts the parts that it finds. But FSDP's mesh
+dim is the outer one, and placements are read from left to right. So FSDP's placement is a `_StridedShard`, which says that
+it cut last:
 
     8 rows, mesh (fsdp 2, tp 2)                ranks (0, 0)   (0, 1)   (1, 0)   (1, 1)
     [Shard(0), Shard(0)]                             0 1      2 3      4 5      6 7       fsdp cuts first
     [_StridedShard(0, split_factor=2), Shard(0)]     0 1      4 5      2 3      6 7       tp cuts first
 
-Hence the name: the ranks of one fsdp index hold stripes of the tensor, here 0 1 and 4 5. A single rank never does.
-It holds one box of the tensor, a shape at an offset, and that is what this module computes, also where nothing divides
-evenly: it finds the order of the cuts, and makes them.
+The name comes from the ranks of one fsdp index: together they hold stripes of the tensor, here 0 1 and 4 5. A single rank
+never holds stripes. It holds one box of the tensor, a shape at an offset. This module computes the box, even if nothing
+divides evenly: it finds the order of the cuts, and makes them.
 
     7 rows, mesh (fsdp 3, tp 2), tp first      ranks (0, 0)   (0, 1)   (1, 0)   (1, 1)   (2, 0)   (2, 1)
     after tp                                         0-3      4-6      0-3      4-6      0-3      4-6
     after fsdp                                       0 1      4        2 3      5        -        6
 
-Left out: moving data between ranks, and gradients still to be summed (`Partial`) where values are asked for.
+Left out: moving data between ranks. Functions that need values refuse gradients that are not summed yet (`Partial`).
 
 Note [Right to left]
-    `_StridedShard(d, split_factor=f)` says how many pieces of dim d there are when its mesh dim cuts: f. It counts
-    only the cuts of mesh dims on its right, since those on its left speak for themselves. So mesh dims are looked at
-    from right to left, keeping per tensor dim the order of the cuts so far, and each is inserted where as many pieces
-    exist as it asks for: after the cuts whose mesh sizes multiply to f. A plain `Shard` is the case f = 1; it cuts
-    before everything on its right. Cuts inserted later, further left, shift those behind them without changing
-    their order, so nothing has to be revised.
+    `_StridedShard(d, split_factor=f)` says that dim d is in f pieces when its mesh dim cuts. It counts only the cuts of mesh
+    dims on its right; mesh dims on its left have placements that say the same about themselves. So we go through the mesh
+    dims from right to left, and keep for each tensor dim the order of the cuts so far. Each mesh dim is inserted where there
+    are as many pieces as it asks for: after the cuts whose mesh sizes multiply to f. A plain `Shard` is the case f = 1: it
+    cuts before everything on its right. A cut that is inserted later comes from a mesh dim further left. It moves the cuts
+    behind it back and does not change their order, so nothing has to be revised.
 
     Take [Shard(0), _StridedShard(0, split_factor=2), Shard(0)] on the mesh (2, 2, 2). Mesh dim 2: order 2. Mesh dim 1
-    wants two pieces, which is what mesh dim 2 makes: order 2, 1. Mesh dim 0 comes first: order 0, 2, 1.
+    asks for two pieces, and mesh dim 2 makes two: order 2, 1. Mesh dim 0 comes first: order 0, 2, 1.
 
-    Stepping through a tensor from left to right, and giving a strided rank one stripe of each of the f pieces that are
-    still to come, ends in the same place only if all of them are equally long. In the 7 rows above, the stripes of
-    rank 0 along fsdp would be 0 1 and 4, rank 2's only 6, and tp would then cut 6 for its rank 0.
+    Another way seems possible: step through the tensor from left to right, and give a strided rank one stripe of each of the f
+    pieces. This is right only if all pieces are equally long. In the 7 rows above, the stripes of rank 0 along fsdp would be 0 1
+    and 4, and rank 2 would have only the stripe 6. Then tp would cut this stripe, and give row 6 to its rank 0.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class LocalExtent(NamedTuple):
 def explicit_order_placements(
     mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[int, Placement]]:
-    """(mesh dim, placement) in the order in which the cuts have to be made; every shard in it is plain.
+    """Return (mesh dim, placement) in the order in which the cuts must be made; every shard in it is plain.
 
-    Mesh dims stay in order except that a strided shard waits for the cuts that come before its own.
+    The order is the order of mesh dims, except that a strided shard comes after the cuts that were made before its own.
 
     Raises:
-        UsageError: not one placement per mesh dim, a negative shard dim, or a split factor that no cuts make.
+        UsageError: there is not one placement per mesh dim, a shard dim is negative, or no cuts make a split factor.
     """
     _check_placements(mesh_shape, placements)
     waiting = {dim: list(order) for dim, order in orders_of_cuts(mesh_shape, placements).items()}
@@ -106,29 +107,28 @@ def _check_placements(mesh_shape: Sequence[int], placements: Sequence[Placement]
 
 
 def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """The mesh dims that cut each tensor dim, the first to cut first (Note [Right to left]).
+    """Return, for each tensor dim, the mesh dims that cut it, in the order of their cuts (Note [Right to left]).
 
     Args:
         mesh_shape: the number of ranks along each mesh dim.
-        placements: one for each mesh dim. Those that are `isinstance(placement, SHARDS)` cut tensor dim `placement.dim`,
-            counted from the front; all others cut nothing.
+        placements: one for each mesh dim. If `isinstance(placement, SHARDS)`, this mesh dim cuts tensor dim `placement.dim`,
+            counted from the front. All other placements cut nothing.
 
     Returns:
-        By tensor dim, for each that is cut, all mesh dims that cut it: lists of its own, which the caller may change.
+        A dict from each tensor dim that is cut to a new list of all mesh dims that cut it. The caller may change the lists.
 
-    A `StridedShard` asks for `placement.split_factor` pieces, a plain `Shard` for 1: so many pieces of the tensor dim
-    are there when its mesh dim cuts, counting only cuts by mesh dims on its right. As those are on its right, one goes
-    from the last mesh dim to the first, and puts each into the order of its tensor dim after as many of the cuts that are
-    there already as it takes for their mesh sizes to multiply to what it asks for (none, for 1). If mesh dims of size 1 leave
-    several such places, any will do.
+    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number
+    of pieces when the mesh dim cuts it, counting only cuts by mesh dims on its right. So go from the last mesh dim to the first.
+    Insert each into the order of its tensor dim, at the place where the mesh sizes of the cuts before it multiply to the number
+    that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
     Raises:
-        UsageError: there is no such place, because the cuts so far never make so many pieces. `impossible_factor(mesh_shape,
-            mesh_dim, placement, pieces)` returns the error to raise; `pieces` are all numbers of pieces that there are
-            places for, 1 among them.
+        UsageError: there is no such place, because the cuts so far never make this number of pieces.
+            `impossible_factor(mesh_shape, mesh_dim, placement, pieces)` returns the error to raise. `pieces` are the numbers of
+            pieces at all places, including 1.
     """
     orders: defaultdict[int, list[int]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
@@ -146,10 +146,10 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
 def impossible_factor(
     mesh_shape: Sequence[int], mesh_dim: int, placement: Placement, pieces: Sequence[int]
 ) -> UsageError:
-    """The error for a split factor that no cuts make.
+    """Make the error for a split factor that no cuts make.
 
     Args:
-        mesh_dim: the placement's. pieces: the numbers of pieces that cuts on its right do make, 1 among them.
+        mesh_dim: the placement's. pieces: the numbers of pieces that cuts on its right do make, including 1.
     """
     return UsageError(
         f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
@@ -165,15 +165,15 @@ def local_extent_of(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """The extent that the rank at this mesh coordinate holds of a tensor of this shape: integers only.
+    """Return the extent that the rank at this mesh coordinate holds of a tensor of this shape. Integers only.
 
     Returns:
-        Shape and offset. Where the rank gets nothing of a tensor dim, the offset in it is the dim's size, so that
-        no empty part ever shares its offset with a real one.
+        Shape and offset. If the rank gets nothing of a tensor dim, the offset in it is the size of this dim, so that an empty
+        part never has the offset of a real part.
 
     Raises:
-        UsageError: a coordinate outside the mesh, a shard dim that the tensor does not have, or what
-            `explicit_order_placements` raises.
+        UsageError: the coordinate is outside the mesh, the tensor does not have a shard dim, or an error of
+            `explicit_order_placements`.
         UnsupportedError: a placement that is no shard, replica or partial value.
     """
     if len(coordinate) != len(mesh_shape) or not all(0 <= c < n for c, n in zip(coordinate, mesh_shape)):
@@ -194,20 +194,20 @@ def nested_extent(
     orders: Mapping[int, Sequence[int]],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """The box that is left for the rank at this coordinate when every cut was made: integers only.
+    """Return the box that the rank at this coordinate keeps after all cuts. Integers only.
 
     Args:
         global_shape: of the whole tensor; sizes may be 0.
         mesh_shape: the number of ranks along each mesh dim.
-        orders: what `orders_of_cuts` returns. Tensor dims that are not in it are not cut.
+        orders: the result of `orders_of_cuts`. Tensor dims that are not in it are not cut.
         coordinate: the rank's index along each mesh dim.
 
-    Each cut takes what the cuts before it left of the tensor dim to this rank, deals it out to the ranks along its mesh dim
-    as `sharding.chunk_extent` does, and keeps the chunk of this rank's index along that mesh dim. Nothing has to divide.
+    Each cut takes what earlier cuts left of the tensor dim to this rank. It deals this out to the ranks along its mesh dim, as
+    `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. Nothing has to divide evenly.
 
     Returns:
-        Shape, and offset in the whole tensor, as tuples of integers. Where nothing is left of a tensor dim, the offset in it
-        is the size of that dim in `global_shape`, so that no empty part ever shares its offset with a real one.
+        Shape, and offset in the whole tensor, as tuples of integers. If nothing is left of a tensor dim, the offset in it is
+        the size of this dim in `global_shape`, so that an empty part never has the offset of a real part.
     """
     shape, offset = list(global_shape), [0] * len(global_shape)
     for dim, order in orders.items():
@@ -248,9 +248,9 @@ def _normalized(
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`local_extent_of` this rank: (shape, offset), or ((0,), ()) if the mesh does not have the rank.
+    """Return (shape, offset) of `local_extent_of` this rank, or ((0,), ()) if this rank is not in the mesh.
 
-    With `skip_offset` the offset is () as well.
+    With `skip_offset`, the offset is () as well.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -262,10 +262,10 @@ def compute_local_shape_and_global_offset(
 def compute_global_tensor_info(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """Shape and stride of the whole, if every rank holds a local tensor like this one.
+    """Return shape and stride of the whole, if every rank holds a local tensor like this one.
 
-    The whole has the memory order of the part. Each cut that is undone makes its dim longer, and with it the steps of
-    all dims outside that dim. A dim of size 1 is inside the dim it shares a stride with.
+    The whole has the same memory order as the part. Each cut that is undone makes its dim longer, and with it the strides of all
+    dims outside this dim. If a dim of size 1 shares a stride with another dim, it counts as inside that dim.
     """
     placements = _normalized(placements, tensor.ndim)
     shape, stride = list(tensor.shape), list(tensor.stride())
@@ -285,17 +285,17 @@ def compute_local_stride(
     *,
     local_shape: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Stride of this rank's part, a dense tensor that has its dims in the memory order of the whole.
+    """Return the stride of this rank's part, a dense tensor whose dims have the memory order of the whole.
 
         compute_local_stride(global_stride, local_shape)
         compute_local_stride(global_stride, mesh, placements)       # as torch had it before 2.13
 
     A size of 0 counts as 1, as in the stride that torch gives an empty tensor. With a mesh, uneven parts are right, too: a
-    stride is a product of sizes, so the whole's strides say all sizes that are needed. Outside the mesh, the stride is that
-    of its first rank.
+    stride is a product of sizes, so the strides of the whole contain all sizes that are needed. Outside the mesh, the stride
+    is that of the mesh's first rank.
 
     Raises:
-        UsageError: neither a local shape nor a mesh with placements, or what `local_extent_of` raises.
+        UsageError: neither a local shape nor a mesh with placements is given, or an error of `local_extent_of`.
     """
     if isinstance(mesh, DeviceMesh) and placements is not None and local_shape is None:
         local_shape = _local_shape_by_stride(global_stride, mesh, placements)
@@ -336,7 +336,7 @@ def _local_shape_by_stride(
 def normalize_to_torch_size(
     size: SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]],
 ) -> torch.Size:
-    """A size in any of the ways in which one calls `torch.empty`: `3`, `(2, 3)`, `([2, 3],)`."""
+    """Return a size that is given in any of the ways of `torch.empty`: `3`, `(2, 3)`, `([2, 3],)`."""
     sizes: Any = size if isinstance(size, Sized) else (size,)
     if len(sizes) == 1 and isinstance(sizes[0], Sequence):
         (sizes,) = sizes
@@ -344,10 +344,10 @@ def normalize_to_torch_size(
 
 
 def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
-    """The mesh of the first DTensor (or DTensor spec) among arguments of an operator, lists and tuples included.
+    """Return the mesh of the first DTensor (or DTensor spec) among the arguments of an operator, also inside lists and tuples.
 
     Raises:
-        UsageError: there is none; `op_call` is named.
+        UsageError: there is no DTensor; the message names `op_call`.
     """
     for arg in args:
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -363,7 +363,7 @@ def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMe
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of a tensor that it has in whole, as a view; an empty tensor [0] outside the mesh."""
+    """Return this rank's part of a tensor that it holds as a whole: a view, or an empty tensor [0] outside the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return tensor.new_empty(0)
@@ -373,24 +373,24 @@ def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """The local tensor of every coordinate, in row-major order of the mesh.
+    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh.
 
     Args:
-        tensor: the whole, of any shape; it stays as it is.
-        pad: zeros are appended in each sharded dim, so that all have the largest local shape, as collectives want.
+        tensor: the whole, of any shape; it does not change.
+        pad: append zeros in each sharded dim, so that all local tensors have the largest local shape, as collectives need.
 
     Returns:
-        As many as the mesh has ranks, contiguous, of the dtype of `tensor`, each in memory of its own and no larger than it
-        has to be. A rank for which nothing is left has an empty tensor, or one of zeros if `pad`. Autograd knows where they
-        come from.
+        One tensor for each rank of the mesh: contiguous, in the dtype of `tensor`, in its own memory, which is no larger than
+        necessary. If nothing is left for a rank, its tensor is empty, or with `pad` full of zeros. Autograd knows that they
+        come from `tensor`.
 
-    `extents_of(shape, mesh_shape, placements)` says which box of the tensor each coordinate has: a dict from coordinate to
-    `LocalExtent`, in row-major order. `largest_shape(extents)`, of that dict, is as large as the largest of them in each dim.
-    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` the index of as many elements at the front of a
+    `extents_of(shape, mesh_shape, placements)` gives the box of each coordinate: a dict from coordinate to `LocalExtent`, in
+    row-major order. `largest_shape(extents)` of this dict is, in each dim, the largest size of all boxes. `slices_of(extent)` is
+    the index of the box in the whole tensor. `front_of(extent)` is the index of the same number of elements at the front of a
     shard.
 
     Raises:
-        What `local_extent_of` does, and UnsupportedError for Partial: which addend is whose, the sum does not tell.
+        The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
     """
     extents = extents_of(tensor.shape, mesh_shape, placements)
     shards = []
@@ -407,24 +407,23 @@ def unshard_strided(
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
 ) -> Tensor:
-    """The whole tensor, from the local tensors of all coordinates; the inverse of `shard_strided`.
+    """Put the whole tensor together from the local tensors of all coordinates; the inverse of `shard_strided`.
 
     Args:
-        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They stay as they are.
+        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They do not change.
 
     Returns:
-        A tensor of `global_shape`, in memory of its own, of the shards' dtype and device. Autograd knows where it comes from.
+        A tensor of `global_shape`, in its own memory, with the shards' dtype and device. Autograd knows that it comes from the
+        shards.
 
-    `extents_of(global_shape, mesh_shape, placements)` says where in the whole each shard belongs: a dict from coordinate to
-    `LocalExtent`, in row-major order. The elements of a shard are the front of it, of the shape that its extent has
-    (`front_of(extent)`, and `slices_of(extent)` in the whole); what is behind them is padding, and stays out, since in the
-    whole it would be in the middle. Several coordinates may have the same extent: of replicas the first one counts, and the
-    others are not looked at.
+    `extents_of(global_shape, mesh_shape, placements)` says where each shard belongs in the whole: a dict from coordinate to
+    `LocalExtent`, in row-major order. The elements of a shard are its front, in the shape of its extent (`front_of(extent)`; in
+    the whole, `slices_of(extent)`). Everything behind them is padding. Leave it out, because in the whole it would be in the
+    middle. Several coordinates may have the same extent. Of such replicas, take the first one, and do not look at the others.
 
     Raises:
-        UsageError: a shard that is smaller than its extent, or larger than padding makes it, or not one for each
-            coordinate (`check_shards(shards, mesh_shape, extents)` sees to all that, given the dict); and what
-            `shard_strided` raises.
+        UsageError: a shard is smaller than its extent, or larger than padding makes it, or there is not one shard for each
+            coordinate. `check_shards(shards, mesh_shape, extents)` checks all of this. Also the errors of `shard_strided`.
     """
     extents = extents_of(global_shape, mesh_shape, placements)
     check_shards(shards, mesh_shape, extents)
@@ -440,7 +439,7 @@ def unshard_strided(
 def check_shards(
     shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int, ...], LocalExtent]
 ) -> None:
-    """Raise UsageError if these cannot be the shards of these extents, by number and shape; replicas may be anything."""
+    """Raise UsageError if these cannot be the shards of these extents, by number and shape. Replicas may have any values."""
     if len(shards) != len(extents):
         raise UsageError(
             "shards",
@@ -466,22 +465,22 @@ def check_shards(
 def extents_of(
     global_shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[tuple[int, ...], LocalExtent]:
-    """The extent of every coordinate, in row-major order, for placements that say which values a rank has."""
+    """Return the extent of every coordinate, in row-major order. The placements must say which values a rank has."""
     placements = _normalized(placements, len(global_shape), known=(*SHARDS, Replicate))
     coordinates = product(*map(range, mesh_shape))
     return {c: local_extent_of(global_shape, mesh_shape, placements, c) for c in coordinates}
 
 
 def largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]:
-    """The first rank's shape: no chunk is longer than the first, and cutting a longer one gives longer chunks."""
+    """Return the first rank's shape: no chunk is longer than the first one, and a longer piece gives longer chunks."""
     return next(iter(extents.values())).shape
 
 
 def slices_of(extent: LocalExtent) -> tuple[slice, ...]:
-    """An index: `whole[slices_of(extent)]` is the box, a view."""
+    """Return an index: `whole[slices_of(extent)]` is the box, a view."""
     return tuple(slice(start, start + n) for start, n in zip(extent.offset, extent.shape))
 
 
 def front_of(extent: LocalExtent) -> tuple[slice, ...]:
-    """An index: `padded[front_of(extent)]` is what is no padding, a view."""
+    """Return an index: `padded[front_of(extent)]` is everything except padding, a view."""
     return tuple(slice(n) for n in extent.shape)

@@ -1,8 +1,8 @@
 """What a step costs, before it is run: bytes in closed form.
 
-The oracle for the ledger and the event log: everything here follows from shapes, dtypes and the world size.
-The bytes of a collective are the bytes of the whole tensor it works on (the output of an all-gather, the input of a
-reduce-scatter, padding included); `on_the_wire` turns them into what one rank sends.
+This is the oracle for the ledger and the event log: everything here is computed from shapes, dtypes and the world size.
+The bytes of a collective are the bytes of the whole tensor that it works on (the output of an all-gather, the input of a
+reduce-scatter, padding included); `on_the_wire` computes from them the bytes that one rank sends.
 
 The second half compares strategies: sharded parameters, sharded gradients, a sharded optimizer state, or nothing sharded. For
 each it computes the bytes that a rank holds and the bytes that a step moves. Left out: activations and temporary buffers.
@@ -130,12 +130,12 @@ class MeshShape(NamedTuple):
 
 
 def mesh_shape(strategy: Strategy, world_size: int, shards: int | None = None) -> MeshShape:
-    """How a strategy arranges all ranks.
+    """Say how a strategy arranges all ranks.
 
     Args:
         world_size: ranks in all, >= 1.
-        shards: for HSDP, ranks that one copy of the states is cut for: a factor of `world_size`. The other strategies
-            do not look at it.
+        shards: for HSDP, the number of ranks for which one copy of the states is cut: a factor of `world_size`. The other
+            strategies ignore it.
 
     Returns:
         DDP replicates over all ranks and shards over one; ZeRO, whatever its stage, replicates over one and shards over
@@ -183,7 +183,7 @@ def model_state_bytes(
     the strategy shards over (`mesh_shape`: 1 for DDP). A state is held in one of three sizes, each a sum over `shapes`:
 
     - *own rows*: the elements of this rank's chunk, without padding (`sharding.local_shape`);
-    - *padded chunk*: those of a full chunk, padding included, the same on every rank (`sharding.padded_local_numel`);
+    - *padded chunk*: the elements of a full chunk, padding included, the same on every rank (`sharding.padded_local_numel`);
     - *whole*: S padded chunks. For S = 1, these three are the same: the elements of the model.
 
     | strategy    | params       | grads        | optimizer |
@@ -192,26 +192,26 @@ def model_state_bytes(
     | ZERO2       | whole        | padded chunk | own rows  |
     | ZERO3, HSDP | padded chunk | padded chunk | own rows  |
 
-    Parameters and gradients are padded where they are what a collective reads or writes chunk by chunk: whole parameters
-    under ZERO1 and ZERO2 are what updated chunks are gathered into, whole gradients under ZERO1 what is
-    reduce-scattered (with the result in this rank's chunk of it), and so on. The optimizer's state is never communicated.
+    Parameters and gradients are padded where a collective reads or writes them chunk by chunk. For example, under ZERO1 and
+    ZERO2 updated chunks are gathered into the whole parameters, and under ZERO1 whole gradients are reduce-scattered, with the
+    result in this rank's chunk of them. The optimizer's state is never communicated.
 
-    hwfsdp's `reshard_after_forward=False` moves what ZERO2 moves, yet it is ZERO3 here: parameters stay whole from forward
-    to backward, but are sharded again when the optimizer runs. (With `set_reshard_after_backward(False)` as well, each
+    hwfsdp's `reshard_after_forward=False` moves the same bytes as ZERO2, but it counts as ZERO3 here: parameters stay whole from
+    forward to backward, but are sharded again when the optimizer runs. (With `set_reshard_after_backward(False)` as well, each
     rank has whole parameters beside its shards, in the dtype they are gathered in; that is none of these strategies.)
 
     Args:
         shapes: of all parameters, each of at least one dimension, cut along dim 0, and trained.
         world_size, shards: as for `mesh_shape`.
-        rank: of all, 0 <= rank < world_size. Ranks that shard together are neighbors: number `rank % S` in its group of S
-            is what has rows. Rank 0 has the most.
+        rank: among all ranks, 0 <= rank < world_size. Ranks that shard together are neighbors: this rank has the rows of number
+            `rank % S` in its group of S. Rank 0 has the most rows.
         per_element: bytes per element of each state as it is kept. hwfsdp keeps parameters and gradients in the original
             dtype, whatever they are gathered and reduced in. The ZeRO paper's mixed-precision Adam is (2, 2, 12): fp32
             parameters count as optimizer state there. What an optimizer keeps once per parameter, such as Adam's
             count of steps, is not included.
 
     Returns:
-        Bytes, of this rank. At world size 1 the same for all strategies.
+        Bytes of this rank. At world size 1, all strategies have the same.
 
     Sources: Rajbhandari, Rasley, Ruwase, He: ZeRO, arXiv:1910.02054, sections 3.1 and 5 (who holds what; there,
     everything divides evenly); what is padded is hwfsdp's, see `param` and `collectives`.
@@ -233,8 +233,8 @@ def strategy_traffic(
 ) -> dict[str, int]:
     """Bytes by collective of one training step: forward, backward and optimizer, gradients reduced once.
 
-    As in all of this module, the bytes are those of the whole tensor that one collective works on, as one rank sees it;
-    an all-reduce works on its input. Let S and R be the ranks that the strategy shards and replicates over
+    As in all of this module, the bytes are the bytes of the whole tensor that one collective works on, as one rank sees it. An
+    all-reduce works on its input. Let S and R be the ranks that the strategy shards and replicates over
     (`mesh_shape`), and a *gather* or a *scatter* of a group the bytes of its S padded chunks
     (`GroupSizes.padded_numel(S)`), in its gather or its reduce itemsize.
 
@@ -248,10 +248,10 @@ def strategy_traffic(
     | HSDP        | as ZERO3, over S ranks   | as ZERO3, over | what the scatter left: 1/S of it |
     |             |                          | S ranks        | (padded), over the R replicas    |
 
-    All-reduces are in the reduce itemsize, too. Where S is 1 nothing is gathered or scattered, and where R is 1 nothing
-    is all-reduced: these are 0, and at world size 1 so is everything. Hence HSDP over one shard moves what DDP moves, and
-    over one replica what ZERO3 moves. `resharded_after_forward` is for ZERO3 and HSDP only: if it is False for every
-    group, ZERO3 moves what ZERO2 moves.
+    All-reduces are in the reduce itemsize, too. If S is 1, nothing is gathered or scattered; if R is 1, nothing is all-reduced.
+    Then these bytes are 0, and at world size 1 all bytes are 0. So HSDP over one shard moves the same bytes as DDP, and over one
+    replica the same as ZERO3. `resharded_after_forward` is only for ZERO3 and HSDP: if it is False for every group, ZERO3 moves
+    the same bytes as ZERO2.
 
     Args:
         groups: all parameters of the model, each in one group.

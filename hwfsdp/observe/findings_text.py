@@ -36,7 +36,7 @@ def _headline(findings: Findings, name: str) -> str:
     about = findings.about
     text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')}"
     if about is None:
-        return f"{text}. It does not say what it is a log of, so there is no closed form to hold it against."
+        return f"{text}. It does not describe its run, so there is no closed form to compare it with."
     if not about.groups:
         return f"{text}, torch {about.torch}, {about.device}. No module ran that fully_shard was called on."
     grids = {(g.shards, g.replicas) for g in about.groups}

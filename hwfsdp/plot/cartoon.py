@@ -1,9 +1,9 @@
-"""A collective in one picture: the numbers that each rank held before, and those that it holds after.
+"""A collective in one picture: the numbers that each rank held before, and the numbers that it holds after.
 
-Cells are elements of real tensors. Before, a cell has the color of the rank that holds it. After, it has the colors of
-all ranks that its number comes from: one for a gathered element, all of them for a sum. Which chunk goes to whom, or
-came from whom, stands above. The picture checks its numbers: what is not the result of the collective is refused, so
-a drawing cannot show what did not happen.
+A cell is an element of a real tensor. Before, a cell has the color of the rank that holds it. After, it has the colors of all
+ranks from which its number comes: one color for a gathered element, all colors for a sum. Above a chunk stands the rank to which
+it goes, or from which it came. The picture raises an error if a number is not the result of the collective. So a drawing cannot
+show something that did not happen.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class _Side(NamedTuple):
 
 
 def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Figure:
-    """A row per rank, twice: what it gave, and what it got.
+    """Draw a row per rank, twice: its input, and its result.
 
     Args:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        before: by rank, the 1-D tensor that it gave; all of one length, of 24 elements at most (as `after`); for a
-            reduce-scatter a multiple of the number of ranks.
-        after: by rank, what it got.
+        before: by rank, its 1-D input. All have one length, at most 24 elements (also in `after`); for a reduce-scatter, a
+            multiple of the number of ranks.
+        after: by rank, its result.
 
     Raises:
-        UsageError: another op, tensors of other shapes, more than 7 ranks, or `after` is not what the op makes of `before`.
+        UsageError: another op, tensors of other shapes, more than 7 ranks, or `after` is not the result of the op on `before`.
     """
     reduction = _check(op, before, after)
     ranks = len(before)
@@ -79,7 +79,7 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
 
 
 def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
-    """Returns how numbers are reduced, "sum" or "mean"; "" for a gather."""
+    """Return how numbers are reduced, "sum" or "mean"; "" for a gather."""
     ranks, lengths = len(before), {tuple(t.shape) for t in before}
     asked = f"plot_collective({op!r})"
     if op not in _WORDS:
@@ -112,7 +112,7 @@ def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
         expected=f"rank {rank} to hold {_list(expected[rank])}"
         + (" or the sum" if op != "all_gather" else ""),
         got=_list(after[rank]),
-        remedy="Pass what the ranks held before and after one and the same collective.",
+        remedy="Pass the tensors of the ranks before and after the same collective.",
     )
 
 

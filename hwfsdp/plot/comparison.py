@@ -23,11 +23,11 @@ _CAPTION = 0.28  # inches
 
 
 def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | None = None) -> Figure:
-    """A band per run, all on one axis of time that begins with each run's first event.
+    """Draw a band per run, all on one axis of time, which begins with each run's first event.
 
     Args:
-        logs: name → log, in the order from top to bottom; lengths are compared with the first.
-        rank: which rank of each run. step: which optimizer step; by default all that was recorded.
+        logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the first one's.
+        rank: which rank of each run. step: which optimizer step; by default everything that was recorded.
 
     Raises:
         UsageError: there are no logs, or the rank or the step has no events in one of them.

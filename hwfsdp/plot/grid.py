@@ -1,12 +1,12 @@
 """The sharding grid: which part of each parameter each rank holds, and what is padding.
 
-One line per parameter. At the left the whole tensor as a map, in the colors of the ranks that own its parts; to the
-right runs the first dimension that is cut, downwards the second, if two are. Then one cell per rank: the full chunk
-that FSDP gives it, the rows it owns filled, the padding hatched. Ranks of the same color hold the same part (replicas).
-Where tensor parallelism has cut before FSDP did, the map shows why such placements are called strided: the parts of
+There is one line per parameter. On the left is the whole tensor as a map, in the colors of the ranks that own its parts. The
+first dimension that is cut runs to the right; if a second one is cut, it runs downwards. Next to it is one cell per rank: its
+full chunk under FSDP, with the rank's own rows filled and the padding hatched. Ranks of the same color hold the same part
+(replicas). If tensor parallelism has cut before FSDP, the map shows why such placements are called strided: the parts of
 neighboring ranks are not neighbors.
 
-Extents are those of `layout.local_extent_of`, uneven ones too; a full chunk is that of the first rank along FSDP's axis.
+`layout.local_extent_of` gives the extents, uneven ones too. The first rank along FSDP's axis has a full chunk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Cut(NamedTuple):
 
 
 def laid_out(model: nn.Module) -> list[LaidOut]:
-    """The sharded parameters of a model, for `plot_sharding`; those that are no DTensors are left out."""
+    """Return the sharded parameters of a model, for `plot_sharding`. Parameters that are not DTensors are left out."""
     params = [(fqn, p) for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
     return [LaidOut(fqn, tuple(p.shape), tuple(p.placements)) for fqn, p in params]
 
@@ -67,14 +67,14 @@ def laid_out(model: nn.Module) -> list[LaidOut]:
 def plot_sharding(
     parameters: Sequence[LaidOut], mesh: Mapping[str, int], *, fsdp: str | None = None
 ) -> Figure:
-    """A line per parameter: its map, and a cell per rank with the rows that it holds and its padding.
+    """Draw a line per parameter: its map, and a cell per rank with the rank's rows and padding.
 
     Args:
         parameters: see `laid_out`.
-        mesh: name → ranks of each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
+        mesh: name → number of ranks along each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
             {"dp": 2, "tp": 2}.
-        fsdp: the axis that FSDP cuts along, whose chunks are padded. By default the only one, or the one that is
-            called "shard", "fsdp" or "dp".
+        fsdp: the axis along which FSDP cuts, whose chunks are padded. By default the only axis, or the axis with the name
+            "shard", "fsdp" or "dp".
 
     Raises:
         UsageError: no parameters, a parameter without dimensions, more than 64 ranks, no such axis, or placements that

@@ -35,10 +35,10 @@ _HIGH, _LOW = 0.7, 0.34  # of a bar, and of one inside it, in shares of a row
 
 
 def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> Figure:
-    """A row per parameter group of one rank: sharded, gathering, full, freed, and when it computed.
+    """Draw a row per parameter group of one rank: sharded, gathering, full, freed, and when it computed.
 
     Args:
-        step: draw the time of this optimizer step only; by default all of the recording.
+        step: draw only the time of this optimizer step; by default the whole recording.
 
     Raises:
         UsageError: the rank or the step has no events, or no parameter group is gathered.

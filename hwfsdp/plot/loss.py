@@ -1,10 +1,9 @@
 """Loss curves laid over each other: do these runs learn the same?
 
-The most interesting outcome is the one that is hardest to see: two curves that are the same. So the curves
-get thinner from first to last, and all but the first are dashed: a curve that lies on another one shows as
-a dashed core in a wide band, and a curve that leaves shows as a line of its own. What no drawing can show,
-equality down to the last bit, the legend says in words, and it gives the largest difference for curves that
-only look equal.
+The most interesting result is hard to see: two curves that are the same. So the curves get thinner from first to last, and all
+except the first are dashed. A curve that lies on another one shows as a dashed core in a wide band. A curve that leaves it shows
+as a separate line. A drawing cannot show that curves are equal to the last bit. The legend says so in words. For curves that only
+look equal, it gives the largest difference.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss by step, one curve per name, the first drawn widest and lowest.
+    """Draw the loss by step, one curve per name, the first one widest and lowest.
 
     Args:
         curves: name → loss of steps 0, 1, …; lengths may differ. A loss that is not finite leaves a gap.
 
     Raises:
-        UsageError: there is no curve, or one without values.
+        UsageError: there are no curves, or a curve has no values.
     """
     _check(curves)
     figure = Figure(

@@ -92,15 +92,16 @@ def plot_memory(
     text: str = "",
     in_order: bool = False,
 ) -> Figure:
-    """Stacked areas of bytes by kind, with the peak of their sum; kinds always zero are left out.
+    """Draw stacked areas of bytes by kind, and the peak of their sum. Kinds that are always zero are left out.
 
     Args:
-        logs: one, or several by name, which share their axes.
-        rank: whose samples.
-        expected: name → bytes of whole parameters; each a dashed line so far above what stays, named beside it.
-        kinds: to draw; by default all.
-        title, text: of the picture; by default whose memory this is.
-        in_order: one sample after the other, as long as each other, instead of on an axis of time.
+        logs: one log, or several by name, which share their axes.
+        rank: the rank whose memory is drawn.
+        expected: name → bytes of whole parameters. Each becomes a dashed line with its name, that many bytes above the memory
+            that stays.
+        kinds: the kinds to draw; by default all.
+        title, text: of the picture; by default they say whose memory this is.
+        in_order: draw one sample after the other with equal widths, instead of on an axis of time.
 
     Raises:
         UsageError: the rank has no samples, or no bytes in any of them.

@@ -48,11 +48,11 @@ class _Panel(NamedTuple):
 def plot_mesh(
     mesh: Mapping[str, int], *, node: int | None = None, roles: Mapping[str, str] = ROLES
 ) -> Figure:
-    """A panel per axis: nodes as boxes, ranks as tiles, groups along the axis as colors and letters.
+    """Draw a panel per axis: nodes as boxes, ranks as tiles, groups along the axis as colors and letters.
 
     Args:
-        mesh: name → ranks of each axis, outermost first; ranks are numbered in row-major order.
-        node: ranks of one node; by default all of them are on one.
+        mesh: name → number of ranks along each axis, outermost first; ranks are numbered in row-major order.
+        node: number of ranks on a node; by default all ranks are on one.
         roles: name of an axis → what the ranks of a group along it do.
 
     Raises:

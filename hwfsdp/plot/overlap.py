@@ -1,9 +1,9 @@
-"""What each rank did with its time: computed, computed while bytes moved, waited for bytes, nothing.
+"""How each rank spent its time: it computed, it computed while bytes moved, it waited for bytes, or it did nothing.
 
-A bar per rank, as long as the step, in four parts that do not overlap. *Exposed* communication is what a faster network
-or a better schedule would save; *idle* is neither computing nor communicating, such as a rank that has nothing to do
-until slower ones arrive, or a host that is between two calls. All bars have the same length: the time from the first
-event of any rank to the last of any rank.
+There is a bar per rank, as long as the step, in four parts that do not overlap. A faster network or a better schedule could save
+the *exposed* communication. A rank is *idle* while it neither computes nor communicates: it has nothing to do until slower ranks
+arrive, or the host is between two calls. All bars have the same length: the time from the first event of any rank to the last
+event of any rank.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def shares_of(events: Sequence[Event], start_us: float, end_us: float) -> Shares
 
 
 def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
-    """A bar per rank: compute, hidden communication, exposed communication, idle, in percent and ms.
+    """Draw a bar per rank: compute, hidden communication, exposed communication, idle, in percent and ms.
 
     Args:
-        step: of this optimizer step only; by default of all of the recording.
+        step: draw only this optimizer step; by default the whole recording.
 
     Raises:
         UsageError: the log, or the step, has no events.

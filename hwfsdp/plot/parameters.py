@@ -1,9 +1,9 @@
 """The table of a model's parameters as a picture: `layout.explain`, with this rank's rows drawn.
 
-A line per parameter, below the name of its parameter group. The strip at the right is the dimension that is cut, from its
-first row to its last: what this rank holds is filled, padding that it sends behind them is hatched. The bar beside it
-is the share of the parameter in the bytes of the model, so that one sees which parameters matter. Groups that are alike
-in everything but their name, such as the blocks of a transformer, are drawn once.
+There is a line per parameter, below the name of its parameter group. The strip at the right is the dimension that is cut, from
+its first row to its last. The part that this rank holds is filled. The padding that it sends behind its rows is hatched. The bar
+beside the strip is the parameter's share of the model's bytes, so you see which parameters matter. Groups that differ only in
+their names, such as the blocks of a transformer, are drawn once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADS = ("parameter", "shape", "dtype", "placement")
 
 
 def plot_parameters(explanation: Explanation) -> Figure:
-    """A line per parameter: group, name, shape, dtype, placement, this rank's rows, share of the model's bytes.
+    """Draw a line per parameter: group, name, shape, dtype, placement, this rank's rows, share of the model's bytes.
 
     Raises:
         UsageError: the explanation has no parameters.

@@ -26,12 +26,12 @@ _DIAMOND: dict[str, Any] = {"marker": "D", "color": style.BLACK, "markersize": 6
 
 
 class ScalingPoint(NamedTuple):
-    """What is known of a run on so many GPUs.
+    """The figures of a run on some number of GPUs.
 
     Attributes:
-        gpus: their number. tokens_per_second_per_gpu, step_seconds: of a training step.
+        gpus: this number. tokens_per_second_per_gpu, step_seconds: of a training step.
         memory_gib: peak of one GPU.
-        exposed_fraction: share of the step in which nothing but communication runs, 0.0 to 1.0.
+        exposed_fraction: share of the step in which only communication runs, 0.0 to 1.0.
     """
 
     gpus: int
@@ -42,7 +42,7 @@ class ScalingPoint(NamedTuple):
 
 
 class MeasuredSpeed(NamedTuple):
-    """What somebody measured: tokens per second and GPU on so many GPUs, and where that is written."""
+    """A measured speed: tokens per second and GPU on this number of GPUs, and the source of the number."""
 
     gpus: int
     tokens_per_second_per_gpu: float
@@ -57,13 +57,13 @@ def plot_scaling(
     measured: Sequence[MeasuredSpeed] = (),
     device: str = "GPU",
 ) -> Figure:
-    """Tokens per second and GPU with the ideal line, and step time, memory, exposed communication.
+    """Draw tokens per second and GPU with the ideal line, and step time, memory and exposed communication.
 
     Args:
         points: one per number of GPUs.
-        title: what runs on what. caption: what the numbers leave out; long ones are broken into lines.
-        measured: to hold the points against.
-        device: what to call a GPU that is none, such as "rank".
+        title: the model and the machine. caption: what the numbers leave out; a long caption is broken into lines.
+        measured: measured speeds to compare the points with.
+        device: the word for a GPU, if the devices are none, such as "rank".
 
     Raises:
         UsageError: no points, two for one number of GPUs, or a number that is negative or not finite.

@@ -53,17 +53,17 @@ class Simulation:
     """Time and memory of a training step on one GPU.
 
     Attributes:
-        tokens_per_second_per_gpu: None for a step of the user's that did not say how many tokens it has.
+        tokens_per_second_per_gpu: None if the user's own step did not say how many tokens it has.
         step_seconds: from the first kernel to the last, host included.
         mfu: model FLOPs utilization: 6 FLOPs per parameter and token, and 12 per layer, width, position and token for
             attention, over peak (the definition of PaLM, arXiv:2204.02311, appendix B); None without tokens.
         exposed_comm_fraction: share of the step in which a collective runs and nothing is computed.
-        peak_memory_gib: what the caching allocator reserves, in GiB, at most the device's memory; what training
-            frameworks report.
-        peak_allocated_gib: what is alive at once.
+        peak_memory_gib: the memory that the caching allocator reserves, in GiB, at most the device's memory. Training
+            frameworks report this number.
+        peak_allocated_gib: the memory that is alive at once.
         peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
         fits: whether `peak_allocated_gib` is within the device's memory.
-        is_step: whether the target made a step of its own, so that batch and checkpointing are not the plan's.
+        is_step: whether the target made its own step; then batch and checkpointing are not the plan's.
         log: events of rank 0 in the measured step, in virtual time.
     """
 
@@ -113,16 +113,17 @@ def simulate(
     """Train for a step on `gpus` virtual devices.
 
     Args:
-        step_or_model: what to train. The name of a model (`models.zoo`), its sizes, an `nn.Module`, on whatever device and
-            not sharded, or a function without arguments, called once in the virtual world. It returns a model, which is
-            then trained as a language model on tokens; or a step, a function without arguments that trains for one step, of
-            a model that it has built and called `fully_shard` on.
-        gpus: ranks in all. nodes: that they are spread over evenly; by default as few as there have to be.
-        device: a name of `devices.DEVICES`, "this-machine", or figures of your own.
+        step_or_model: what to train. The name of a model (`models.zoo`); its sizes; an `nn.Module` on any device, not sharded;
+            or a function without arguments, which is called once in the virtual world. The function returns a model, which
+            is then trained as a language model on tokens. Or it returns a step: a function without arguments that trains
+            for one step a model that it has built and sharded with `fully_shard`.
+        gpus: the number of all ranks. nodes: the number of nodes, which all get the same number of ranks; by default as few as
+            possible.
+        device: a name of `devices.DEVICES`, "this-machine", or your own `Device`.
         hsdp: shard within each node, replicate across nodes.
-        settings: of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by
-            default bfloat16; float32 where the host computes). With a step of your own, `batch * seq` are its tokens, and
-            nothing else is looked at.
+        settings: of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by default bfloat16;
+            float32 if the host computes). If you pass your own step, `batch * seq` is its number of tokens, and all other
+            settings are ignored.
 
     Raises:
         UsageError: an unknown name, GPUs that the nodes do not divide, or a step that needs the values of a tensor.

@@ -14,7 +14,7 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.ranks import Axis, axis_along
 from hwfsdp.core.streams import StreamEvent
 
-# The package's own, that the docstrings name:
+# Names of the package that the docstrings mention:
 #
 # hwfsdp.core.ranks
 #     class      Axis(group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0)
@@ -55,10 +55,10 @@ from hwfsdp.core.streams import StreamEvent
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
-    """The axis to shard over and the one to replicate over, as this process sees them.
+    """Return the axis to shard over and the axis to replicate over, as this process sees them.
 
     Args:
-        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have one rank only. `axis_along(mesh, dim)` makes the `Axis`
+        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have only one rank. `axis_along(mesh, dim)` makes the `Axis`
             of one dimension. An axis that the mesh does not have is `Axis()`: no group, one rank.
 
     Returns:
@@ -75,14 +75,14 @@ class HybridMesh:
         mesh: its data-parallel axes: (shard), (replicate, shard) or (replicate).
         shard: ranks that hold different rows. Of size 1, without a group, if there is no such axis.
         replicate: ranks that hold the same rows. Of size 1, without a group, if there is no such axis.
-        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on that.
+        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on `around`.
     """
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a plain parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`.
+        """Return the placements of a plain parameter that is sharded along dimension `dim`: one for each axis of `mesh`.
 
         `Replicate()` over the axis of replicas, if there is one (`replicate` has a group), then `Shard(dim)` over the axis of
-        shards, if there is one. An axis may be there and have one rank only.
+        shards, if there is one. An axis that is there may have only one rank.
         """
         replicate = (Replicate(),) if self.replicate.group else ()
         return (*replicate, Shard(dim)) if self.shard.group else replicate
@@ -97,14 +97,15 @@ class HybridReducer:
     """
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Say what becomes of a reduction over the shard axis, which may still be under way; return at once.
+        """Say what happens to the result of a reduction over the shard axis, which may still be under way; return at once.
 
         With `all_reduce_grads` off, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
-        gradients. Otherwise what was kept is added to it (`take_partial_grads`), and it goes on over the replicas
-        (`reduce_over_replicas`); with one replica, to the shards' gradients at once (`finish_shards`). What the all-reduce works on
-        is held (`comm_ctx.hold`) until the backward is over.
+        gradients. Otherwise, kept partial gradients are added to the result (`take_partial_grads`). Then the result goes over the
+        replicas (`reduce_over_replicas`). With one replica, it goes directly to the shards' gradients (`finish_shards`). The
+        memory of the all-reduce is held (`comm_ctx.hold`) until the backward is over.
 
-        Each is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to `reducing.flat`.
+        Each of these functions is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to
+        `reducing.flat`.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -127,15 +128,16 @@ class HybridReducer:
     def reduce_over_replicas(
         self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
     ) -> None:
-        """Go on across the replicas: all-reduce what the reduce-scatter has left on this rank, in place.
+        """Go on across the replicas: all-reduce the result of the reduce-scatter, in place.
 
-        Ranks that replicate hold the same rows, so only these have to cross, 1/S of what the reduce-scatter worked on. Called once,
-        when the reduce-scatter is over, or, on a device, as soon as it is issued; `reduced` is the event after it and after
-        `take_partial_grads`.
+        Ranks that replicate hold the same rows, so only these rows have to cross: 1/S of what the reduce-scatter worked on.
+        Called once, when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after the
+        reduce-scatter and after `take_partial_grads`.
 
-        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for that event. On it, the collective is started
-        (`start_all_reduce`), and the division and the shards' gradients follow (`add_divided`). Nobody else waits: not compute,
-        not the host, and not the reduce-scatter stream, which has the next group to reduce.
+        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for this event. On this stream, the collective
+        starts (`start_all_reduce`), and then the result is divided and added to the shards' gradients (`add_divided`). Nothing
+        else
+        waits: not compute, not the host, and not the reduce-scatter stream, which has the next group to reduce.
         """
         stream = self.group.comm_ctx.streams.all_reduce
         stream.wait(reduced)
@@ -144,14 +146,14 @@ class HybridReducer:
             self.add_divided(stream, params, result, divisor)
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Keep the result of a reduction over the shard axis only; the replicas have not heard of it yet.
+        """Keep the result of a reduction over the shard axis only, which has not reached the replicas yet.
 
         Args:
-            params: those that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. Views of it
-                may be kept, except if the mesh has one shard only: then `result` is the flat buffer of the gradients, whose
-                memory belongs to the compute stream, and what is kept has to be a copy.
+            params: the parameters that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. You
+                may keep views of it, except if the mesh has only one shard. Then `result` is the flat buffer of the gradients,
+                whose memory belongs to the compute stream, so you must keep a copy.
 
-        Afterwards the entry of each of `params` in `partial_grads` has its piece added, in place, or is the piece.
+        Afterwards `partial_grads` has an entry for each of `params`: the old entry, with the piece added in place, or the piece.
         """
         with no_autograd():
             if self.group.mesh.size == 1:  # the result is the input, which belongs to the compute stream
@@ -164,7 +166,8 @@ class HybridReducer:
         """Add partial gradients to the result of a reduction that goes on over the replicas; each counts once.
 
         Args:
-            params: those that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in place.
+            params: the parameters that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in
+                place.
         """
         with no_autograd():
             for param, grad in self.group.pieces(params, result):

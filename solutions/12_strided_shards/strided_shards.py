@@ -25,7 +25,7 @@ from hwfsdp.layout.extents import (
     slices_of,
 )
 
-# The package's own, that the docstrings name:
+# Names of the package that the docstrings mention:
 #
 # hwfsdp.compat
 #     function   strided_shard(dim: int, split_factor: int) -> Placement
@@ -47,16 +47,16 @@ from hwfsdp.layout.extents import (
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """FSDP's placement when it cuts tensor dim `dim` after others did: how one axis of the mesh says what came before it.
+    """Return FSDP's placement if it cuts tensor dim `dim` after other axes have cut: it says how often they cut this dim.
 
     Args:
-        placements: of the axes on the right of FSDP's, which have made their cuts already, each with the number of
-            ranks along its axis.
+        placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
+            number of ranks along its axis.
 
     Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. A plain
-        `Shard(dim)` if it is 1, and the tensor dim is still in one piece. `compat.is_shard` tells which placements cut, and
-        these have a `dim`, which may be another one.
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. If `parts`
+        is 1, the tensor dim is still in one piece: then a plain `Shard(dim)`. `compat.is_shard` tells which placements cut.
+        Each of these has a `dim`, which may be another tensor dim.
     """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
@@ -65,46 +65,46 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Placements of a sharded parameter that was a DTensor before, on the mesh of both: data-parallel axes come first.
+    """Return the placements of a sharded parameter that was a DTensor before, on the joined mesh: data-parallel axes first.
 
     Args:
-        own: what FSDP would say of a plain parameter: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid sharding.
+        own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
+            sharding.
         before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
         sizes: the number of ranks along each of these axes.
         dim: the tensor dim that FSDP cuts.
 
     Returns:
-        One placement for each axis of the joined mesh. Where `own` cuts, it has to say that `before` has cut already
-        (`cut_after`); where it replicates, it still does.
+        One placement for each axis of the joined mesh. Where `own` cuts, the placement has to say what `before` has cut
+            already (`cut_after`). Where `own` replicates, the placement replicates, too.
     """
     cut = cut_after(zip(before, sizes, strict=True), dim)
     return (*(cut if compat.is_shard(p) else p for p in own), *before)
 
 
 def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """The mesh dims that cut each tensor dim, the first to cut first (Note [Right to left]).
+    """Return, for each tensor dim, the mesh dims that cut it, in the order of their cuts (Note [Right to left]).
 
     Args:
         mesh_shape: the number of ranks along each mesh dim.
-        placements: one for each mesh dim. Those that are `isinstance(placement, SHARDS)` cut tensor dim `placement.dim`,
-            counted from the front; all others cut nothing.
+        placements: one for each mesh dim. If `isinstance(placement, SHARDS)`, this mesh dim cuts tensor dim `placement.dim`,
+            counted from the front. All other placements cut nothing.
 
     Returns:
-        By tensor dim, for each that is cut, all mesh dims that cut it: lists of its own, which the caller may change.
+        A dict from each tensor dim that is cut to a new list of all mesh dims that cut it. The caller may change the lists.
 
-    A `StridedShard` asks for `placement.split_factor` pieces, a plain `Shard` for 1: so many pieces of the tensor dim
-    are there when its mesh dim cuts, counting only cuts by mesh dims on its right. As those are on its right, one goes
-    from the last mesh dim to the first, and puts each into the order of its tensor dim after as many of the cuts that are
-    there already as it takes for their mesh sizes to multiply to what it asks for (none, for 1). If mesh dims of size 1 leave
-    several such places, any will do.
+    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number
+    of pieces when the mesh dim cuts it, counting only cuts by mesh dims on its right. So go from the last mesh dim to the first.
+    Insert each into the order of its tensor dim, at the place where the mesh sizes of the cuts before it multiply to the number
+    that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
     Raises:
-        UsageError: there is no such place, because the cuts so far never make so many pieces. `impossible_factor(mesh_shape,
-            mesh_dim, placement, pieces)` returns the error to raise; `pieces` are all numbers of pieces that there are
-            places for, 1 among them.
+        UsageError: there is no such place, because the cuts so far never make this number of pieces.
+            `impossible_factor(mesh_shape, mesh_dim, placement, pieces)` returns the error to raise. `pieces` are the numbers of
+            pieces at all places, including 1.
     """
     orders: defaultdict[int, list[int]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
@@ -125,20 +125,20 @@ def nested_extent(
     orders: Mapping[int, Sequence[int]],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """The box that is left for the rank at this coordinate when every cut was made: integers only.
+    """Return the box that the rank at this coordinate keeps after all cuts. Integers only.
 
     Args:
         global_shape: of the whole tensor; sizes may be 0.
         mesh_shape: the number of ranks along each mesh dim.
-        orders: what `orders_of_cuts` returns. Tensor dims that are not in it are not cut.
+        orders: the result of `orders_of_cuts`. Tensor dims that are not in it are not cut.
         coordinate: the rank's index along each mesh dim.
 
-    Each cut takes what the cuts before it left of the tensor dim to this rank, deals it out to the ranks along its mesh dim
-    as `sharding.chunk_extent` does, and keeps the chunk of this rank's index along that mesh dim. Nothing has to divide.
+    Each cut takes what earlier cuts left of the tensor dim to this rank. It deals this out to the ranks along its mesh dim, as
+    `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. Nothing has to divide evenly.
 
     Returns:
-        Shape, and offset in the whole tensor, as tuples of integers. Where nothing is left of a tensor dim, the offset in it
-        is the size of that dim in `global_shape`, so that no empty part ever shares its offset with a real one.
+        Shape, and offset in the whole tensor, as tuples of integers. If nothing is left of a tensor dim, the offset in it is
+        the size of this dim in `global_shape`, so that an empty part never has the offset of a real part.
     """
     shape, offset = list(global_shape), [0] * len(global_shape)
     for dim, order in orders.items():
@@ -151,24 +151,24 @@ def nested_extent(
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """The local tensor of every coordinate, in row-major order of the mesh.
+    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh.
 
     Args:
-        tensor: the whole, of any shape; it stays as it is.
-        pad: zeros are appended in each sharded dim, so that all have the largest local shape, as collectives want.
+        tensor: the whole, of any shape; it does not change.
+        pad: append zeros in each sharded dim, so that all local tensors have the largest local shape, as collectives need.
 
     Returns:
-        As many as the mesh has ranks, contiguous, of the dtype of `tensor`, each in memory of its own and no larger than it
-        has to be. A rank for which nothing is left has an empty tensor, or one of zeros if `pad`. Autograd knows where they
-        come from.
+        One tensor for each rank of the mesh: contiguous, in the dtype of `tensor`, in its own memory, which is no larger than
+        necessary. If nothing is left for a rank, its tensor is empty, or with `pad` full of zeros. Autograd knows that they
+        come from `tensor`.
 
-    `extents_of(shape, mesh_shape, placements)` says which box of the tensor each coordinate has: a dict from coordinate to
-    `LocalExtent`, in row-major order. `largest_shape(extents)`, of that dict, is as large as the largest of them in each dim.
-    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` the index of as many elements at the front of a
+    `extents_of(shape, mesh_shape, placements)` gives the box of each coordinate: a dict from coordinate to `LocalExtent`, in
+    row-major order. `largest_shape(extents)` of this dict is, in each dim, the largest size of all boxes. `slices_of(extent)` is
+    the index of the box in the whole tensor. `front_of(extent)` is the index of the same number of elements at the front of a
     shard.
 
     Raises:
-        What `local_extent_of` does, and UnsupportedError for Partial: which addend is whose, the sum does not tell.
+        The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
     """
     extents = extents_of(tensor.shape, mesh_shape, placements)
     shards = []
@@ -185,24 +185,23 @@ def unshard_strided(
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
 ) -> Tensor:
-    """The whole tensor, from the local tensors of all coordinates; the inverse of `shard_strided`.
+    """Put the whole tensor together from the local tensors of all coordinates; the inverse of `shard_strided`.
 
     Args:
-        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They stay as they are.
+        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They do not change.
 
     Returns:
-        A tensor of `global_shape`, in memory of its own, of the shards' dtype and device. Autograd knows where it comes from.
+        A tensor of `global_shape`, in its own memory, with the shards' dtype and device. Autograd knows that it comes from the
+        shards.
 
-    `extents_of(global_shape, mesh_shape, placements)` says where in the whole each shard belongs: a dict from coordinate to
-    `LocalExtent`, in row-major order. The elements of a shard are the front of it, of the shape that its extent has
-    (`front_of(extent)`, and `slices_of(extent)` in the whole); what is behind them is padding, and stays out, since in the
-    whole it would be in the middle. Several coordinates may have the same extent: of replicas the first one counts, and the
-    others are not looked at.
+    `extents_of(global_shape, mesh_shape, placements)` says where each shard belongs in the whole: a dict from coordinate to
+    `LocalExtent`, in row-major order. The elements of a shard are its front, in the shape of its extent (`front_of(extent)`; in
+    the whole, `slices_of(extent)`). Everything behind them is padding. Leave it out, because in the whole it would be in the
+    middle. Several coordinates may have the same extent. Of such replicas, take the first one, and do not look at the others.
 
     Raises:
-        UsageError: a shard that is smaller than its extent, or larger than padding makes it, or not one for each
-            coordinate (`check_shards(shards, mesh_shape, extents)` sees to all that, given the dict); and what
-            `shard_strided` raises.
+        UsageError: a shard is smaller than its extent, or larger than padding makes it, or there is not one shard for each
+            coordinate. `check_shards(shards, mesh_shape, extents)` checks all of this. Also the errors of `shard_strided`.
     """
     extents = extents_of(global_shape, mesh_shape, placements)
     check_shards(shards, mesh_shape, extents)
