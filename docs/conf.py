@@ -13,7 +13,7 @@ import hwfsdp  # noqa: E402
 project, author = "hwfsdp", "The hwfsdp authors"
 copyright = "The hwfsdp authors"
 version = release = hwfsdp.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "book", "finish"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "book", "players", "finish"]
 exclude_patterns = ["_build", "README.md"]
 templates_path = ["_templates"]
 html_theme = "furo"

@@ -39,6 +39,7 @@ class Tab:
 
         self._socket = create_connection(address, timeout=PATIENCE, suppress_origin=True)
         self._number = 0
+        self._fingers = 0
         self._events: list[str] = []
         self.complaints: list[str] = []
         self.requests: list[str] = []
@@ -133,6 +134,22 @@ class Tab:
             place = [a + share * (b - a) for a, b in zip(start, end, strict=True)]
             self.mouse("mouseMoved", place[0], place[1], button="left", buttons=1)
         self.mouse("mouseReleased", *end, **held)
+
+    def touch(self, *places: tuple[float, float]) -> None:
+        """Fingers stand on these places in the window; none: they are lifted. `touching` has to have been called."""
+        kind = "touchEnd" if not places else "touchMove" if len(places) == self._fingers else "touchStart"
+        points = [{"x": x, "y": y, "id": finger} for finger, (x, y) in enumerate(places)]
+        self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+        self._fingers = len(places)
+        self.drawn()
+
+    def touching(self, enabled: bool) -> None:
+        """Makes the screen one that is touched, or not."""
+        self.call("Emulation.setTouchEmulationEnabled", enabled=enabled, maxTouchPoints=2 if enabled else 1)
+
+    def tap(self, x: float, y: float) -> None:
+        self.touch((x, y))
+        self.touch()
 
     def click(self, x: float, y: float) -> None:
         self.drag((x, y), (x, y))

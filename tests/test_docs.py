@@ -66,7 +66,7 @@ def test_the_page_on_testing_has_the_table_of_what_was_measured() -> None:
 def test_a_broken_link_fails_the_build_of_the_site_and_is_named(tmp_path: Path) -> None:
     pages, site = tmp_path / "pages", tmp_path / "site"
     pages.mkdir()
-    for each in ("conf.py", "book.py", "finish.py"):
+    for each in ("conf.py", "book.py", "players.py", "finish.py"):
         (pages / each).write_text(
             (DOCS / each).read_text().replace("extensions = [", 'extensions = ["myst_nb"]; _ = [')
         )
@@ -89,18 +89,20 @@ A *rank* keeps a shard. Each rank has one.
 {"a_long_name = " + " + ".join(f"part_{number}" for number in range(20))}
 ```
 """
+EXERCISES = ("01_rows", "09_forward_prefetch")
 NOT_OURS = 'app.connect("builder-inited", write_book)'  # the book: minutes of this test's time
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site of three pages and one exercise, made as `make docs` makes its own."""
+    """A site of three pages and two exercises, made as `make docs` makes its own."""
     root = tmp_path_factory.mktemp("checkout")
     pages, built = root / "docs", root / "host" / "course" / "hwfsdp"
     shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo.*"))
     shutil.copytree(DOCS / "_templates", pages / "_templates")
-    shutil.copytree(ROOT / "exercises" / "01_rows", root / "exercises" / "01_rows")
-    for each in ("conf.py", "finish.py", "glossary.md", "copyright.md"):
+    for each in EXERCISES:
+        shutil.copytree(ROOT / "exercises" / each, root / "exercises" / each)
+    for each in ("conf.py", "players.py", "finish.py", "glossary.md", "copyright.md"):
         shutil.copy(DOCS / each, pages)
     for each in ("LICENSE", "CITATION.cff"):
         shutil.copy(ROOT / each, root)
@@ -109,7 +111,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (pages / "book.py").write_text(book.replace(NOT_OURS, "pass"))
     for each in ("tutorial", "howto"):
         (pages / f"{each}.md").write_text(PAGE)
-    (pages / "index.md").write_text("# First\n\n```{toctree}\n:glob:\n\n*\nexercises/01_rows/README\n```\n")
+    (pages / "index.md").write_text("# First\n\n```{toctree}\n:glob:\n\n*\nexercises/*/README\n```\n")
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(pages), str(built)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return built
@@ -163,6 +165,35 @@ def test_pages_fit_a_phone_link_the_glossary_and_are_found_again_from_any_addres
                 tab.run("getComputedStyle(document.querySelector('input.search-again')).borderRadius")
                 == "4px"
             )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium")
+def test_an_exercise_asks_for_predictions_and_plays_its_step(address: str, tmp_path: Path) -> None:
+    with browser(tmp_path) as tab:
+        tab.look(400, 900)
+        tab.open(f"{address}/exercises/09_forward_prefetch/README.html")
+        assert tab.run("document.querySelectorAll('#predict textarea.prediction').length") == 2
+        assert not any("/players/" in request for request in tab.requests)
+        tab.run("document.querySelector('details.player').open = true")
+        tab.run("document.querySelector('details.player').scrollIntoView()")
+        tab.until("document.querySelector('iframe').contentDocument?.querySelector('#code .event') !== null")
+        heads = "[...document.querySelector('iframe').contentDocument.querySelectorAll('h1')].map(e => e.firstChild.data)"
+        assert tab.run(heads) == ["A: after station 08 ", "B: after station 09 "]
+        assert tab.run("document.documentElement.scrollWidth") == 400 and tab.complaints == []
+
+
+def test_every_player_of_the_site_has_a_page_and_a_place_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    from players import PLAYERS
+
+    for name, player in PLAYERS.items():
+        page = next(
+            root / f"{player.page}.md" for root in (DOCS, ROOT) if (root / f"{player.page}.md").exists()
+        )
+        place = f"/{player.at})" if player.at.endswith(".png") else f"## {player.at}"
+        text = page.read_text().replace("](", "](/")
+        assert place.lower() in text.lower(), name
 
 
 REMOTES = {

@@ -5,6 +5,7 @@ Pictures are looked at by structure: colors that must be in a region, not pixels
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
         "many": [("many.json", spread(log.of_rank(0), 64))],
         "steps": [("steps.json", twice(log))],
+        "kept": [("kept.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
     }
     for name, logs in made.items():
@@ -380,6 +382,71 @@ def test_if_there_are_many_ranks_only_visible_ones_are_drawn(
     assert tab.run(count) < len(bands) * drawn / 4
 
 
+# --- Touched -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phone(tab: Tab, pages: dict[str, str]) -> Iterator[Tab]:
+    """The page of two steps on a narrow screen that is touched."""
+    tab.look(*NARROW)
+    tab.touching(True)
+    tab.open(pages["steps"])
+    yield tab
+    tab.touching(False)
+
+
+def shown_at(tab: Tab, selector: str) -> tuple[float, float]:
+    """The middle of an element in the window, after scrolling to it."""
+    tab.run(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+    left, top, width, height = box(tab, selector)
+    return left + width / 2, top + height / 2
+
+
+def test_a_narrow_page_opens_at_one_step(phone: Tab) -> None:
+    end = phone.run("state.log.stepEnds(0)[0].us")
+    start, stop = phone.run("[state.from, state.to]")
+    steps = ([0, end], [end, phone.run("state.log.end")])
+    assert [start, stop] in [pytest.approx(step) for step in steps]
+    assert start <= phone.run("state.t") <= stop
+
+
+def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> None:
+    phone.tap(*shown_at(phone, "#fit"))
+    shown_at(phone, TIMELINE)
+    phone.tap(*place_of(phone, "backward"))
+    assert phone.run("[state.event.op, document.querySelector('#tip').hidden]") == ["backward", True]
+    left, top, width, _ = box(phone, TIMELINE)
+    x, y, span = left + width / 2, top + 90, phone.run("state.span")
+    phone.touch((x - 15, y))
+    for apart in (15, 40, 60, 80):
+        phone.touch((x - apart, y), (x + apart, y))
+    phone.touch()
+    assert phone.run("state.span") < 0.5 * span
+    for low, moved in ((y, "state.from"), (top + 8, "state.t")):  # the ruler scrubs
+        before = phone.run(moved)
+        for place in (40, 20, 0, -20, -40):
+            phone.touch((x + place, low))
+        phone.touch()
+        assert phone.run(moved) != before, moved
+
+
+def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
+    said = "document.querySelector('#parameters .rows').textContent"
+    owner = phone.run("state.event.owner")
+    assert phone.run(said).startswith(f"{owner} on rank 0: ")
+    shown_at(phone, "#parameters .scroller canvas")
+    left, top, width, _ = box(phone, "#parameters .scroller canvas")
+    row = phone.run(
+        "(state.panes[2].groups.indexOf('blocks.1') + 0.5) * state.panes[2].size.height + CELL.head"
+    )
+    for group in ("blocks.1", None):
+        phone.tap(left + 0.8 * width, top + row)
+        assert phone.run("state.group") == group
+        if group:
+            assert phone.run(said).startswith("blocks.1 on rank 1: ")
+            assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.run(said)
+
+
 # --- Playing -----------------------------------------------------------------------------------------------
 
 
@@ -477,8 +544,8 @@ def test_steps_and_bytes_of_two_logs_are_told_apart(tab: Tab, pages: dict[str, s
 def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
     tab: Tab, pages: dict[str, str]
 ) -> None:
-    judged = {"[1, 3], [2, 5]": "the brackets overlap", "[1, 3], [4, 5]": "the brackets do not overlap"}
-    judged |= {"[4, 5], [1, 3]": "the brackets do not overlap", "[1], [2, 5]": "spread not known"}
+    judged = {"[1, 3], [2, 5]": "the ranges overlap", "[1, 3], [4, 5]": "the ranges do not overlap"}
+    judged |= {"[4, 5], [1, 3]": "the ranges do not overlap", "[1], [2, 5]": "spread not known"}
     for given, said in judged.items():
         assert tab.run(f"judged({given})") == said, given
     assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
@@ -521,10 +588,29 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
     assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
     assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")
     assert "why the gather is late" in tab.run(first)
-    assert "Compute stands still" in tab.run("document.querySelector('#code').textContent")
+    said = tab.run("document.querySelector('#code').textContent")
+    assert "Compute stands still" in said and "waits for all_gather of" in said
     tab.open(pages["two"])
     assert tab.run("state.event === state.parting[0]")
     assert "A and B do not share" in tab.run(first)
+
+
+def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: Tab) -> None:
+    freed, kept = step(), step(reshard=False)
+    gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
+    whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
+    said = tab.run("document.querySelector('#otherwise').textContent").replace("\u00a0", " ")
+    for now, before in (gathered, whole):
+        words = [tab.run(f"bytesText({nbytes})") for nbytes in (now, before)]
+        assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
+
+
+def test_a_page_of_two_logs_or_of_one_that_frees_nothing_says_nothing_of_that(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    for page in ("two", "kept"):
+        tab.open(pages[page])
+        assert tab.run("document.querySelector('#otherwise').textContent") == "", page
 
 
 def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
@@ -544,9 +630,10 @@ def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
     said = tab.run("document.querySelector('.moment').textContent")
     assert f"at the end of the backward of {block.owner}" in said
     stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
+    said = said.replace("\u00a0", " ")
     assert f"{tab.run(f'bytesText({stays})')} that stay" in said
     for kind in ("all_gather_buffer", "unsharded_param", "unsharded_grad"):
-        assert f"{kind} {tab.run(f'bytesText({peak.bytes_by_kind[kind]})')}" in said
+        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]})')} {kind}" in said
 
 
 def test_a_peak_that_an_allocation_makes_leads_to_the_last_one_before_it(tab: Tab, log: EventLog) -> None:

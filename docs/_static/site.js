@@ -13,6 +13,15 @@ function enlarge(picture) {
   dialog.showModal();
 }
 
+function predictionBox() {
+  const box = document.createElement("textarea");
+  box.className = "prediction";
+  box.rows = 2;
+  box.placeholder = "Your prediction";
+  box.setAttribute("aria-label", "Your prediction");
+  return box;
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   for (const picture of document.querySelectorAll("article img")) {
     if (picture.closest("a")) continue;  // it leads somewhere
@@ -23,12 +32,6 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const block of document.querySelectorAll("article div.highlight pre")) {
     block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));
   }
-  for (const answer of document.querySelectorAll("details.predict")) {
-    const box = document.createElement("textarea");
-    box.className = "prediction";
-    box.rows = 2;
-    box.placeholder = "Your prediction";
-    box.setAttribute("aria-label", "Your prediction");
-    answer.before(box);
-  }
+  for (const answer of document.querySelectorAll("details.predict")) answer.before(predictionBox());
+  for (const question of document.querySelectorAll(":is(#predict, [id^=before-you-code]) > ol > li")) question.append(predictionBox());
 });

@@ -45,7 +45,7 @@ def write_page(grade: Grade, source: Source) -> Path | None:
     for result in grade.shown_results:
         if result.finding and result.finding.seen:
             seen, said = result.finding.seen, f"{result.check.id}: {result.finding.message}"
-            mine, theirs = _own(seen, source), _reference(seen.machine, grade.exercise.number)
+            mine, theirs = _own(seen, source), reference_log(seen.machine, grade.exercise.number)
             logs = [(f"yours, virtual {MACHINES[seen.machine]}", mine), ("the reference", theirs)]
             path.parent.mkdir(parents=True, exist_ok=True)
             make_page(logs, Start(said, 0, _peak(mine) if seen.us is None else seen.us)).save(path)
@@ -67,7 +67,7 @@ def _peak(log: EventLog) -> float:
     return max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values())).us
 
 
-def _reference(machine: str, number: str) -> EventLog:
+def reference_log(machine: str, number: str) -> EventLog:
     """The reference's log on this machine after a station, or after the last one before it; of the homework, after all of them."""
     known = json.loads(gzip.decompress(LOGS.read_bytes()))
     stations = [station for station in sorted(known) if machine in known[station]]

@@ -24,9 +24,9 @@ class Code {
       return;
     }
     const places = event.log.places[event.code] ?? [];
-    const facts = make("div", { class: "soft" }, factsOf(event).join("; "));
-    const said = [make("strong", {}, nameOf(event)), facts];
-    for (const reason of reasonsOf(event)) said.push(make("div", { class: "reason" }, reason));
+    const facts = [...factsOf(event), ...orderOf(event)].map((fact) => make("div", { class: "soft" }, whole(fact)));
+    const said = [make("strong", {}, nameOf(event)), ...facts];
+    for (const reason of reasonsOf(event)) said.push(make("div", { class: "reason" }, whole(reason)));
     this.body.replaceChildren(make("div", { class: "event" }, ...said));
     if (!places.length) {
       this.body.append(make("p", { class: "soft" }, "The log does not say which line issued this event."));

@@ -64,7 +64,7 @@ class Controls {
     const { state } = this, button = this.element("play"), { event } = state;
     button.textContent = state.playing ? "pause" : "play";
     button.setAttribute("aria-label", state.playing ? "Pause" : "Play");
-    this.element("clock").textContent = `${(state.t / 1e3).toFixed(3)} ms${event ? `, step ${event.step}` : ""}`;
+    this.element("clock").textContent = `${(state.t / 1e3).toFixed(state.span > 1e5 ? 1 : 3)} ms${event ? `, step ${event.step}` : ""}`;
     const through = this.element("steps-through");
     through.options[0].textContent = `rank ${state.rank}`;
     through.value = state.group === null ? "" : `=${state.group}`;
@@ -85,7 +85,7 @@ class Controls {
   /** For screen readers: the event under the cursor. Not while playing. */
   speak() {
     const { event } = this.state;
-    if (event) this.element("spoken").textContent = [nameOf(event), ...factsOf(event), ...reasonsOf(event)].join(". ");
+    if (event) this.element("spoken").textContent = [nameOf(event), ...factsOf(event), ...orderOf(event), ...reasonsOf(event)].join(". ");
   }
 
   // --- playing ---

@@ -6,12 +6,13 @@ const COLLECTIVES = new Set([
   "scatter", "barrier",
 ]);
 const PAIRWISE = new Set(["send", "recv"]);
+const ALL_MEMORY = "all memory"; // the one kind in a log where nobody says what tensors are for
 const TOUCHING = 0.11; // µs: times are rounded to a tenth
 
 class Log {
   constructor(packed, side, places, looks) {
     Object.assign(this, { name: packed.name, side, ranks: packed.ranks, groups: packed.groups, summary: packed.summary });
-    Object.assign(this, { places, owners: packed.owners, closedForm: packed.closed_form });
+    Object.assign(this, { places, owners: packed.owners, closedForm: packed.closed_form, closedFormKept: packed.closed_form_kept });
     Object.assign(this, { worldSize: packed.world_size, torch: packed.torch, device: packed.device });
     this.clocksDiffer = packed.clocks_differ;
     this.times = packed.times; // of each step, mean of the ranks
@@ -196,4 +197,9 @@ class Log {
     found.stepEnds = [...ends].map(([step, us]) => ({ step, us })).sort((a, b) => a.us - b.us).slice(0, -1);
     return found.stepEnds;
   }
+}
+
+/** Whether a log knows all bytes that are alive, and not what they are for. */
+function countsAll(log) {
+  return [...log.samples.values()].some((samples) => ALL_MEMORY in samples.kinds);
 }

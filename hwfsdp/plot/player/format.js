@@ -40,6 +40,11 @@ function numberOf(count, what) {
   return `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
 }
 
+/** The text, in which no line ends between a number and its unit. */
+function whole(text) {
+  return text.replace(/(\d) (?=(?:µs|ms|[KMGT]i?B|B)\b)/g, "$1\u00a0");
+}
+
 /** An element with attributes and children. Texts become text: nothing in a log is ever read as HTML. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

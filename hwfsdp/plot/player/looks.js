@@ -3,7 +3,6 @@
 
 const GREY_LOOK = { color: "#8C8C8C", hatch: "++" };
 const STATE_NAMES = { sharded: "sharded", freed: "sharded", gathering: "gathering", full: "whole", reducing: "reducing" };
-const ALL_MEMORY = "all memory"; // the one kind in a log where nobody says what tensors are for
 const TILE = 7; // pixels of a hatch
 
 class Looks {

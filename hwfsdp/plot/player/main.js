@@ -15,7 +15,7 @@ function start() {
     new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks),
     new Code(state, data.functions), summary, controls,
   ];
-  document.querySelector("main").classList.toggle("pair", isPair);
+  document.body.classList.toggle("pair", isPair);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.change({}));
   state.change({});
 }

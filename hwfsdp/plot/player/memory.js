@@ -62,7 +62,7 @@ class Memory {
       context.fillText(`${name}: the log has no samples of memory`, box.left, top + 9);
       return;
     }
-    const counted = ALL_MEMORY in samples.kinds ? "all that is alive" : "without activations";
+    const counted = countsAll(log) ? "all that is alive" : "without activations";
     context.fillText(`${name}, ${counted}`, Math.min(box.left, Math.max(2, this.surface.width - context.measureText(`${name}, ${counted}`).width)), top + 9);
     this.drawBytes(context, box);
     drawTimeAxis(context, looks, state, { ...box, y: box.bottom + 12, top: box.bottom, bottom: box.bottom + 4 });
@@ -203,7 +203,7 @@ class Memory {
     const heads = sides.length > 1 ? [make("tr", {}, make("td"), ...sides.map(({ log }) => make("th", { scope: "col" }, "AB"[log.side])))] : [];
     const rows = kinds.map((kind) => row(name(kind), ({ now }) => bytesText(now[kind] ?? 0)));
     const form = kinds.includes("unsharded_param") && sides.some(({ log }) => log.closedForm)
-      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, from the top of what stays")), ({ log }) => (log.closedForm ? bytesText(log.closedForm) : "–"))] : [];
+      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, above what stays")), ({ log }) => (log.closedForm ? bytesText(log.closedForm) : "–"))] : [];
     const sum = row(`at ${msText(state.t)}`, (side) => bytesText(total(side)), { class: "sum" });
     this.legend.replaceChildren(make("table", {}, make("tbody", {}, ...heads, sum, ...rows, ...form)));
   }

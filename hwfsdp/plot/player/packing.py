@@ -7,6 +7,7 @@ groups, places) are numbers into a table. Times are µs, to a tenth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
@@ -105,6 +106,7 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
         "groups": [_pack_group(g) for g in about.groups] if about else [],
         "times": times_of_steps(log)._asdict(),
         "closed_form": expect_peak(about.groups) if about and about.groups else None,
+        "closed_form_kept": _expect_peak_if_kept(about.groups) if about and about.groups else None,
         "summary": {**summary, "by_rank": {str(rank): found for rank, found in summary["by_rank"].items()}},
         "clocks_differ": len({clock.machine for clock in log.clocks.values()}) > 1,
         "events": _pack_events(log.events, owners, begin, sources),
@@ -112,6 +114,11 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
         "states": _pack_states(log, owners, begin),
         "owners": owners.texts,
     }
+
+
+def _expect_peak_if_kept(groups: Sequence[GroupAbout]) -> int | None:
+    """The closed form if no group was freed after the forward."""
+    return expect_peak([replace(group, gathered_again_from=0) for group in groups])
 
 
 def _pack_group(group: GroupAbout) -> dict[str, Any]:

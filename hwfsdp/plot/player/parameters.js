@@ -12,6 +12,7 @@ class Parameters {
     this.tall = this.section.querySelector(".tall");
     this.canvas = this.section.querySelector("canvas");
     this.surface = new Surface(this.canvas, () => state.change({}));
+    this.rows = this.section.querySelector(".rows");
     this.scroller.addEventListener("scroll", () => state.change({}));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tip.hide());
@@ -54,6 +55,7 @@ class Parameters {
     context.fillStyle = this.looks.paper;
     context.fillRect(0, 0, this.surface.width, CELL.head);
     this.drawHeads(context, size);
+    this.tellRows();
     this.canvas.setAttribute("aria-label", this.said());
   }
 
@@ -65,6 +67,13 @@ class Parameters {
     const top = row * size.height, below = top + CELL.head + size.height - scroller.clientHeight;
     if (top < scroller.scrollTop) scroller.scrollTop = top;
     else if (below > scroller.scrollTop) scroller.scrollTop = below + 4;
+  }
+
+  /** Below the grid, of the chosen rank: the group that is stepped through, or else the event's. */
+  tellRows() {
+    const { state } = this, group = state.group ?? state.event?.owner;
+    const said = this.groups.includes(group) ? whole(this.linesOf(group, state).join("; ")) : "";
+    if (said !== this.rows.textContent) this.rows.textContent = said;
   }
 
   drawName(context, group, y, size) {
@@ -125,10 +134,11 @@ class Parameters {
     context.fillText(name, middle, y + 0.5);
   }
 
-  /** Which part of the group the rank holds, as shares of it; ranks count as a mesh of replicas × shards numbers them. */
+  /** Which part of the group the rank holds, as shares of it; ranks count as a mesh of replicas × shards numbers them. Where the
+   *  log has one rank and does not say of how many, any part stands for it. */
   shareOf(log, group, rank) {
-    const about = log.sizes.get(group);
-    if (!about) return { start: 0, length: 1 / Math.max(1, log.worldSize ?? log.ranks.length) };
+    const about = log.sizes.get(group), ranks = log.worldSize ?? (log.ranks.length > 1 ? log.ranks.length : 4);
+    if (!about) return { start: 0, length: 1 / ranks };
     return { start: rank % about.shards / about.shards, length: 1 / about.shards };
   }
 
@@ -148,22 +158,23 @@ class Parameters {
   linesOf(group, { log, rank }) {
     const found = log.stateOf(rank, group, Math.min(this.state.t, log.end)), about = log.sizes.get(group);
     const states = found ? [STATE_NAMES[found.params], found.reducing ? "gradients reducing" : ""].filter(Boolean).join(", ") : "not seen in this log";
-    const lines = [`${group} on rank ${rank}: ${states}`];
+    const lines = [`${group} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
     if (!about) return lines;
     const isSure = about.shards * about.replicas === log.worldSize;
     lines.push(`${bytesText(about.bytes)} when whole, over ${numberOf(about.shards, "rank")}`);
     const rows = about.params.slice(0, 8).map((param) => {
       const { start, length } = rowsOf(param.shape[0], about.shards, rank % about.shards);
       const held = length ? `rows ${start} to ${start + length - 1} of ${param.shape[0]}` : `none of ${param.shape[0]} rows`;
-      return `${param.fqn}  [${param.shape.join(" × ")}]${isSure ? `: ${held}` : ""}`;
+      const name = param.fqn.startsWith(`${group}.`) ? param.fqn.slice(group.length + 1) : param.fqn;
+      return `${name} [${param.shape.join(" × ")}]${isSure ? `: ${held}` : ""}`;
     });
     return [...lines, ...rows, ...(about.params.length > 8 ? [`… and ${about.params.length - 8} more`] : [])];
   }
 
   click(event) {
     const { column, group } = this.cellAt(event);
+    if (group !== undefined) controls.stepThrough(group === this.state.group ? null : group);
     if (column) this.state.lookAt(this.state.logs.indexOf(column.log), column.rank);
-    if (group !== undefined) controls.stepThrough(group);
   }
 
   said() {

@@ -77,3 +77,12 @@ function factsOf(event) {
     `from ${msText(event.start)}, for ${msText(event.end - event.start)}${size}`,
   ];
 }
+
+/** What an event waits for, and what waits for it: up to two lines. */
+function orderOf(event) {
+  const names = (events) => [...new Set(events.map(nameOf))].slice(0, 4).join(", ");
+  const said = [];
+  if (event.waitsFor.length) said.push(`waits for ${names(event.waitsFor)}`);
+  if (event.waitedForBy.length) said.push(`waited for by ${names(event.waitedForBy)}`);
+  return said;
+}

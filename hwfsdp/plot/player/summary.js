@@ -8,6 +8,7 @@ class Summary {
     state.parting = this.findParting();
     document.getElementById("facts").replaceChildren(...(comparison ? this.compared() : this.described()));
     document.getElementById("exact").textContent = this.exactness();
+    document.getElementById("otherwise").replaceChildren(...prose(whole(comparison ? "" : this.otherwise())));
     document.getElementById("looks").replaceChildren(...this.moments());
     document.getElementById("begin").replaceChildren(...prose(this.open()));
     document.querySelector("#tables .body").replaceChildren(...state.logs.flatMap((log, side) => this.tablesOf(log, side)));
@@ -37,9 +38,9 @@ class Summary {
     return [
       make("div", { class: "title" }, make("h1", {}, log.name), make("div", { class: "soft" }, this.runOf(log))),
       number(msText(summary.step_us), "a step", "Mean of the ranks and steps", log.times.step_us),
-      number(msText(summary.exposed_comm_us), "exposed communication", "Communication of a step while the rank computes nothing; mean of the ranks", log.times.exposed_comm_us),
-      number(hidden, "of communication hidden", "The part of the communication that runs beside compute; mean of the ranks"),
-      ...(peak ? [number(bytesText(peak.total), "at most alive on a rank, without activations", "Parameters, gradients, optimizer state, buffers; no activations")] : []),
+      number(msText(summary.exposed_comm_us), "communication while nothing computes", "Exposed communication: communication of a step while the rank computes nothing; mean of the ranks", log.times.exposed_comm_us),
+      number(hidden, "of communication hidden behind compute", "The part of the communication that runs beside compute; mean of the ranks"),
+      ...(peak ? [number(bytesText(peak.total), `peak memory of a rank${countsAll(log) ? "" : ", without activations"}`, countsAll(log) ? "All that is alive" : "Parameters, gradients, optimizer state, buffers; no activations")] : []),
     ];
   }
 
@@ -74,9 +75,18 @@ class Summary {
   exactness() {
     const { logs } = this.state, counts = [...new Set(logs.map((log) => log.times.step_us.length))].map(countText).join(" and ");
     const spread = logs.some((log) => log.times.step_us.length > 1)
-      ? `Brackets hold the shortest and the longest of the ${counts} recorded steps.`
+      ? `In brackets: the shortest and the longest of the ${counts} recorded steps.`
       : "One step was recorded, so the spread of its times is not known.";
     return `${spread} On real machines times differ from run to run. Bytes, counts and peaks are the same in every run.`;
+  }
+
+  /** What would be different without freeing after the forward, by the closed forms; "" if nothing is freed or no form holds. */
+  otherwise() {
+    const [log] = this.state.logs, sum = (groups) => groups.reduce((bytes, group) => bytes + group.bytes, 0);
+    if (!log.freedGroups || !log.closedForm || !log.closedFormKept) return "";
+    const all = sum(log.groups), again = sum(log.groups.filter((group) => group.gathered_again));
+    return `With \`reshard_after_forward=False\` the backward would gather nothing: forward and backward gather ${bytesText(all)} instead of ${bytesText(all + again)}. `
+      + `But up to ${bytesText(log.closedFormKept)} of parameters would be whole at once, instead of ${bytesText(log.closedForm)}.`;
   }
 
   /** Chooses the moment at which the page opens, and says in a sentence what it is and what to do. */
@@ -91,25 +101,32 @@ class Summary {
     if (/[#&]t=/.test(location.hash)) return opened("where the link points");
     if (parting) {
       state.choose(parting);
-      return opened("at the first event that A and B do not share; the table says what comes of it");
+      return opened("at the first event that A and B do not share. The table says what follows from it");
     }
     if (wait) {
       state.choose(wait);
-      return opened(`at a wait of compute for a gather, ${state.logs.length > 1 ? "in A, " : ""}and the pane Code says why the gather is late`);
+      if (matchMedia("(max-width: 560px)").matches) this.showStep(wait); // few pixels: one step is readable, two are not
+      return opened(`where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. The pane Code says why the gather is late`);
     }
     if (peak) {
       this.visitPeak(0, peak);
-      return opened("at the peak of memory, and the pane Memory says what it consists of");
+      return opened("at the peak of memory. The pane Memory says what it consists of");
     }
     return opened("at the beginning");
+  }
+
+  /** The window becomes the step of an event. */
+  showStep(event) {
+    const ends = event.log.stepEnds(event.rank).map(({ us }) => us), place = firstPlace(ends, (us) => us > event.start);
+    this.state.show(ends[place - 1] ?? 0, ends[place] ?? event.log.end);
   }
 
   /** What is alive at a peak: in one sum what stays, by kind what comes and goes. */
   contentOf(peak) {
     const kinds = peak.kinds.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
-    const stays = kinds.reduce((sum, [kind, bytes]) => sum + (CONSTANT.includes(kind) ? bytes : 0), 0);
-    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${kind} ${bytesText(bytes)}`);
-    return [stays && `${bytesText(stays)} that stay`, ...goes].filter(Boolean).join(", ");
+    const stay = kinds.filter(([kind]) => CONSTANT.includes(kind)), stays = stay.reduce((sum, [, bytes]) => sum + bytes, 0);
+    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes)} ${kind}`);
+    return [stays && `${bytesText(stays)} that stay (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
   }
 
   /** Moves the cursor to a peak, and chooses the allocation that makes it. */
@@ -136,19 +153,16 @@ class Summary {
     state.logs.forEach((log, side) => {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
       if (peak) {
-        const others = log.ranks.filter((rank) => rank !== peak.rank && log.peaks.get(rank)?.total === peak.total).length;
-        const on = `on rank ${peak.rank}${others ? `, and as much at another time on ${numberOf(others, "other rank")}` : ""}`;
         const cause = log.causeOf(peak.rank, peak), isMade = cause?.op === "alloc" && cause.owner;
-        const when = isMade ? `, ${cause.phase}, when ${cause.owner} becomes whole` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
-        const text = `${name}Memory peaks at ${msText(peak.us)}${when}: ${bytesText(peak.total)} ${on}: ${this.contentOf(peak)}`;
+        const when = isMade ? `, when the ${cause.phase} makes ${cause.owner} whole` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
+        const text = `${name}Memory peaks on rank ${peak.rank} at ${msText(peak.us)}${when}: ${bytesText(peak.total)}${countsAll(log) ? "" : ` = ${this.contentOf(peak)}`}`;
         found.push(moment(text, () => this.visitPeak(side, peak), "memory"));
       }
-      const waits = [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
+      const waits = state.logs.length > 1 ? longestWaits(log, 1) : [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
       for (const wait of new Set(waits)) {
-        const source = awaited(wait), isGather = source.op === "all_gather", length = msText(wait.end - wait.start);
-        const which = isGather ? "Longest wait for a gather" : "Longest wait", what = (isGather && source.owner) || nameOf(source);
-        const when = wait.phase ? `, ${wait.phase}` : "";
-        found.push(moment(`${name}${which}: rank ${wait.rank} waits ${length} for ${what}${when}`, () => this.jump(wait)));
+        const source = awaited(wait), length = msText(wait.end - wait.start);
+        const which = source.op === "all_gather" ? "Longest wait for a gather" : "Longest wait", when = wait.phase ? ` in the ${wait.phase}` : "";
+        found.push(moment(`${name}${which}: rank ${wait.rank} waits ${length} for the ${nameOf(source)}${when}`, () => this.jump(wait)));
       }
     });
     return found.filter(Boolean);
@@ -199,7 +213,7 @@ class Summary {
 /** Whether steps of the two logs took as long as each other. */
 function judged(a, b) {
   if (Math.min(a.length, b.length) < 2) return "spread not known";
-  return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "the brackets overlap" : "the brackets do not overlap";
+  return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "the ranges overlap" : "the ranges do not overlap";
 }
 
 /** A button that leads to a moment. Where panes stand below each other, the page scrolls to the one that shows it. */
@@ -212,12 +226,7 @@ function moment(text, onclick, pane = "timeline") {
     section.style.scrollMarginTop = `${bar.offsetHeight + 6}px`; // they stay at the top
     section.scrollIntoView();
   };
-  return make("button", { class: "moment", onclick: go }, ...prose(text));
-}
-
-/** The text, in which no line ends between a number and its unit. */
-function whole(text) {
-  return text.replace(/(\d) (?=(?:µs|ms|[KMGT]i?B|B)\b)/g, "$1\u00a0");
+  return make("button", { class: "moment", onclick: go }, ...prose(whole(text)));
 }
 
 function table(caption, heads, rows) {

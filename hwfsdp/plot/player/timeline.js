@@ -39,14 +39,16 @@ class Timeline {
 
   // --- where things are ---
 
-  /** Room for the names of streams; for that of the rank beside them, if it does not stand above them. */
-  get left() {
+  /** From where to where time reaches. At the left is room for the names of streams; and for that of the rank beside them, if it
+   *  does not stand above them. */
+  measure() {
+    const width = this.scroller.clientWidth; // asked for once, as every bar needs it
+    this.surface.context.font = FONT;
     this.widest ??= Math.max(...this.state.logs.flatMap((log) => log.streams.map((stream) => this.surface.context.measureText(stream).width)));
-    return Math.round(Math.max(60, this.widest + 14 + (this.isNarrow ? 0 : 48)));
+    this.isNarrow = width < 560;
+    this.left = Math.round(Math.max(60, this.widest + 14 + (this.isNarrow ? 0 : 48)));
+    this.right = width - 8;
   }
-
-  get isNarrow() { return this.scroller.clientWidth < 560; }
-  get right() { return this.scroller.clientWidth - 8; }
 
   x(t) {
     return this.left + (t - this.state.from) / this.state.span * (this.right - this.left);
@@ -58,6 +60,7 @@ class Timeline {
 
   /** Rows from the top of the first log to the bottom of the last: headings, and lanes of streams. */
   layOut() {
+    this.measure();
     const logs = this.state.logs, bands = logs.flatMap((log) => log.ranks.map((rank) => ({ log, rank })));
     const lanes = bands.map(({ log, rank }) => log.streams.filter((s) => log.byRank.get(rank).lanes.has(s)));
     const count = lanes.reduce((sum, streams) => sum + streams.length, 0), heads = logs.length > 1 ? logs.length : 0;
@@ -301,8 +304,9 @@ class Timeline {
     context.textAlign = "left";
     for (const row of this.visibleRows("log")) {
       const y = row.y - scroller.scrollTop, letter = "AB"[row.log.side ?? 0], name = context.measureText(`${letter}: ${row.log.name}`).width * 1.1;
-      for (const { us, label } of this.stepsOf(row.log)) {
-        const x = this.x(us);
+      this.stepsOf(row.log).forEach(({ us, label }, i, steps) => {
+        const x = this.x(us), said = `${letter} ${label}`, from = Math.max(x + 4, us ? 0 : name + 20);
+        const isFree = i === steps.length - 1 || from + context.measureText(said).width < this.x(steps[i + 1].us);
         context.strokeStyle = looks.soft;
         context.setLineDash(row.log.side ? [7, 3] : [2, 3]);
         context.beginPath();
@@ -310,8 +314,8 @@ class Timeline {
         context.lineTo(x, y + row.height);
         context.stroke();
         context.fillStyle = looks.ink;
-        if (isPair) context.fillText(`${letter} ${label}`, Math.max(x + 4, us ? 0 : name + 20), y + HEAD / 2);
-      }
+        if (isPair && isFree) context.fillText(said, from, y + HEAD / 2);
+      });
     }
     context.setLineDash([]);
   }
@@ -455,14 +459,6 @@ class Timeline {
     this.canvas.style.cursor = found ? "pointer" : event.offsetY < RULER ? "ew-resize" : "grab";
     if (found !== this.state.hovered) this.state.change({ hovered: found });
     if (!found || found === this.state.event || event.pointerType === "touch") tip.hide(); // the pane Code says it
-    else tip.show([nameOf(found), ...factsOf(found), ...this.orderOf(found), ...reasonsOf(found)], event.clientX, event.clientY);
-  }
-
-  orderOf(event) {
-    const names = (events) => [...new Set(events.map(nameOf))].slice(0, 4).join(", ");
-    const said = [];
-    if (event.waitsFor.length) said.push(`waits for ${names(event.waitsFor)}`);
-    if (event.waitedForBy.length) said.push(`waited for by ${names(event.waitedForBy)}`);
-    return said;
+    else tip.show([nameOf(found), ...factsOf(found), ...orderOf(found), ...reasonsOf(found)], event.clientX, event.clientY);
   }
 }

@@ -1,0 +1,208 @@
+"""Step players on the site: below a still picture, or before a question, the same step to play.
+
+The site makes these pages when it is built, so that they show the code as it is. They stand folded, and a browser loads a page only when
+its reader unfolds it. The still pictures remain for paper and for GitHub. Logs come from the simulator, from the file with the
+reference's runs at the stations, and, for the demo, from two ranks on this machine. Of the reference at the stations, the pages show
+events and times, and no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from docutils import nodes
+from jinja2 import Template
+
+from hwfsdp.course.beside import reference_log
+from hwfsdp.launcher.steps import Steps
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.plot.player.page import make_page
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.traced_run import Target, trace_run
+from hwfsdp.virtual.run import simulate
+
+DOCS = Path(__file__).parent
+PACKAGE = DOCS.parent / "hwfsdp"
+FOLDER = "players"  # of the site
+CONFIG = GPTConfig(dim=2048, layers=5, heads=16, seq_len=1024)
+Logs = dict[str, EventLog]
+
+BLOCK = Template(
+    '<details class="player"><summary>{{ says }}</summary><p><a href="{{ address }}">In a window of its own</a></p>'
+    '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy"></iframe></details>',
+    autoescape=True,
+)
+
+
+class Player(NamedTuple):
+    """A player on a page.
+
+    Attributes:
+        page: of the site. at: the name of the picture that it follows, or the id of the section that it precedes.
+        says: what to look for. logs: one log or two, by name.
+    """
+
+    page: str
+    at: str
+    says: str
+    logs: Callable[[], Logs]
+
+
+# --- Logs --------------------------------------------------------------------------------------------------
+
+
+@cache
+def demo(reshard_after_forward: bool | None) -> EventLog:
+    """Two steps of the demo's model on two ranks of this machine."""
+    return trace_run(
+        Target(None, (), Steps(), reshard_after_forward=reshard_after_forward), 2, "cpu", own_output=False
+    )
+
+
+def with_and_without_freeing() -> Logs:
+    return {"freed after the forward": demo(True), "kept until the backward": demo(False)}
+
+
+def stations(asked: dict[str, tuple[str, str]]) -> Logs:
+    """The reference's runs after stations: by name, the machine and the number of the station."""
+    return {name: reference_log(*each) for name, each in asked.items()}
+
+
+def simulated(gpus: int, settings: dict[str, dict[str, Any]]) -> Logs:
+    """A step of a GPT on virtual H100s: by name, the settings of `simulate`."""
+    return {
+        name: simulate(CONFIG, gpus, **{"batch": 2, "seq": 1024, **each}).log
+        for name, each in settings.items()
+    }
+
+
+def of_faq(name: str) -> Logs:
+    """The first and the last run of a function of docs/faq.py."""
+    import faq
+
+    runs = list(getattr(faq, name)().items())
+    return {name: run.log for name, run in (runs[0], runs[-1])}
+
+
+# --- Players -----------------------------------------------------------------------------------------------
+
+EXERCISES = {
+    "03_naive_fsdp": (
+        "Play a forward of the reference: how long is each unit whole?",
+        partial(stations, {"after station 03": ("forward", "03")}),
+    ),
+    "06_mixed_precision": (
+        "Play a step in float32 (A) and in bfloat16 (B): what becomes half as large, and what stays?",
+        partial(
+            simulated, 8, {str(dtype): {"param_dtype": dtype} for dtype in (torch.float32, torch.bfloat16)}
+        ),
+    ),
+    "07_accumulation": (
+        "Play a step with reshard_after_forward=True (A) and False (B): which gathers does B leave out, and what does it hold instead?",
+        partial(
+            simulated,
+            8,
+            {f"reshard_after_forward={each}": {"reshard_after_forward": each} for each in (True, False)},
+        ),
+    ),
+    "08_streams": (
+        "Play a step of the reference on a virtual GPU: which gathers does compute hide, and which can it not hide?",
+        partial(stations, {"after station 08": ("gpu", "08")}),
+    ),
+    "09_forward_prefetch": (
+        "Play a forward whose gathers start when they are needed (A), and one ahead (B): where does A wait?",
+        partial(stations, {f"after station {number}": ("forward", number) for number in ("08", "09")}),
+    ),
+    "10_backward_prefetch": (
+        "Play a step before this station (A) and after it (B): what moves behind the backward?",
+        partial(stations, {f"after station {number}": ("host", number) for number in ("09", "10")}),
+    ),
+    "11_hybrid_sharding": (
+        "Play a step sharded over 16 GPUs (A) and within each node of 8 (B): what takes less time, and what more memory?",
+        partial(simulated, 16, {"over all GPUs": {}, "within each node": {"hsdp": True}}),
+    ),
+    "capstone": (
+        "Play a step that overlaps only what it has to (A), and one that overlaps all it can (B): where does A wait?",
+        partial(stations, {"little overlap": ("host", "08"), "all overlap": ("host", "10")}),
+    ),
+}
+AT = {"08_streams": "predict"}  # no picture
+FAQ = {
+    "one_group": ("groupings", "Play one group (A) and six (B): what can compute hide?"),
+    "accumulation": ("accumulations", "Play both steps: how long do whole gradients stay?"),
+    "logging": ("logged", "Play both steps: which parameters are whole when the forward begins?"),
+    "reshard": (
+        "reshards",
+        "Play True (A) and False (B): which gathers disappear, and what is whole meanwhile?",
+    ),
+    "scaling": ("scalings", "Play 8 GPUs (A) and 256 with hybrid sharding (B): what does compute hide?"),
+}
+PLAYERS = {
+    "demo": Player("traces", "player.png", "Play two steps of the demo.", lambda: {"the demo": demo(None)}),
+    "demo-kept": Player(
+        "traces",
+        "player.png",
+        "Play the demo beside itself with reshard_after_forward=False.",
+        with_and_without_freeing,
+    ),
+    **{
+        name: Player(f"exercises/{name}/README", AT.get(name, "picture.png"), says, logs)
+        for name, (says, logs) in EXERCISES.items()
+    },
+    **{
+        f"faq-{name}": Player("faq", f"faq_{name}.png", says, partial(of_faq, source))
+        for name, (source, says) in FAQ.items()
+    },
+}
+
+
+def add_players(app: Any, doctree: nodes.document) -> None:
+    """Put the players of a page into it."""
+    page = app.env.docname
+    for name, player in reversed(PLAYERS.items()):  # the first of two at one place comes first
+        if player.page == page:
+            address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
+            block = nodes.raw("", BLOCK.render(says=player.says, address=address), format="html")
+            parent, place = _place(doctree, player.at)
+            parent.insert(place, block)
+
+
+def _place(doctree: nodes.document, at: str) -> tuple[Any, int]:
+    """Where a player stands: a node, and its place among the node's children."""
+    for section in doctree.findall(nodes.section):
+        if at in section["ids"]:
+            return section.parent, section.parent.index(section)
+    picture = next(node for node in doctree.findall(nodes.image) if Path(node["uri"]).name == at)
+    place = picture.parent.parent.index(picture.parent) + 1
+    following = picture.parent.parent[place : place + 1]
+    is_caption = bool(following) and isinstance(following[0].next_node(), nodes.emphasis)
+    return picture.parent.parent, place + is_caption
+
+
+def write_players(app: Any, failed: Exception | None) -> None:
+    """Write the players whose pages the site has, unless they are there and newer than all code."""
+    if failed or app.builder.format != "html":
+        return
+    newest = max(path.stat().st_mtime for path in _sources())
+    for name, player in PLAYERS.items():
+        path = Path(app.outdir) / FOLDER / f"{name}.html"
+        if player.page in app.env.found_docs and not (path.exists() and path.stat().st_mtime > newest):
+            path.parent.mkdir(exist_ok=True)
+            make_page(list(player.logs().items())).save(path)
+
+
+def _sources() -> Iterator[Path]:
+    yield from DOCS.glob("*.py")
+    for kind in ("py", "js", "css", "html", "gz"):
+        yield from PACKAGE.rglob(f"*.{kind}")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("doctree-read", add_players)
+    app.connect("build-finished", write_players)
+    return {"parallel_read_safe": True}
