@@ -54,7 +54,6 @@ LONG = {
     "course/checks/checkpoints_pairs.py": 255,
     "course/checks/strided_shards_runs.py": 280,
     "course/doors.py": 324,
-    "course/mutants.py": 271,
     "course/run.py": 359,
     "course/stations/facts.py": 279,
     "course/stations/laws.py": 296,

@@ -18,12 +18,12 @@ def grade(args: argparse.Namespace) -> int:
         raise UsageError(
             "--resume", expected="the --out of the stopped run", got="none", remedy="Give the same --out."
         )
-    from hwfsdp.course.gradebook import command, conditions
+    from hwfsdp.course.gradebook import command
     from hwfsdp.course.gradebook.grading import Settings
     from hwfsdp.course.gradebook.hidden_inputs import read_secret
     from hwfsdp.course.gradebook.late import LatePolicy, parse_rule, parse_time, read_times
 
-    conditions.refuse_second_copy()
+    command.refuse_second_copy()
     deadline = parse_time(args.deadline, "--deadline") if args.deadline else None
     policy = LatePolicy(deadline, parse_rule(args.late) if args.late else None)
     if policy.rule and deadline is None:

@@ -112,7 +112,11 @@ def status(as_json: bool) -> int:
     next_one = next((s.exercise for s in standings if s.status not in ("passed", "forgone")), None)
     text = _filled(
         "status.txt",
-        **{"standings": standings, "score": score, "most": most, "contents": contents, "style": style},
+        standings=standings,
+        score=score,
+        most=most,
+        contents=contents,
+        style=style,
         width=max(len(exercise.title) for exercise in course.exercises),
         own=own and shown_path(own),
         in_lines=lambda items: filled_lines(items, style.width - 6),

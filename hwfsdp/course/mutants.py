@@ -19,53 +19,25 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import tomllib
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 SHORT = 60  # characters of a fragment that can be read at a glance
 
-ARITHMETIC = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-}
-COMPARISONS: dict[type, Any] = {
-    ast.Lt: ast.LtE,
-    ast.Gt: ast.GtE,
-    ast.Eq: ast.NotEq,
-    ast.Is: ast.IsNot,
-    ast.In: ast.NotIn,
-}
+KNOWN: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+ARITHMETIC, COMPARISONS = (
+    {getattr(ast, before): getattr(ast, after) for before, after in KNOWN[name].items()}
+    for name in ("arithmetic", "comparisons")
+)
 COMPARISONS |= {after: before for before, after in COMPARISONS.items()}
-FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-
-NOT_SWAPPED = frozenset(  # functions whose arguments may as well be swapped, or cannot be
-    "min max minimum maximum gcd lcm add mul equal allclose isclose isinstance issubclass getattr hasattr".split()
+NOT_SWAPPED, CONVERSIONS, METHODS, UNTOUCHED = (
+    frozenset(KNOWN[name].split()) for name in ("not_swapped", "conversions", "methods", "untouched")
 )
-CONVERSIONS = frozenset(
-    "abs bool ceil copy deepcopy dict float floor int list reversed set sorted tuple".split()
-)
-METHODS = frozenset(  # whose result may stand in for their receiver
-    """add_ bfloat16 clone contiguous copy copy_ cpu cuda detach div_ double expand flatten float half long lower mul_
-    neg ravel removeprefix removesuffix requires_grad_ reshape resolve squeeze strip sub_ t to transpose unsqueeze upper
-    view zero_""".split()
-)
-
-UNTOUCHED = frozenset("Assert Import ImportFrom JoinedStr TemplateStr TypeAlias".split())
-FIELDS = {  # of which nothing is touched
-    "FunctionDef": ("decorator_list", "args", "returns", "type_params"),
-    "AsyncFunctionDef": ("decorator_list", "args", "returns", "type_params"),
-    "ClassDef": ("decorator_list", "bases", "keywords", "type_params"),
-    "Lambda": ("args",),
-    "AnnAssign": ("annotation",),
-    "Raise": ("exc", "cause"),
-}
 
 Placed = ast.expr | ast.stmt | ast.keyword
 DROPPED = (
@@ -209,7 +181,7 @@ def _parenthesized(left: str, new: str, right: str) -> str:
 def _touchable(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, value in ast.iter_fields(node):
-        if name not in FIELDS.get(type(node).__name__, ()):
+        if name not in KNOWN["fields"].get(type(node).__name__, ()):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and type(child).__name__ not in UNTOUCHED:
                     yield from _touchable(child)
@@ -344,7 +316,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _swap_function(node: ast.Call) -> Iterator[_Change]:
-    if new := FUNCTIONS.get(_name(node.func)):
+    if new := KNOWN["functions"].get(_name(node.func)):
         field = "id" if isinstance(node.func, ast.Name) else "attr"
         yield _Change("swap function", node, _with(node, func=_with(node.func, **{field: new})))
 

@@ -154,17 +154,11 @@ def _is_full(folder: Path) -> bool:
     """Whether more is in a folder than may be (`FILES`); blocks that were never written do not count."""
     most, count = FILES
     nbytes = number = 0
-    todo = [folder]
-    while todo:
-        try:
-            with os.scandir(todo.pop()) as entries:
-                for entry in entries:
-                    number += 1
-                    nbytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        todo.append(Path(entry.path))
-                    if nbytes > most or number > count:
-                        return True
-        except OSError:
-            continue  # it has just gone
+    for here, folders, files in os.walk(folder):
+        number += len(folders) + len(files)
+        for name in (*folders, *files):
+            with suppress(OSError):  # it has just gone
+                nbytes += os.lstat(os.path.join(here, name)).st_blocks * 512
+        if nbytes > most or number > count:
+            return True
     return False

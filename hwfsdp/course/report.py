@@ -64,8 +64,15 @@ def shown(
     earlier = dict.fromkeys(result.check.id[:2] for result in grade.before)
     verdict = filled(
         "verdict.txt",
-        **{"grade": grade, "exercise": grade.exercise, "results": results, "path": path, "style": style},
-        **{"before": before, "page": page, "printable": printable, "question_of": question_of},
+        grade=grade,
+        exercise=grade.exercise,
+        results=results,
+        path=path,
+        style=style,
+        before=before,
+        page=page,
+        printable=printable,
+        question_of=question_of,
         misconceptions=MISCONCEPTIONS,
         readme=shown_path(grade.exercise.folder / "README.md"),
         is_void=grade.status == "error" and grade.finding,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.course import holes, workbook
-from hwfsdp.course.capstone import overlap
+from hwfsdp.course.capstone import judges
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.grade import Options
 from hwfsdp.course.grader_report import hole_mutants
@@ -138,7 +138,7 @@ def test_task_1_alone_earns_its_points() -> None:
 
 @pytest.mark.parametrize("target", ["GPU_FORWARD_US", "HOST_GATHERS_US", "HOST_REDUCTIONS_US", "HOST_PEAK"])
 def test_the_readme_states_the_targets_that_are_graded(target: str) -> None:
-    assert f"{getattr(overlap, target):,.0f}" in README
+    assert f"{getattr(judges, target):,.0f}" in README
 
 
 def test_the_shell_that_the_readme_begins_runs() -> None:

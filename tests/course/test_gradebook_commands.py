@@ -16,7 +16,7 @@ from classes import FILES, FIRST, SECOND, hand_in, small_course
 
 from hwfsdp.cli import main
 from hwfsdp.course.confinement import Limit
-from hwfsdp.course.gradebook import conditions
+from hwfsdp.course.gradebook import command
 from hwfsdp.course.gradebook.grading import ClassRun, Progress
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import Result
@@ -202,7 +202,7 @@ def test_an_impossible_request_is_one_line_and_status_2(
 ) -> None:
     (here / "short").write_text("abc")
     (here / "times").write_text("mallory,2026-01-01")
-    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS)
+    monkeypatch.setattr(command, "limits_in_force", lambda: LIMITS)
     words = [str(tmp_path / "class") if word == "CLASS" else word for word in UNUSABLE[name]]
     try:
         status = main(["grade", *words])
@@ -274,7 +274,7 @@ def test_a_second_copy_of_the_package_is_refused(
 def test_limits_that_are_not_in_force_are_told(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS)
+    monkeypatch.setattr(command, "limits_in_force", lambda: LIMITS)
     for words in (["--json"], ["--format", "json"]):
         main(["grade", str(tmp_path / "class" / "ada"), *words])
         said = capsys.readouterr()
@@ -287,7 +287,7 @@ def test_limits_that_are_not_in_force_are_told(
 def test_with_all_limits_in_force_nothing_is_told(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS[:1])
+    monkeypatch.setattr(command, "limits_in_force", lambda: LIMITS[:1])
     assert main(["grade", str(tmp_path / "class"), "--require-isolation"]) == 0
     assert not capsys.readouterr().err
 

@@ -6,6 +6,5 @@ The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. Wha
     cases      the models that it is tried on
     witness    sees every operator: memory alive, and who reads it when
     runs       what ranks do with it
-    judges     task 1 and the bonuses
-    overlap    tasks 2 and 3
+    judges     the tasks and the bonuses
 """

@@ -1,4 +1,7 @@
-"""Task 1 and the bonuses, judged by the stations' laws: what is registered, computed, kept in memory, sent.
+"""The homework, judged by the stations' laws: what is registered, computed, kept in memory, sent.
+
+Tasks 2 and 3 are judged on virtual machines: what travels while something is computed, and whether everyone waits for what it reads. Their
+targets are stated in the homework's README; a test holds both together. They are what our file needs and a tenth more.
 
 Of several reasons for one wrong number, the one that causes the others is told: memory that is read too early, then a
 gather that is missing, then the number (`causes`).
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.capstone import cases
-from hwfsdp.course.capstone.overlap import FORWARD_PEAK
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.capstone.runs import probe_parts, two_halves
 from hwfsdp.course.findings import compare, told
@@ -24,12 +27,17 @@ from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
 from hwfsdp.course.stations.course import THREE, memory_of, plainly
-from hwfsdp.course.stations.machines import compare_peak, figures, refuse_races
+from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, gathers_of, refuse_races
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
 
 Data = dict[str, Any]
+GPU_FORWARD_US = 600.0  # of gathers in a forward on the GPU, not hidden; one for each parameter will do
+HOST_GATHERS_US = 15_000.0  # of gathers in a backward on the host
+HOST_REDUCTIONS_US = 16_000.0  # of reductions there
+HOST_PEAK = 400_000_000  # bytes alive at once in a step there
+FORWARD_PEAK = 215_000_000  # bytes alive at once in a forward there: a block is 50 MB, whole and in a buffer; one more is on its way
 
 
 def task_ranks(ranks: Ranks) -> int:
@@ -217,6 +225,53 @@ def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
         laws.dtypes(found, scenario, op, dtype, f"{kind}-in-wrong-dtype")
     with causes(ranks, seed, scenario, found):
         laws.same_bits(found, group.fsdp2(ranks, seed, scenario, 2), scenario)
+
+
+# --- Tasks 2 and 3 -----------------------------------------------------------------------------------------
+
+
+def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
+    """Task 2: gathers have a stream of their own. Only code that reads a gathered weight waits for its gather."""
+    refuse_races(ranks, seed, "forward")
+    found = figures(ranks, seed, "gpu")
+    if not gathers_of(found, False):
+        raise told("capstone.forward_gathers", "A second forward on the virtual GPU", 0, "5 all-gathers")
+    where = "A forward on the virtual GPU: gathers"
+    compare_exposed(where, found, "forward", GPU_FORWARD_US, "no-overlap")
+
+
+def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
+    """Task 3: the next gather of a backward is started before this module's backward."""
+    found = figures(ranks, seed, "host")
+    if not (gathers := gathers_of(found, True)):
+        raise told("capstone.backward_gathers", "A backward on the virtual host", 0, "5 all-gathers")
+    order = [owner for owner, _ in groupby(each[4] for each in gathers)]
+    if twice := sorted({name for name in order if order.count(name) > 1}):
+        message = f"A backward on the virtual host gathers {', '.join(order)}, in this order: {', '.join(twice)} more than once."
+        raise Finding("guessed-wrong", message, "each once, the last first", ", ".join(order))
+    refuse_races(ranks, seed, "backward")
+    where = "A backward on the virtual host: gathers"
+    compare_exposed(where, found, "backward", HOST_GATHERS_US, "not-prefetched")
+    if found["flying"] <= 2:
+        compare_step_peak(found, "unbounded-prefetch")
+
+
+def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
+    """Task 3: gradients of one module travel while the next one computes its own."""
+    refuse_races(ranks, seed, "reduction")
+    found = figures(ranks, seed, "host")
+    if not found["reductions"]:
+        raise told("capstone.reduces", "A step on the virtual host", 0, "5 reductions")
+    where = "A backward on the virtual host: gradients"
+    compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
+    if found["flying"] > 2:
+        compare_step_peak(found, "unbounded-reductions")
+
+
+def compare_step_peak(found: dict[str, Any], misconception: str) -> None:
+    """Memory is for one gather ahead, and for two reductions."""
+    where = f"A step on the virtual host, with {found['flying']} reductions started that compute had not waited for"
+    compare_peak(where, found, HOST_PEAK, misconception)
 
 
 # --- Bonuses -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.gradebook import conditions
+from hwfsdp.course.confinement import Limit, limits_in_force
 from hwfsdp.course.gradebook.book import Gradebook
 from hwfsdp.course.gradebook.formats import (
     BY_SUFFIX,
@@ -35,7 +35,7 @@ from hwfsdp.course.gradebook.html_pages import TEMPLATES, render_student
 from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
-from hwfsdp.course.manifest import find_course
+from hwfsdp.course.manifest import PACKAGE, find_course
 from hwfsdp.course.pages import template
 from hwfsdp.course.refusals import refused, unusable, write_whole
 from hwfsdp.course.report import MARKS, Style
@@ -122,8 +122,8 @@ def grade_submissions(
     )
     run = ClassRun(paths, course, settings)
     output.check(len(run.handed))
-    limits = conditions.limits(isolated)
-    if missing := conditions.in_one_line(limits):
+    limits = known_limits(isolated)
+    if missing := missing_limits(limits):
         print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
     with run:
         plain = output.format is None and len(run.handed) == 1
@@ -146,6 +146,38 @@ def grade_submissions(
         if plain:
             _refuse_nothing(book, paths[0])
         return _finish(book, output, as_json, single=len(run.handed) == 1)
+
+
+def refuse_second_copy() -> None:
+    """Refuse to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
+
+    Raises:
+        UsageError: there is another one.
+    """
+    for path in sys.path:
+        copy = Path(path, PACKAGE.name)
+        if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
+            raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())
+
+
+def known_limits(required: bool = False) -> list[Limit]:
+    """What keeps submissions in their place on this machine, and what does not.
+
+    Args:
+        required: everything has to.
+
+    Raises:
+        UsageError: it is required, and something does not.
+    """
+    found = limits_in_force()
+    if required and (missing := missing_limits(found)):
+        raise unusable("grade.isolation", missing=missing)
+    return found
+
+
+def missing_limits(limits: Sequence[Limit]) -> str:
+    """The limits that are not in force, and why; "" if all are."""
+    return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from hwfsdp.course.submission import KEPT_STARTER, starter
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/gpu. docs/testing.md
     hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
-    hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md
+    hwfsdp/course/mutants. hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
 _KEPT_TESTS = ("tests/exercises/", "tests/test_edition.py")
 # folders of the course; of the second, the marks are no secret, and `SOURCE` is not there

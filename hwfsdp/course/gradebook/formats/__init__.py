@@ -1,16 +1,28 @@
-"""Gradebooks as files, in formats that others have published, and two of ours."""
+"""Gradebooks as files, in formats that others have published, and two of ours.
+
+Our own JSON has everything that is known:
+
+    {"course": {"version", "exercises": [{"exercise", "title", "points"}]}, "made", "limits": [{"name", "in_force", "why_not"}],
+     "submissions": [{"name", "score", "max_score", "exercises", "extra", "errors", "notes", "submitted", "submitted_by",
+                      "digest", "late"}]}
+
+`exercises` of a submission are as docs/course.md has them; `score` is what was earned; `late` has raw, penalty, final,
+late_seconds and time_unknown; `submitted_by` names the source of the time; `limits` are the limits of submissions on this
+machine.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course.gradebook.book import Data, Gradebook
-from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, plain, tables
+from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, tables
 from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.refusals import draft_of, unusable, write_whole
@@ -30,8 +42,21 @@ class Format(NamedTuple):
     file: str = "results.json"
 
 
+def render_json(book: Gradebook) -> Iterator[str]:
+    """The gradebook, one submission a line."""
+    exercises = [{"exercise": e.number, "title": e.title, "points": e.points} for e in book.course.exercises]
+    course = {"version": book.version, "exercises": exercises}
+    yield f'{{"course": {json.dumps(course)},\n"made": "{book.made.isoformat(timespec="seconds")}",'
+    yield f'\n"limits": {json.dumps(list(book.limits))},\n"submissions": ['
+    comma = ""
+    for result in book.results():
+        yield f"{comma}\n{json.dumps({**result.as_dict(), 'late': asdict(book.standing(result))})}"
+        comma = ","
+    yield "\n]}\n"
+
+
 FORMATS = {
-    "json": Format(plain.render),
+    "json": Format(render_json),
     "gradescope": Format(None, gradescope.as_data),
     "github": Format(None, github.as_data),
     "nbgrader": Format(tables.render_nbgrader),
