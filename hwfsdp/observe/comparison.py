@@ -118,9 +118,11 @@ def compare(a: EventLog, b: EventLog) -> Comparison:
     first, second = a.summary(), b.summary()
     most = Pair(first["peak_bytes_by_kind"], second["peak_bytes_by_kind"])
     peaks = {kind: Pair(most.a.get(kind, 0), most.b.get(kind, 0)) for kind in {**most.a, **most.b}}
-    times = [Pair(first[key], second[key]) for key in ("step_us", "exposed_comm_us", "overlap_fraction")]
+    keys = ("step_us", "exposed_comm_us", "overlap_fraction")
+    step, exposed, overlap = [Pair(first[key], second[key]) for key in keys]
     peaks = {kind: pair for kind, pair in peaks.items() if any(pair)}
-    return Comparison(Pair(a.ranks, b.ranks), steps, ops, _first_parting(a, b, min(steps)), *times, peaks)
+    ranks, parting = Pair(a.ranks, b.ranks), _first_parting(a, b, min(steps))
+    return Comparison(ranks, steps, ops, parting, step, exposed, overlap, peaks)
 
 
 def _is_work(event: Event) -> bool:

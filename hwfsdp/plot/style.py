@@ -92,7 +92,8 @@ def edge_of(look: Look) -> str:
 def mixed(color: str, other: str, share: float) -> str:
     """`color` with a share of `other` in it: 0.0 is `color`, 1.0 is `other`."""
     pairs = zip(to_rgb(color), to_rgb(other), strict=True)
-    return to_hex(tuple((1.0 - share) * a + share * b for a, b in pairs))
+    red, green, blue = ((1.0 - share) * a + share * b for a, b in pairs)
+    return to_hex((red, green, blue))
 
 
 def ink_on(color: str) -> str:
