@@ -160,9 +160,7 @@ def test_parameters_are_padded_one_by_one(world_size: int, padded: int) -> None:
 
 
 @given(
-    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
-    st.integers(1, 64),
-    st.integers(0, 1000),
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]), st.integers(1, 64), st.integers(0, 1000)
 )
 def test_every_rank_sends_all_blocks_but_one_per_round(collective: str, world_size: int, block: int) -> None:
     sent_by_steps = sum(block for _ in range(world_size - 1))

@@ -182,10 +182,7 @@ def by_methods(training: Training) -> None:
 
 promise(
     "a registered method gathers like forward",
-    {
-        "blocks": case(Methodical, by_methods),
-        "bf16": case(Methodical, by_methods, policy=BF16_FP32),
-    },
+    {"blocks": case(Methodical, by_methods), "bf16": case(Methodical, by_methods, policy=BF16_FP32)},
 )
 
 
@@ -327,17 +324,9 @@ def allocate_from_group(training: Training) -> None:
 
 PROMISES.add(
     "custom collectives change no number and are asked for what FSDP2 asks them for",
-    {
-        "fp32": check_custom,
-        "bf16": functools.partial(check_custom, policy=BF16_FP32),
-    },
+    {"fp32": check_custom, "bf16": functools.partial(check_custom, policy=BF16_FP32)},
 )
-promise(
-    "buffers of the process group change no number",
-    {
-        "blocks": case(models.uneven, allocate_from_group),
-    },
-)
+promise("buffers of the process group change no number", {"blocks": case(models.uneven, allocate_from_group)})
 
 
 @two.finds(None)
@@ -605,9 +594,7 @@ promise(
 inference_first = functools.partial(evaluate, mode=torch.inference_mode, first=True)
 PROMISES.add(
     "a model may run in inference mode first",  # FSDP2 cannot train then
-    {
-        "blocks": functools.partial(compare, case(scenario=inference_first), None, REGROUPING),
-    },
+    {"blocks": functools.partial(compare, case(scenario=inference_first), None, REGROUPING)},
 )
 
 
@@ -675,8 +662,7 @@ COMPILED: dict[str, Case] = {
 }
 INDUCTOR = case(
     made(
-        lambda: models.Stem([models.Block(8, 12, 8)]),
-        functools.partial(compile_in_place, backend="inductor"),
+        lambda: models.Stem([models.Block(8, 12, 8)]), functools.partial(compile_in_place, backend="inductor")
     )
 )
 

@@ -184,12 +184,7 @@ class Outermost(nn.Module):
 
 
 def test_blocks_are_the_members_of_the_outermost_lists_of_equal_modules_with_modules_in_them() -> None:
-    assert [*find_blocks(Outer())] == [
-        "towers.left",
-        "towers.right",
-        "mixed.0.parts.0",
-        "mixed.0.parts.1",
-    ]
+    assert [*find_blocks(Outer())] == ["towers.left", "towers.right", "mixed.0.parts.0", "mixed.0.parts.1"]
     assert [*find_blocks(nn.Sequential(Outermost(), Outermost()))] == ["0", "1"]
     assert find_blocks(nn.Linear(2, 2)) == {}
 

@@ -122,7 +122,7 @@ def cases(shape: Shape) -> dict[str, Case]:
 
 PATTERNS = ("nsa", "ssa")
 NOT_AS_UNSHARDED = {  # by design: rounded on purpose, or with gradients of their own
-    *("bf16, reduce fp32", "sums left for the next step", "sums forgotten"),
+    *("bf16, reduce fp32", "sums left for the next step", "sums forgotten")
 }
 ON_ONE_AXIS = Case(models.uneven, functools.partial(accumulate, pattern="sa"), options={"shape": (2,)})
 
