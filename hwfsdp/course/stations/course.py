@@ -204,7 +204,7 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
         where = f"{PLAIN.name}, {THREE} ranks:"
         if not measured:
-            raise told(f"laws.no_{op}", where, "none", laws.NAMES[op])
+            raise told(laws.NONE[op], where, "none", laws.NAMES[op])
         expect("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 
