@@ -16,13 +16,8 @@ import torch
 from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks, Unreported
 from hwfsdp.course.stations import laws, machines, parts, scenarios
-from hwfsdp.course.stations.facts import (
-    probe_fsdp2,
-    probe_memory,
-    probe_replicate,
-    probe_shards,
-    probe_training,
-)
+from hwfsdp.course.stations.facts import probe_fsdp2, probe_memory, probe_replicate, probe_shards
+from hwfsdp.course.stations.facts import probe_training
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
 
