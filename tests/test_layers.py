@@ -50,13 +50,11 @@ LONGEST = 250  # lines of code of a file
 LONG = {
     "comm/divergence.py": 288,
     "comm/shared_memory.py": 397,
-    "course/checks/checkpoints.py": 267,
-    "course/checks/checkpoints_pairs.py": 255,
-    "course/checks/strided_shards_runs.py": 280,
+    "course/checks/strided_shards_runs.py": 268,
     "course/doors.py": 324,
     "course/run.py": 359,
-    "course/stations/facts.py": 279,
-    "course/stations/laws.py": 296,
+    "course/stations/facts.py": 268,
+    "course/stations/laws.py": 278,
     "course/stations/my_fsdp.py": 303,
     "layout/extents.py": 261,
 }  # files that are longer still, with their lines; may only shrink

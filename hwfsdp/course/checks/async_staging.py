@@ -12,16 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hwfsdp.course.checks import piece
-from hwfsdp.course.checks.async_staging_runs import (
-    HOLDS,
-    TURNS,
-    probe_staging,
-    shared_memory,
-    sharded_whole,
-    sizes,
-    tensors,
-    values_before,
-)
+from hwfsdp.course.checks.async_staging_runs import HOLDS, TURNS, probe_staging, shared_memory
+from hwfsdp.course.checks.async_staging_runs import sharded_whole, sizes, tensors, values_before
 from hwfsdp.course.checks.async_staging_saves import probe_saves
 from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks

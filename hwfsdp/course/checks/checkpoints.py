@@ -12,32 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.course.checks.checkpoints_pairs import (
-    PLAIN,
-    SAVED,
-    TIED,
-    Spread,
-    coordinate,
-    cut,
-    more_spreads,
-    probe_pairs,
-    probe_parts,
-    saved_parts,
-    spread_of,
-    spreads,
-    values_of,
-)
-from hwfsdp.course.checks.checkpoints_runs import (
-    WORLDS,
-    Held,
-    Part,
-    Parts,
-    held,
-    nested_parts,
-    pairs_of_parts,
-    probe_integers,
-    tilings,
-)
+from hwfsdp.course.checks.checkpoints_pairs import PLAIN, SAVED, TIED, Spread, coordinate, cut, more_spreads
+from hwfsdp.course.checks.checkpoints_pairs import probe_pairs, probe_parts, saved_parts, spread_of, spreads
+from hwfsdp.course.checks.checkpoints_pairs import values_of
+from hwfsdp.course.checks.checkpoints_runs import WORLDS, Held, Part, Parts, held, nested_parts
+from hwfsdp.course.checks.checkpoints_runs import pairs_of_parts, probe_integers, tilings
 from hwfsdp.course.findings import expect, is_same, told
 from hwfsdp.course.run import Ranks
 

@@ -19,17 +19,8 @@ from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.checks import piece
 from hwfsdp.course.checks.hybrid_sharding_gradients import Mesh, compare_gradients
 from hwfsdp.course.checks.hybrid_sharding_models import Model, groups_of
-from hwfsdp.course.checks.hybrid_sharding_runs import (
-    CHOSEN,
-    FINISHES,
-    Finish,
-    ONE,
-    Setting,
-    probe_meshes,
-    reduced,
-    settings_of,
-    shapes_of,
-)
+from hwfsdp.course.checks.hybrid_sharding_runs import CHOSEN, FINISHES, Finish, ONE, Setting, probe_meshes
+from hwfsdp.course.checks.hybrid_sharding_runs import reduced, settings_of, shapes_of
 from hwfsdp.course.findings import expect, is_same, told
 from hwfsdp.course.diagnose import compare_order
 from hwfsdp.course.run import Ranks

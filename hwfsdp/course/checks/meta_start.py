@@ -15,15 +15,7 @@ from torch import Tensor
 
 from hwfsdp.course.checks import piece
 from hwfsdp.course.checks.meta_start_held import HELD, Data, Held
-from hwfsdp.course.checks.meta_start_runs import (
-    ALIASES,
-    CUTS,
-    RUNS,
-    SHARDED_DIM,
-    keys,
-    probe_start,
-    shapes,
-)
+from hwfsdp.course.checks.meta_start_runs import ALIASES, CUTS, RUNS, SHARDED_DIM, keys, probe_start, shapes
 from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks
 

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from hwfsdp import compat
 from hwfsdp.course.checks import strided_shards_runs as runs
-from hwfsdp.course.checks.strided_shards_runs import (
-    PADDING,
-    REPLICA,
-    Axes,
-    Cuts,
-    Sizes,
-    Tensors,
-    described,
-    say,
-    say_all,
-)
+from hwfsdp.course.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, described
+from hwfsdp.course.checks.strided_shards_runs import say, say_all
 from hwfsdp.course.checks.strided_shards_theories import Box, Cut, explain_boxes, explain_orders, nested
 from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks, Run

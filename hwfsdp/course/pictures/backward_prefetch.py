@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
-from hwfsdp.course.pictures.timelines import draw_strips, simulated, training
+from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 
 @contextmanager
@@ -30,12 +30,12 @@ def waiting() -> Iterator[None]:
 def draw() -> Figure:
     """Three strips on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
-        overlapped = simulated(training)
+        overlapped = simulated(trains=True)
         with waiting():
-            none = simulated(training)
+            none = simulated(trains=True)
     strips = {
         "Nothing ahead": none,
         "Reductions behind": overlapped,
-        "And gathers ahead": simulated(training),
+        "And gathers ahead": simulated(trains=True),
     }
     return draw_strips(strips)

@@ -88,5 +88,5 @@ def stacks(axes: Axes, bars: Mapping[str, Sequence[float]], looks: Mapping[str, 
     axes.set_ylim(0.0, 1.1 * max(map(sum, bars.values())))
     keys = [sheet.key(look, name) for name, look in looks.items()]
     narrow: dict[str, Any] = {"columnspacing": 1.0, "handletextpad": 0.4, "handlelength": 1.4}
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.03), "ncol": len(keys)}
-    axes.legend(handles=keys, frameon=False, fontsize=style.TEXT_SIZE, **place, **narrow)
+    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.03), "ncol": len(keys)}
+    axes.legend(handles=keys, frameon=False, fontsize=style.TEXT_SIZE, **above, **narrow)

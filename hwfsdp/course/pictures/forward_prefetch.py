@@ -7,12 +7,12 @@ from unittest import mock
 from matplotlib.figure import Figure
 
 from hwfsdp.core.state import FSDPState
-from hwfsdp.course.pictures.timelines import draw_strips, inference, simulated
+from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 
 def draw() -> Figure:
     """Above without the prefetch, below with it, on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_forward", lambda state, groups: None):
-        without = simulated(inference)
-    strips = {"Each gather when it is needed": without, "The next gather ahead": simulated(inference)}
-    return draw_strips(strips)
+        without = simulated(trains=False)
+    ahead = simulated(trains=False)
+    return draw_strips({"Each gather when it is needed": without, "The next gather ahead": ahead})

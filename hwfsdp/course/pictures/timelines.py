@@ -6,6 +6,8 @@ The host reads a number of every block, in forward and in backward, as one does 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
@@ -15,6 +17,8 @@ from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.features.door import fully_shard
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Event
+from hwfsdp.observe.perfetto import ROUNDING
 from hwfsdp.plot.comparison import plot_comparison
 from hwfsdp.virtual.run import Simulation, simulate
 
@@ -49,34 +53,24 @@ def _model() -> nn.Sequential:
     return model
 
 
-def inference() -> Callable[[], None]:
-    """A step without gradients."""
-    model, x = _model(), torch.zeros(TOKENS, WIDTH)
-    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # a step ends with an optimizer's
-
-    def step() -> None:
-        with torch.no_grad():
-            model(x)
-        nothing.step()
-
-    return step
+def simulated(trains: bool) -> Simulation:
+    """A step of forward, backward and SGD, or of a forward without gradients."""
+    return simulate(partial(_start, trains), GPUS, DEVICE)
 
 
-def training() -> Callable[[], None]:
-    """A step of forward, backward and SGD."""
+def _start(trains: bool) -> Callable[[], None]:
     model, x = _model(), torch.zeros(TOKENS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
-        model(x).float().sum().backward()
-        optimizer.step()
+        with torch.set_grad_enabled(trains):
+            loss = model(x).float().sum()
+        if trains:
+            loss.backward()
+        optimizer.step()  # which ends a step, whatever there is to do
         optimizer.zero_grad()
 
     return step
-
-
-def simulated(target: Callable[[], Callable[[], None]]) -> Simulation:
-    return simulate(target, GPUS, DEVICE)
 
 
 def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
@@ -85,6 +79,11 @@ def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
     for title, simulation in strips.items():
         exposed = simulation.exposed_comm_fraction * simulation.step_seconds * 1e3
         name = f"{title}: {exposed:.1f} ms exposed, {simulation.peak_allocated_gib:.2f} GiB"
-        of_blocks = [event for event in simulation.log.events if event.owner.isdecimal()]
+        of_blocks = [_before(event) for event in simulation.log.events if event.owner.isdecimal()]
         logs[name] = EventLog(of_blocks)
     return plot_comparison(logs)
+
+
+def _before(event: Event) -> Event:
+    """A wait that takes no time is drawn before the work that begins then, not inside it."""
+    return replace(event, start_us=event.start_us - ROUNDING / 2) if event.dur_us == 0 else event

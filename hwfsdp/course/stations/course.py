@@ -16,13 +16,8 @@ import torch
 from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks, Unreported
 from hwfsdp.course.stations import laws, machines, parts, scenarios
-from hwfsdp.course.stations.facts import (
-    probe_fsdp2,
-    probe_memory,
-    probe_replicate,
-    probe_shards,
-    probe_training,
-)
+from hwfsdp.course.stations.facts import probe_fsdp2, probe_memory, probe_replicate, probe_shards
+from hwfsdp.course.stations.facts import probe_training
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
 
@@ -204,7 +199,7 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
         where = f"{PLAIN.name}, {THREE} ranks:"
         if not measured:
-            raise told(f"laws.no_{op}", where, "none", laws.NAMES[op])
+            raise told(laws.NONE[op], where, "none", laws.NAMES[op])
         expect("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 

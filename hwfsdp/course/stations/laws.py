@@ -31,6 +31,7 @@ from hwfsdp.course.verdict import Finding
 TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
 ABSURD = 1e9  # times the largest element: what memory holds by chance, not what a wrong formula gives
 Facts = Sequence[Mapping[str, Any]]  # by rank
+NONE = {"all_gather": "laws.no_all_gather", "reduce_scatter": "laws.no_reduce_scatter"}
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
 
 
@@ -348,7 +349,7 @@ def dtypes(found: Facts, scenario: Scenario, op: str, dtype: torch.dtype, wrong:
         where = f"{scenario.name}, rank {rank}:"
         travels = moved(facts, "", op)
         if not travels:
-            raise told(f"laws.no_{op}", where, "none", NAMES[op])
+            raise told(NONE[op], where, "none", NAMES[op])
         for _, owner, _, got in travels:
             if got != expected:
                 travelling = f"{where} {NAMES[op]} of {owner or 'a unit'}"
