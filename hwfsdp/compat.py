@@ -98,6 +98,20 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
     return False
 
 
+def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
+
+    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. Where ranks have different numbers
+    of groups, they would wait for each other under different names. Here the name comes from the group.
+    """
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
+    name = f"hwfsdp {group.group_name} {ranks}"
+    store = dist.PrefixStore(name, default_store())
+    gloo: Any = getattr(dist, "ProcessGroupGloo")  # noqa: B009  (exported, but not declared)
+    beside: dist.ProcessGroup = gloo(store, dist.get_rank(group), len(ranks), timeout)
+    return beside
+
+
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
     """Let dispatch modes, if there are any, see a collective that no backend of torch runs.
 
