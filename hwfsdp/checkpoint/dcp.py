@@ -197,9 +197,7 @@ def _check_same(kinds: list[dict[str, str]]) -> list[None]:
             known_rank, known = first.setdefault(key, (rank, kind))
             if kind != known:
                 expected = f"the same on all ranks; rank {known_rank} has {known}"
-                remedy = (
-                    "Shard with DTensors; other tensors count as replicas. Rename what is a different thing."
-                )
+                remedy = "Shard with DTensors; other tensors count as replicas. Or rename one of the two."
                 refuse(f"key {key!r}", expected, f"{kind} on rank {rank}", remedy)
     return [None] * len(kinds)
 

@@ -139,9 +139,7 @@ class NewMemory:
         if missing:
             expected = "values for everything in the state dict that is on the meta device"
             got = f"no entry in the checkpoint for {_counted(missing)}"
-            remedy = (
-                "Take it out of the state dict, or initialize it first: to_empty(device=…), then its values."
-            )
+            remedy = "Take it out of the state dict, or initialize it first: to_empty, then its values."
             refuse("load", expected, got, remedy)
 
 

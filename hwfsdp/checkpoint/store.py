@@ -219,6 +219,7 @@ def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str
 
 
 # --- Without loading ---------------------------------------------------------------------------------------
+# Neither function needs the program that wrote the checkpoint, a process group, or more memory than one block.
 
 
 @dataclass(frozen=True)
