@@ -106,9 +106,10 @@ def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
     name = f"hwfsdp {group.group_name} {ranks}"
-    store = dist.PrefixStore(name, default_store())
-    gloo: Any = getattr(dist, "ProcessGroupGloo")  # noqa: B009  (exported, but not declared)
-    beside: dist.ProcessGroup = gloo(store, dist.get_rank(group), len(ranks), timeout)
+    prefixed, gloo = (getattr(dist, kind) for kind in ("PrefixStore", "ProcessGroupGloo"))  # not declared
+    beside: dist.ProcessGroup = gloo(
+        prefixed(name, default_store()), dist.get_rank(group), len(ranks), timeout
+    )
     return beside
 
 
