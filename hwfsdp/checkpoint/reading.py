@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,10 @@ def _jobs(
         memory = _memory(part)[first * itemsize : last * itemsize]
         step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
         for start in range(0, len(memory), step):
-            yield lambda start=start: reader.read(memory[start : start + step], start)  # type: ignore[misc]
+            yield partial(reader.read, memory[start : start + step], start)
         return
     for piece in pieces_of(within(shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
-        yield lambda piece=piece: _read_piece(reader, chunk, piece, part, box)  # type: ignore[misc]
+        yield partial(_read_piece, reader, chunk, piece, part, box)
 
 
 def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:

@@ -346,6 +346,9 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
         text = raised(lambda: parts.save(directory / "c", state), UsageError)
         assert name == "order" or f"rank {size() - 1}" in text, text
         assert names_in(directory) == []
+    norm = nn.BatchNorm1d(3)  # whose buffers only the module itself tells
+    text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
+    assert text.startswith(f"who writes which entry, rank {size() - 1}: expected ")
     text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
     assert text.startswith(
         f"model[0], rank {size() - 1}: expected a module, an optimizer or a state dict; got int"
