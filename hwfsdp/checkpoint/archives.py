@@ -15,12 +15,13 @@ import contextlib
 import ctypes
 import io
 import os
+import pickle
 import re
 import secrets
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,11 +34,14 @@ from hwfsdp.checkpoint.messages import damaged, told
 _FLAGS = 0x0808  # sizes follow the data; names are UTF-8
 
 
-def check_archive(file: Path | IO[bytes], path: Path, key: str | None = None, offset: int = 0) -> None:
+def check_archive(
+    file: Path | IO[bytes], path: Path, key: str | None = None, offset: int | None = None
+) -> None:
     """Read every record and compare it with its checksum.
 
     Args:
-        path, key: for the error; without a key, it names the record. offset: of the archive in the file at the path.
+        path, key: for the error; without a key, it names the record.
+        offset: where the archive begins in the file at the path. None: it is the whole file.
 
     Raises:
         CheckpointError: a record is not as it was written, or the archive is none.
@@ -56,11 +60,50 @@ def check_archive(file: Path | IO[bytes], path: Path, key: str | None = None, of
                 record, expected = archive.getinfo(name), "the bytes that were written"
                 got = "others, by their CRC-32"
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        raise damaged(
-            path, "an undamaged zip file of torch.save", told(error), offset or None, key
-        ) from error
-    got, at = f"{got}, in {record.filename}", offset + record.header_offset
+        raise damaged(path, "an undamaged zip file of torch.save", told(error), offset, key) from error
+    got, at = f"{got}, in {record.filename}", (offset or 0) + record.header_offset
     raise damaged(path, expected, got, at, key or record.filename)
+
+
+def load_archive(
+    file: Path | IO[bytes],
+    path: Path,
+    options: Mapping[str, Any],
+    key: str | None = None,
+    offset: int | None = None,
+    check: bool = True,
+) -> Any:
+    """Load an archive with `torch.load(weights_only=True)`, which runs no code in it.
+
+    Args:
+        options: for torch.load. path, key, offset: as for `check_archive`, which is called first if `check`.
+
+    Raises:
+        CheckpointError: it is damaged, or made of more than weights_only=True allows; none of it was run.
+    """
+    if check:
+        check_archive(file, path, key, offset)
+    try:
+        if not isinstance(file, Path):
+            file.seek(0)
+        return torch.load(file, **{**options, "weights_only": True})
+    except Exception as error:
+        expected, got = "what torch.load(weights_only=True) allows", told(error)[:300]
+        unsafe = _calls_in(file) if isinstance(error, pickle.UnpicklingError) else []
+        if not unsafe:
+            raise damaged(path, expected, got, offset, key) from error
+        got = f"calls of {', '.join(unsafe)}, which were not made"
+        remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
+        raise damaged(path, expected, got, offset, key, remedy) from error
+
+
+def _calls_in(file: Path | IO[bytes]) -> list[str]:
+    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
+    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
+        if not isinstance(file, Path):
+            file.seek(0)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    return []
 
 
 def loading_error(tree: Any) -> Exception | None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hwfsdp.checkpoint.archives import check_archive
+from hwfsdp.checkpoint.archives import load_archive
 from hwfsdp.checkpoint.boxes import Box, find_fault
 from hwfsdp.checkpoint.messages import damaged, told
 
@@ -292,11 +292,4 @@ def _read(blob: Blob, key: str, check: bool = True, location: str = "cpu") -> An
             data = io.BytesIO(file.read(blob.length))
     except OSError as error:
         raise damaged(blob.file, "a file that can be read", told(error), key=key) from error
-    if check:
-        check_archive(data, blob.file, key, blob.offset)
-    data.seek(0)
-    try:
-        return torch.load(data, map_location=location, weights_only=True)
-    except Exception as error:
-        expected = "what torch.load(weights_only=True) allows"
-        raise damaged(blob.file, expected, told(error)[:300], blob.offset, key) from error
+    return load_archive(data, blob.file, {"map_location": location}, key, blob.offset, check)

@@ -11,9 +11,7 @@ Left out: files that torch.save wrote before it wrote zip archives, and those wr
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.archives import check_archive, left_beside
-from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show, told
+from hwfsdp.checkpoint.archives import left_beside, load_archive
+from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show
 from hwfsdp.checkpoint.partition import COUNT_KEY, ID_KEY, VERSION, VERSION_KEY, Contents, merge
 from hwfsdp.checkpoint.traverse import brief
 
@@ -91,27 +89,9 @@ def _parts_in(directory: Path) -> dict[int, Path]:
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
-    check_archive(path, path)
-    try:
-        part = torch.load(path, **{**options, "weights_only": True})
-    except Exception as error:
-        expected, got = "an undamaged file of torch.save, of plain data and tensors", told(error)[:300]
-        unsafe = _calls_in(path) if isinstance(error, pickle.UnpicklingError) else []
-        if not unsafe:
-            raise damaged(path, expected, got) from error
-        got = f"calls of {', '.join(unsafe)}, which were not made"
-        remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
-        raise damaged(path, expected, got, remedy=remedy) from error
+    part: dict[Any, Any] = load_archive(path, path, options)
     check_part(part, str(path))
-    checked: dict[Any, Any] = part
-    return checked
-
-
-def _calls_in(path: Path) -> list[str]:
-    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
-    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    return []
+    return part
 
 
 # --- Replacing ---------------------------------------------------------------------------------------------
