@@ -51,7 +51,6 @@ LONG = {
     "comm/divergence.py": 288,
     "comm/shared_memory.py": 397,
     "course/checks/checkpoints.py": 267,
-    "course/checks/checkpoints_pairs.py": 255,
     "course/checks/strided_shards_runs.py": 280,
     "course/doors.py": 324,
     "course/run.py": 359,
