@@ -32,7 +32,14 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.state_dict import to_cpu
-from hwfsdp.checkpoint.tensors import check_data, check_no_sum, is_expanded, part_of, refuse_sharded_tensor
+from hwfsdp.checkpoint.tensors import (
+    bytes_of,
+    check_data,
+    check_no_sum,
+    is_expanded,
+    part_of,
+    refuse_sharded_tensor,
+)
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
@@ -97,7 +104,7 @@ def broadcast_state_dict(
     agreement.step("comparing", lambda: check_plan(plan, local_state_dict, cast))
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
-    buffer = _buffer_for(plan, _way(pg, device))
+    buffer = _buffer_for(plan, source, _way(pg, device))
 
     def receive(path: KeyPath) -> Tensor:
         return _broadcast(source.get(path), plan[path], buffer, pg)
@@ -239,23 +246,34 @@ def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     return device if device.type in kinds or not kinds else torch.device(kinds[0])
 
 
-def _buffer_for(plan: Plan, way: torch.device) -> Tensor:
-    """Memory, as bytes, for the largest tensor of the plan."""
-    sizes = [info.nbytes for info in plan.values() if isinstance(info, TensorInfo)]
+def _buffer_for(plan: Plan, source: dict[KeyPath, Any], way: torch.device) -> Tensor:
+    """Memory, as bytes, for the largest tensor of the plan; on the source, for the largest that cannot be sent in place."""
+    infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
+    sizes = [
+        info.nbytes
+        for path, info in infos.items()
+        if path not in source or not _lies_ready(source[path], way)
+    ]
     return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=way)
+
+
+def _lies_ready(tensor: Tensor, way: torch.device) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == way.type and tensor.is_contiguous() and not is_lazy
 
 
 def _broadcast(
     tensor: Tensor | None, info: TensorInfo, buffer: Tensor, pg: dist.ProcessGroup | None
 ) -> Tensor:
-    """The tensor of rank 0, in the buffer, which the next one overwrites; it travels as bytes, whatever the dtype."""
+    """The tensor of rank 0, there, or in the buffer, which the next one overwrites; as bytes, whatever the dtype."""
     flat = buffer[: info.nbytes]
-    received = flat.view(info.dtype).view(info.shape)
-    if tensor is not None:
-        received.copy_(tensor)
+    if tensor is not None and _lies_ready(tensor, buffer.device):
+        flat = bytes_of(tensor)
+    elif tensor is not None:
+        flat.view(info.dtype).view(info.shape).copy_(tensor)
     if flat.numel():
         dist.broadcast(flat, group=pg, group_src=0)
-    return received
+    return flat.view(info.dtype).view(info.shape)
 
 
 def _fill(

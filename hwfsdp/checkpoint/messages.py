@@ -29,7 +29,7 @@ def refusal(
     subject: KeyPath | str | os.PathLike[str],
     expected: str,
     got: str,
-    remedy: str = "Compare the model with the one saved.",
+    remedy: str = "Compare the model with the one that the values come from.",
     kind: type[FSDPError] = UsageError,
 ) -> FSDPError:
     """The error about an entry, an argument or a directory. A path of keys is shown as one would index it."""
@@ -41,7 +41,7 @@ def refuse(
     subject: KeyPath | str | os.PathLike[str],
     expected: str,
     got: str,
-    remedy: str = "Compare the model with the one saved.",
+    remedy: str = "Compare the model with the one that the values come from.",
     kind: type[FSDPError] = UsageError,
 ) -> NoReturn:
     """Raise the `refusal`."""
