@@ -98,6 +98,21 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
     return False
 
 
+def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
+
+    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. Where ranks have different numbers
+    of groups, they would wait for each other under different names. Here the name comes from the group.
+    """
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
+    name = f"hwfsdp {group.group_name} {ranks}"
+    prefixed, gloo = (getattr(dist, kind) for kind in ("PrefixStore", "ProcessGroupGloo"))  # not declared
+    beside: dist.ProcessGroup = gloo(
+        prefixed(name, default_store()), dist.get_rank(group), len(ranks), timeout
+    )
+    return beside
+
+
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
     """Let dispatch modes, if there are any, see a collective that no backend of torch runs.
 

@@ -15,9 +15,9 @@ from hwfsdp.checkpoint import blocks
 from hwfsdp.checkpoint.boxes import Box, find_overlap, whole
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.matching import Match, Need
+from hwfsdp.checkpoint.messages import KeyPath
 from hwfsdp.checkpoint.plan import _refuse
 from hwfsdp.checkpoint.saves import CURRENT, MANIFEST, _NEW, _current_bytes, _put_back
-from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 # Names of the package that the docstrings mention:

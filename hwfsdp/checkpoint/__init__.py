@@ -9,7 +9,9 @@
 
 Modules, in reading order:
 
+    messages      errors, and how they name what they are about
     traverse      the tree of a state dict: leaves at paths, in containers that keep their types
+    boxes         parts of tensors: integers only
     tensors       questions about one tensor; ShardedTensor, which torch had before DTensor
     state_dict    gather, offload, copy and compare state dicts
     links         messages between two ranks
@@ -18,7 +20,6 @@ Modules, in reading order:
     views         bytes of a storage that are copied together
     objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
-    boxes         parts of tensors: integers only
     values        values that are no tensors, as JSON
     manifest      the list of a save's contents, and their places
     blocks        files of a save, each block with a checksum
@@ -30,7 +31,6 @@ Modules, in reading order:
     reading       values of a save, checked, in new memory
     saving        a save, step by step
     background    a save, while training goes on
-    verification  checking a checkpoint without loading it
     store         the public functions: save, load, async_save, verify, inspect
     archives      checks of torch.save's zip files; directories of them, replaced as a whole
     partition     the PART format: which rank holds which part

@@ -46,8 +46,9 @@ import torch.distributed as dist
 
 from hwfsdp import errors
 from hwfsdp.checkpoint.links import go_after, hear, link_of, tell
+from hwfsdp.checkpoint.messages import refusal, refuse, told
 from hwfsdp.compat import is_disconnected, timeout_of
-from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+from hwfsdp.errors import CheckpointError, FSDPError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _NO_MESSAGE = _FIRST_TAG - 1  # a tag that nothing is sent with
@@ -91,18 +92,14 @@ class Agreement:
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise UsageError(
-                what,
-                expected="a process group that this rank is in",
-                got=f"one without rank {dist.get_rank()}",
-                remedy="Call it on the ranks of the group only.",
-            )
+            expected, got = "a process group that this rank is in", f"one without rank {dist.get_rank()}"
+            refuse(what, expected, got, "Call it on the ranks of the group only.")
         if self.size > 1:
             assert group is not None
             link = link_of(group)
             self._carrier = link.carrier or group
             self._tag = _FIRST_TAG + next(link.numbers) % _TAGS
-            self._patience = timeout_of(self._carrier)
+            self._patience = timeout_of(group)
 
     def step(
         self,
@@ -125,60 +122,60 @@ class Agreement:
         self._failed = threading.Event()  # of this step: news of an earlier one may still come
         self._place = f"{self.what}, {phase}"
         if self.size == 1:
-            answer = self._attempt(phase, lambda: _each(decide, [_as_sent(work())])[0])
-        elif self.rank == 0:
-            answer = self._lead(phase, work, decide)
+            answer = self._attempt(lambda: _each(decide, [_as_sent(work())])[0])
         else:
-            answer = self._follow(phase, work)
+            answer = self._lead(work, decide) if self.rank == 0 else self._follow(work)
         if "error" in answer:
             raise _restored(answer["error"]) from answer.get("cause")
         return answer["result"]
+
+    def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
+        """Do `work` on every rank; every rank returns what all have returned, in their order."""
+        results: list[Any] = self.step(phase, work, lambda found: [found] * len(found))
+        return results
 
     def check(self) -> None:
         """Raise `Abandoned` if another rank is known to have failed."""
         if self._failed.is_set():
             raise Abandoned
 
-    def _attempt(self, phase: str, work: Callable[[], Any]) -> dict[str, Any]:
+    def _attempt(self, work: Callable[[], Any]) -> dict[str, Any]:
         try:
             return {"result": work()}
         except Abandoned:
             return {"error": None}
         except Exception as error:
-            return {"error": _described(self._as_ours(error, phase)), "cause": error}
+            return {"error": _described(self._as_ours(error)), "cause": error}
 
-    def _as_ours(self, error: Exception, phase: str) -> FSDPError:
+    def _as_ours(self, error: Exception) -> FSDPError:
         where = f", rank {self.rank}" if self.size > 1 else ""
         if isinstance(error, FSDPError):
             copy = _restored(_described(error))
             named = re.search(r", rank \d+$", copy.subject)  # by an earlier save
             copy.subject += where if self.rank and not named else ""  # what rank 0 meets, all may
             return _restored(_described(copy))
-        got = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        file = error.filename if isinstance(error, OSError) else None
-        return CheckpointError(
-            f"{self.what}, {phase}{where}",
-            expected="every rank to do its part",
-            got=got if not isinstance(error, OSError) else f"{error.strerror or error} ({file or 'no file'})",
-            remedy="What was there before is as it was; mend this, and try again.",
-        ).at(file)
+        got, file = told(error), None
+        if isinstance(error, OSError):
+            got, file = f"{error.strerror or error} ({error.filename or 'no file'})", error.filename
+        what, expected = f"{self._place}{where}", "every rank to do its part"
+        remedy = "What was there before is as it was; mend this, and try again."
+        return CheckpointError(what, expected=expected, got=got, remedy=remedy).at(file)
 
     # --- The leader ------------------------------------------------------------------------------------------
 
     def _lead(
-        self, phase: str, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
+        self, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
     ) -> dict[str, Any]:
         self._inbox, self._waiting_since = queue.SimpleQueue(), math.inf
         for rank in range(1, self.size):
             self._listen(rank)
-        reports = {0: self._attempt(phase, lambda: _as_sent(work()))}
-        failure = reports[0] if reports[0].get("error") else self._collect(phase, reports)
+        reports = {0: self._attempt(lambda: _as_sent(work()))}
+        failure = reports[0] if reports[0].get("error") else self._collect(reports)
         if failure is None and time.monotonic() - self._waiting_since > 0.8 * self._patience:
-            # the first of the others may have left by now
-            failure = {"error": _described(self._lost([0], phase, f"no word for {0.8 * self._patience:g} s"))}
+            failure = self._late([0], 0.8 * self._patience)  # the first of the others may have left by now
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
-            decided = self._attempt(phase, lambda: [_as_sent(a) for a in _each(decide, results)])
+            decided = self._attempt(lambda: [_as_sent(a) for a in _each(decide, results)])
             failure = decided if "error" in decided else None
         if failure is None:
             answers = [{"result": answer} for answer in decided["result"]]
@@ -187,7 +184,7 @@ class Agreement:
         self._answer(answers, hurry=failure is not None)
         return failure or answers[0]
 
-    def _collect(self, phase: str, reports: dict[int, Any]) -> dict[str, Any] | None:
+    def _collect(self, reports: dict[int, Any]) -> dict[str, Any] | None:
         """Add every rank's report; return the first that tells of a failure."""
         until = time.monotonic() + 0.8 * self._patience
         while len(reports) < self.size:
@@ -196,18 +193,14 @@ class Agreement:
                 self._waiting_since = min(self._waiting_since, at)
             except queue.Empty:
                 late = [rank for rank in range(self.size) if rank not in reports]
-                return {
-                    "error": _described(self._lost(late, phase, f"no word for {0.8 * self._patience:g} s"))
-                }
+                return self._late(late, 0.8 * self._patience)
             if isinstance(report, Exception):
-                gone = sorted({rank, *self._gone_within(_ALSO)})
-                got = "a broken connection: its process is gone"
-                if len(gone) > 1:
-                    got = "broken connections: their processes are gone"
-                return {"error": _described(self._lost(gone, phase, got))}
+                return self._gone(sorted({rank, *self._gone_within(_ALSO)}))
             reports[rank] = report
             if report["in"] != self._place:
-                return {"error": _described(self._elsewhere(rank, report["in"]))}
+                expected, got = f"rank {rank} to be there, too", repr(report["in"])
+                remedy = "Call the same functions in the same order on all ranks."
+                return {"error": _described(refusal(self._place, expected, got, remedy))}
             if report.get("error"):
                 return dict(report)
         return None
@@ -234,41 +227,36 @@ class Agreement:
 
     # --- The others ------------------------------------------------------------------------------------------
 
-    def _follow(self, phase: str, work: Callable[[], Any]) -> dict[str, Any]:
+    def _follow(self, work: Callable[[], Any]) -> dict[str, Any]:
         self._inbox = queue.SimpleQueue()
         self._listen(0)
-        report = self._attempt(phase, lambda: _as_sent(work()))
+        report = self._attempt(lambda: _as_sent(work()))
         self._send(0, report)
         try:
             answer = self._inbox.get(timeout=self._patience)[1]
         except queue.Empty:
-            answer = self._lost([0], phase, f"no word for {self._patience:g} s")
-        if isinstance(answer, FSDPError):
-            return {"error": _described(answer)}
+            return self._late([0], self._patience)
         if isinstance(answer, Exception):
-            return {"error": _described(self._lost([0], phase, "a broken connection: its process is gone"))}
+            return self._gone([0])
         if answer.get("error") == report.get("error"):
             return {**answer, "cause": report.get("cause")}
         return dict(answer)
 
     # --- Messages --------------------------------------------------------------------------------------------
 
-    def _lost(self, ranks: list[int], phase: str, got: str) -> CheckpointError:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        return CheckpointError(
-            f"{self.what}, {phase}",
-            expected=f"{who} to do its part" if len(ranks) == 1 else f"{who} to do their part",
-            got=got,
-            remedy="The last complete checkpoint counts; start all ranks again.",
-        )
+    def _late(self, ranks: list[int], seconds: float) -> dict[str, Any]:
+        return self._lost(ranks, f"no word for {seconds:g} s")
 
-    def _elsewhere(self, rank: int, place: str) -> UsageError:
-        return UsageError(
-            self._place,
-            expected=f"rank {rank} to be there, too",
-            got=f"{place!r}",
-            remedy="Call the same functions in the same order on all ranks.",
-        )
+    def _gone(self, ranks: list[int]) -> dict[str, Any]:
+        if len(ranks) > 1:
+            return self._lost(ranks, "broken connections: their processes are gone")
+        return self._lost(ranks, "a broken connection: its process is gone")
+
+    def _lost(self, ranks: list[int], got: str) -> dict[str, Any]:
+        named = ", ".join(map(str, ranks))
+        who = f"rank {named} to do its part" if len(ranks) == 1 else f"ranks {named} to do their part"
+        remedy = "The last complete checkpoint counts; start all ranks again."
+        return {"error": _described(refusal(self._place, who, got, remedy, CheckpointError))}
 
     def _listen(self, rank: int) -> None:
         """Put the next message of a rank into the inbox, or the exception that tells of its death."""
@@ -281,17 +269,6 @@ class Agreement:
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
         self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
         return self._senders[rank]
-
-
-def agree(what: str, check: Callable[[], Any], group: dist.ProcessGroup | None) -> None:
-    """Run `check` on every rank of the group; if it raises on any, all raise that error. See `Agreement.step`."""
-    gather(what, lambda: check() and None, group)
-
-
-def gather(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Run `work` on every rank, and gather the results, which JSON can hold. If it raises on any rank, all raise that error."""
-    results: list[Any] = Agreement(group, what).step("preparing", work, lambda found: [found] * len(found))
-    return results
 
 
 def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any]) -> Sequence[Any]:
@@ -313,7 +290,6 @@ def _restored(description: dict[str, Any]) -> FSDPError:
     kind = _KNOWN[description["kind"]]
     error = kind.__new__(kind)
     error.__dict__.update(fields)
-    FSDPError.__init__(
-        error, fields["subject"], expected=fields["expected"], got=fields["got"], remedy=fields["remedy"]
-    )
+    answers = {name: fields[name] for name in ("expected", "got", "remedy")}
+    FSDPError.__init__(error, fields["subject"], **answers)
     return error

@@ -15,46 +15,95 @@ import contextlib
 import ctypes
 import io
 import os
+import pickle
 import re
+import secrets
 import shutil
 import zipfile
 import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 
+from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.blocks import sync_directory
+from hwfsdp.checkpoint.messages import damaged, told
 
 _FLAGS = 0x0808  # sizes follow the data; names are UTF-8
 
 
-class Damage(NamedTuple):
-    """A fault. record: name within the archive, None for all of it. offset: where it begins, in bytes."""
+def check_archive(
+    file: Path | IO[bytes], path: Path, key: str | None = None, offset: int | None = None
+) -> None:
+    """Read every record and compare it with its checksum.
 
-    record: str | None
-    offset: int
-    expected: str
-    got: str
+    Args:
+        path, key: for the error; without a key, it names the record.
+        offset: where the archive begins in the file at the path. None: it is the whole file.
 
-
-def find_damage(file: Path | IO[bytes]) -> Damage | None:
-    """Read every record and compare it with its checksum; None if all are intact."""
+    Raises:
+        CheckpointError: a record is not as it was written, or the archive is none.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 plain = record.external_attr == 0 and record.compress_type == zipfile.ZIP_STORED
                 if not plain or record.flag_bits & ~_FLAGS:
                     expected, got = "a record as torch.save writes it", "one with other attributes"
-                    return Damage(record.filename, record.header_offset, expected, got)
-            bad = archive.testzip()
-            if bad is not None:
-                expected, got = "the bytes that were written", "others, by their CRC-32"
-                return Damage(bad, archive.getinfo(bad).header_offset, expected, got)
+                    break
+            else:
+                name = archive.testzip()
+                if name is None:
+                    return
+                record, expected = archive.getinfo(name), "the bytes that were written"
+                got = "others, by their CRC-32"
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        got = " ".join(f"{type(error).__name__}: {error}".split())
-        return Damage(None, 0, "an undamaged zip file of torch.save", got)
-    return None
+        raise damaged(path, "an undamaged zip file of torch.save", told(error), offset, key) from error
+    got, at = f"{got}, in {record.filename}", (offset or 0) + record.header_offset
+    raise damaged(path, expected, got, at, key or record.filename)
+
+
+def load_archive(
+    file: Path | IO[bytes],
+    path: Path,
+    options: Mapping[str, Any],
+    key: str | None = None,
+    offset: int | None = None,
+    check: bool = True,
+) -> Any:
+    """Load an archive with `torch.load(weights_only=True)`, which runs no code in it.
+
+    Args:
+        options: for torch.load. path, key, offset: as for `check_archive`, which is called first if `check`.
+
+    Raises:
+        CheckpointError: it is damaged, or made of more than weights_only=True allows; none of it was run.
+    """
+    if check:
+        check_archive(file, path, key, offset)
+    try:
+        if not isinstance(file, Path):
+            file.seek(0)
+        return torch.load(file, **{**options, "weights_only": True})
+    except Exception as error:
+        expected, got = "what torch.load(weights_only=True) allows", told(error)[:300]
+        unsafe = _calls_in(file) if isinstance(error, pickle.UnpicklingError) else []
+        if not unsafe:
+            raise damaged(path, expected, got, offset, key) from error
+        got = f"calls of {', '.join(unsafe)}, which were not made"
+        remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
+        raise damaged(path, expected, got, offset, key, remedy) from error
+
+
+def _calls_in(file: Path | IO[bytes]) -> list[str]:
+    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
+    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
+        if not isinstance(file, Path):
+            file.seek(0)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    return []
 
 
 def loading_error(tree: Any) -> Exception | None:
@@ -70,6 +119,41 @@ def loading_error(tree: Any) -> Exception | None:
 
 
 # --- Directories -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replaced(
+    target: Path, agreement: Agreement, check: Callable[[], None], complete: Callable[[Path], None]
+) -> Iterator[tuple[Path, str]]:
+    """A new directory beside `target`, and the id of the save. When all ranks have written there, it gets the name `target`.
+
+    If a rank raises, what has the name `target` is what it was, and the new directory is removed.
+
+    Args:
+        check: called on the first rank before anything is made; raises if `target` must not be replaced.
+        complete: called there with the new directory before it gets its name.
+    """
+
+    def begin() -> str:
+        save_id = secrets.token_hex(16)
+        if agreement.rank == 0:
+            check()
+            name_beside(target, save_id).mkdir(parents=True)
+        return save_id
+
+    def publish() -> None:
+        if agreement.rank == 0:
+            complete(draft)
+            put_in_place(draft, target)
+
+    save_id = agreement.gather("beginning", begin)[0]
+    draft = name_beside(target, save_id)
+    try:
+        yield draft, save_id
+        agreement.step("publishing", publish)
+    finally:
+        if agreement.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def name_beside(target: Path, save_id: str) -> Path:

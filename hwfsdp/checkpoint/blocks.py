@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.checkpoint.manifest import BLOCK_BYTES, damaged
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES
+from hwfsdp.checkpoint.messages import damaged
 
 _WRITE_BYTES = 8 * BLOCK_BYTES  # of one call; in between, others may stop us
 
@@ -175,13 +176,9 @@ class BlockReader(NamedTuple):
             block = (start + done) // self.block_bytes
             crc = zlib.crc32(into[done : done + self.block_bytes])
             if crc != self.crc32[block]:
-                raise damaged(
-                    self.path,
-                    f"a block with the checksum {self.crc32[block]:08x}",
-                    f"{crc:08x}: it is damaged",
-                    self.at + start + done,
-                    self.key,
-                )
+                expected = f"a block with the checksum {self.crc32[block]:08x}"
+                got = f"{crc:08x}: it is damaged"
+                raise damaged(self.path, expected, got, self.at + start + done, self.key)
 
 
 def check_header(fd: int, path: Path, header: bytes) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hwfsdp.checkpoint.convert import convert
-from hwfsdp.checkpoint.traverse import show
-from hwfsdp.checkpoint.verification import Inspection, inspect, verify
+from hwfsdp.checkpoint.messages import show
+from hwfsdp.checkpoint.store import Inspection, inspect, verify
 
 
 def show_inspection(path: Path, as_json: bool) -> int:

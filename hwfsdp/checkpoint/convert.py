@@ -40,12 +40,11 @@ from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse
 from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.reading import read_tensors
 from hwfsdp.checkpoint.traverse import leaves_of, unflatten_state_dict
-from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.checkpoint.values import decode
-from hwfsdp.errors import CheckpointError, UsageError
 
 _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
@@ -72,15 +71,9 @@ def format_of(path: Path) -> str:
     if path.is_file() and path.suffix == ".safetensors":
         found.append("safetensors")
     if len(found) != 1:
-        got = (
-            "nothing" if not path.exists() else f"signs of {' and '.join(found)}" if found else "none of them"
-        )
-        raise UsageError(
-            str(path),
-            expected="a store, a DCP or a PART checkpoint, or a .safetensors file",
-            got=got,
-            remedy="Check the path.",
-        )
+        signs_of = f"signs of {' and '.join(found)}" if found else "none of them"
+        got = signs_of if path.exists() else "nothing"
+        refuse(path, "a store, a DCP or a PART checkpoint, or a .safetensors file", got, "Check the path.")
     return found[0]
 
 
@@ -100,11 +93,11 @@ def convert(
     """
     source, target = Path(source), Path(target)
     if to not in _WRITERS:
-        raise UsageError("convert", expected=f"one of {sorted(_WRITERS)}", got=repr(to), remedy="Choose one.")
+        refuse("convert", f"one of {sorted(_WRITERS)}", repr(to), "Choose one.")
     known = format_of(source)
     if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
         remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
-        raise UsageError(str(target), expected="no file or directory", got="one", remedy=remedy)
+        refuse(target, "no file or directory", "one", remedy)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         state = _READERS[known](source, _Rooms(Path(scratch)))
@@ -206,9 +199,7 @@ def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read
             text = (file.metadata() or {}).get(_HEADER)
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(
-            str(source), expected="a safetensors file", got=str(error), remedy="Write it again."
-        ).at(source) from error
+        raise damaged(source, "a safetensors file", str(error), remedy="Write it again.") from error
     if text is None:
         return dict(tensors)
     try:
@@ -222,9 +213,7 @@ def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
                 raise ValueError(f"{name} is damaged: its checksum differs")
         return _nested(leaves, {tuple(path): kind for path, kind in header["containers"]})
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            str(source), expected="what hwfsdp wrote", got=str(error)[:80], remedy="Write it again."
-        ).at(source) from error
+        raise damaged(source, "what hwfsdp wrote", str(error)[:80], remedy="Write it again.") from error
 
 
 # --- Writers -----------------------------------------------------------------------------------------------
@@ -242,8 +231,7 @@ def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     if target.is_dir():
-        remedy = "Choose another path."
-        raise UsageError(str(target), expected="a file, or nothing", got="a directory", remedy=remedy)
+        refuse(target, "a file, or nothing", "a directory", "Choose another path.")
     description = describe(state, 1).description  # refuses what JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}
     values = {leaf.path: leaf.value for leaf in leaves_of(state)}
@@ -259,9 +247,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
         if "alias" not in entry:
             if names[path] in tensors:
                 expected, remedy = "a name of its own for every tensor", "Rename one of the two."
-                raise UsageError(
-                    names[path], expected=expected, got="two tensors of that name", remedy=remedy
-                )
+                refuse(names[path], expected, "two tensors of that name", remedy)
             tensors[names[path]] = values[path].detach().contiguous()
     crc32 = {name: zlib.crc32(view_bytes(tensor)) for name, tensor in tensors.items()}
     header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
@@ -274,7 +260,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
         sync_directory(target.parent)
     except KeyError as error:  # what the library raises for a dtype that the format does not have
         expected, remedy = "dtypes that safetensors has", "Cast such tensors first."
-        raise UsageError(str(target), expected=expected, got=str(error), remedy=remedy) from error
+        raise refusal(target, expected, str(error), remedy) from error
     finally:
         draft.unlink(missing_ok=True)
 

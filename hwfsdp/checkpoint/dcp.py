@@ -27,10 +27,9 @@ dict.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import dcp_metadata
-from hwfsdp.checkpoint.agreement import agree, gather
-from hwfsdp.checkpoint.archives import loading_error, name_beside, put_in_place
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.archives import loading_error, replaced
 from hwfsdp.checkpoint.boxes import Box, intersection, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
+from hwfsdp.checkpoint.messages import KeyPath, damaged, listed, refusal, refuse, show, told
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.plan import box_of
-from hwfsdp.checkpoint.tensors import check_data, check_no_sum, is_expanded, part_of
-from hwfsdp.checkpoint.traverse import Leaf, leaves_of, listed, refuse, show, traverse_state_dict
-from hwfsdp.checkpoint.traverse import Path as Keys
-from hwfsdp.errors import CheckpointError, UsageError
+from hwfsdp.checkpoint.tensors import check_data, check_no_sum, check_writable, part_of
+from hwfsdp.checkpoint.traverse import Leaf, leaves_of, traverse_state_dict
+from hwfsdp.errors import CheckpointError
 
 _WHAT = "DCP checkpoint"
 Slices = tuple[slice, ...]
@@ -88,7 +87,7 @@ def save(
             The same on all ranks; `path` is what it was.
     """
     target = Path(os.path.realpath(path))
-    is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
+    agreement = Agreement(process_group, _WHAT)
 
     def prepare() -> dict[str, str]:
         entries = entries_of(state_dict)
@@ -98,24 +97,10 @@ def save(
                 _check_storable(path, value)
         return {key: kind_of(entry.value) for key, entry in entries.items()}
 
-    def begin() -> str:
-        if is_first:
-            _check_target(target, overwrite)
-        return secrets.token_hex(16)
-
-    def publish() -> None:
-        if is_first:
-            dcp_metadata.write_digest(draft)
-            put_in_place(draft, target)
-
-    _check_same(gather(_WHAT, prepare, process_group))
-    draft = name_beside(target, gather(_WHAT, begin, process_group)[0])
-    try:
+    agreement.step("checking", prepare, _check_same)
+    check = partial(_check_target, target, overwrite)
+    with replaced(target, agreement, check, dcp_metadata.write_digest) as (draft, _):
         _write(state_dict, draft, f"save to {target}", process_group)
-        agree(_WHAT, publish, process_group)
-    finally:
-        if is_first:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def load(
@@ -146,20 +131,12 @@ def load(
             CheckpointError: the checkpoint is missing, damaged, or asks for code to be run (see `dcp_metadata`).
             The same on all ranks. Nothing was changed then, unless the checkpoint is changed by others meanwhile.
     """
-    module = state_dict if isinstance(state_dict, nn.Module) else None
-    target: dict[str, Any] = state_dict if not isinstance(state_dict, nn.Module) else state_dict.state_dict()
-    memory = NewMemory(target, device, model if module is None else module)
-    loading = _Loading(Path(path), target, memory)
-    try:
-        known = gather(_WHAT, loading.prepare, process_group)
-        loading.check_keys(known, strict)
-        agree(_WHAT, loading.check_parts, process_group)
-        agree(_WHAT, loading.fill, process_group)
-    except BaseException:
-        memory.take_back()
-        raise
-    if module is not None:
-        module.load_state_dict(target)  # what it holds besides tensors
+    agreement = Agreement(process_group, _WHAT)
+    with NewMemory(state_dict, device, model) as target:
+        loading = _Loading(Path(path), target)
+        agreement.step("preparing", loading.prepare, partial(loading.check_keys, strict))
+        agreement.step("checking", loading.check_parts)
+        agreement.step("filling", loading.fill)
 
 
 # --- Keys --------------------------------------------------------------------------------------------------
@@ -169,7 +146,7 @@ def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
     """DCP's key of every entry."""
     entries: dict[str, Leaf] = {}
 
-    def visit(path: Keys, value: Any) -> None:
+    def visit(path: KeyPath, value: Any) -> None:
         if isinstance(value, Mapping):
             return  # an empty one
         name = ".".join(map(str, path))
@@ -183,12 +160,11 @@ def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
 
 
 def kind_of(value: Any) -> str:
-    return str(
-        Stored(value.dtype, tuple(value.shape), []) if isinstance(value, Tensor) else Stored(None, (), [])
-    )
+    dtype, shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())
+    return str(Stored(dtype, shape, []))
 
 
-def _check_entry(path: Keys, value: Any, state_dict: dict[Any, Any]) -> None:
+def _check_entry(path: KeyPath, value: Any, state_dict: dict[Any, Any]) -> None:
     """Raise unless the value can be replaced: its container must be mutable."""
     if not isinstance(value, Tensor):
         check_can_change(path, state_dict)
@@ -202,7 +178,7 @@ def _check_entry(path: Keys, value: Any, state_dict: dict[Any, Any]) -> None:
 # --- Saving ------------------------------------------------------------------------------------------------
 
 
-def _check_storable(path: Keys, value: Any) -> None:
+def _check_storable(path: KeyPath, value: Any) -> None:
     """Raise unless it is a value that can be loaded again."""
     error = loading_error(value)
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
@@ -213,34 +189,27 @@ def _check_storable(path: Keys, value: Any) -> None:
         refuse(path, "a tensor, or a value that torch.load(weights_only=True) takes", f"{got})", remedy)
 
 
-def _check_same(kinds: list[dict[str, str]]) -> None:
-    """Raise if a key is not the same tensor, or a value, on all ranks that have it."""
+def _check_same(kinds: list[dict[str, str]]) -> list[None]:
+    """Raise if a key is not the same tensor, or a value, on all ranks that have it; otherwise there is nothing to answer."""
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(kinds):
         for key, kind in theirs.items():
             known_rank, known = first.setdefault(key, (rank, kind))
             if kind != known:
-                raise UsageError(
-                    f"key {key!r}",
-                    expected=f"the same on all ranks; rank {known_rank} has {known}",
-                    got=f"{kind} on rank {rank}",
-                    remedy="Shard with DTensors; other tensors count as replicas. Rename what is a different thing.",
-                )
+                expected = f"the same on all ranks; rank {known_rank} has {known}"
+                remedy = "Shard with DTensors; other tensors count as replicas. Or rename one of the two."
+                refuse(f"key {key!r}", expected, f"{kind} on rank {rank}", remedy)
+    return [None] * len(kinds)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
     is_empty = target.is_dir() and not any(target.iterdir())
-    if not os.path.lexists(target) or is_empty:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return
     is_ours = (target / METADATA).is_file()
-    if not overwrite or not is_ours:
-        expected = "a path where nothing is" + (", or a DCP checkpoint" if overwrite else "")
+    if os.path.lexists(target) and not is_empty and not (overwrite and is_ours):
+        expected = "a path where nothing is, or a DCP checkpoint and overwrite=True"
         got = "a DCP checkpoint" if is_ours else "something else"
-        remedy = "Choose another path" + (
-            "." if overwrite else ", or pass overwrite=True for a DCP checkpoint."
-        )
-        raise UsageError(f"save to {target}", expected=expected, got=got, remedy=remedy)
+        remedy = "Choose another path, or pass overwrite=True for a DCP checkpoint."
+        refuse(f"save to {target}", expected, got, remedy)
 
 
 def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.ProcessGroup | None) -> None:
@@ -253,12 +222,8 @@ def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.Proce
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         failures = getattr(error, "failures", None) or {}
         rank, cause = next(((f"rank {rank}: ", cause) for rank, (cause, _) in failures.items()), ("", error))
-        raise CheckpointError(
-            what,
-            expected="DCP to move the data",
-            got=rank + " ".join(f"{type(cause).__name__}: {cause}".split())[:300],
-            remedy="Look at the disk, and at the ranks' tracebacks.",
-        ) from error
+        got, remedy = rank + told(cause)[:300], "Look at the disk, and at the ranks' tracebacks."
+        raise refusal(what, "DCP to move the data", got, remedy, CheckpointError) from error
 
 
 class _BoxPlanner(DefaultSavePlanner):
@@ -319,10 +284,10 @@ class _Loading:
 
     manifest: Manifest
 
-    def __init__(self, directory: Path, state_dict: dict[Any, Any], memory: NewMemory) -> None:
-        self.directory, self.state_dict, self.memory = directory, state_dict, memory
+    def __init__(self, directory: Path, memory: NewMemory) -> None:
+        self.directory, self.memory, self.state_dict = directory, memory, memory.state_dict
         self.entries: dict[str, Leaf] = {}
-        self.values: dict[Keys, Any] = {}
+        self.values: dict[KeyPath, Any] = {}
 
     def prepare(self) -> tuple[list[str], str]:
         """Return the keys and the digest of the metadata."""
@@ -330,34 +295,25 @@ class _Loading:
         self.entries = entries_of(self.state_dict)
         for path, value in self.entries.values():
             _check_entry(path, value, self.state_dict)
-            if isinstance(value, Tensor) and is_expanded(part_of(value)):
-                refuse(path, "memory for every element", "an expanded tensor", "Call contiguous().")
+            if isinstance(value, Tensor):
+                check_writable(path, value)
         self.manifest = dcp_metadata.read_metadata(self.directory)
         return sorted(self.entries), self.manifest.digest
 
-    def check_keys(self, known: list[Any], strict: bool) -> None:
-        """
-        Args:
-            known: what `prepare` returned on each rank.
-        """
+    def check_keys(self, strict: bool, known: list[Any]) -> list[None]:
+        """Raise unless all ranks see one checkpoint and, if `strict`, it has their keys; `known`: what `prepare` returned."""
         if len({digest for _, digest in known}) > 1:
-            raise CheckpointError(
-                str(self.directory),
-                expected="the same checkpoint on all ranks",
-                got="different ones",
-                remedy="Use a file system that all ranks share, and replace no checkpoint that is being read.",
-            ).at(self.directory)
+            remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
+            raise damaged(self.directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
         wanted, there = {key for keys, _ in known for key in keys}, self.manifest.entries.keys()
         missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - there, there - wanted))
         if strict and (missing or unexpected):
             parts = [f"{listed(missing)} missing in the checkpoint"] if missing else []
             parts += [f"{listed(unexpected)} only in the checkpoint"] if unexpected else []
-            raise UsageError(
-                f"load from {self.directory}",
-                expected="the same keys in the state dict and in the checkpoint",
-                got=", ".join(parts),
-                remedy="Compare the models, or pass strict=False to load what both have.",
-            )
+            expected = "the same keys in the state dict and in the checkpoint"
+            remedy = "Compare the models, or pass strict=False to load what both have."
+            refuse(f"load from {self.directory}", expected, ", ".join(parts), remedy)
+        return [None] * len(known)
 
     def check_parts(self) -> None:
         """Compare every entry with what is stored, then read all that is no tensor, and check all that is."""
@@ -366,11 +322,8 @@ class _Loading:
         self.memory.check_loaded({entry.path for entry in self.entries.values()})
         for key, (path, value) in self.entries.items():
             if str(stored[key]) != kind_of(value):
-                got, remedy = (
-                    f"{stored[key]} in the checkpoint",
-                    "Compare the models; nothing is cast or cut.",
-                )
-                refuse(path, kind_of(value), got, remedy)
+                remedy = "Compare the models; nothing is cast or cut."
+                refuse(path, kind_of(value), f"{stored[key]} in the checkpoint", remedy)
             if not isinstance(value, Tensor):
                 self.values[path] = dcp_metadata.read_value(key, stored[key])
             else:

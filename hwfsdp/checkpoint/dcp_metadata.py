@@ -20,16 +20,17 @@ import pickletools
 import re
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hwfsdp.checkpoint.archives import find_damage
+from hwfsdp.checkpoint.archives import load_archive
 from hwfsdp.checkpoint.boxes import Box, find_fault
-from hwfsdp.errors import CheckpointError
+from hwfsdp.checkpoint.messages import damaged, told
 
 METADATA, DIGEST = ".metadata", ".metadata.sha256"
+T = TypeVar("T")
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -129,26 +130,23 @@ def read_metadata(directory: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _damaged(path, "the metadata of a DCP checkpoint", _one_line(error)) from error
+        raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
     _check_digest(path, data)
     try:
         _check_opcodes(data)
         metadata = _Unpickler(io.BytesIO(data)).load()
     except _Refused as error:
-        raise CheckpointError(
-            str(path),
-            expected="only the classes that DCP's metadata is made of",
-            got=str(error),
-            remedy="Do not load this checkpoint with torch, which would run it; ask where it comes from.",
-        ).at(path) from None
+        expected = "only the classes that DCP's metadata is made of"
+        remedy = "Do not load this checkpoint with torch, which would run it; ask where it comes from."
+        raise damaged(path, expected, str(error), remedy=remedy) from None
     except Exception as error:
-        raise _damaged(path, "a pickle of DCP's metadata", _one_line(error)) from error
+        raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
     if _kind_of(metadata) != "Metadata":
-        raise _damaged(path, "DCP's Metadata", type(metadata).__name__)
+        raise damaged(path, "DCP's Metadata", type(metadata).__name__)
     try:
         entries = _entries_of(path, metadata)
     except (AttributeError, TypeError, ValueError, KeyError) as error:  # crafted, or cut short
-        raise _damaged(path, "the fields of DCP's metadata", _one_line(error)) from error
+        raise damaged(path, "the fields of DCP's metadata", told(error)) from error
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     return Manifest(entries, paths, hashlib.sha256(data).hexdigest())
 
@@ -164,15 +162,12 @@ def _check_digest(path: Path, data: bytes) -> None:
     except FileNotFoundError:
         return  # written by torch
     except (OSError, ValueError) as error:
-        raise _damaged(path.parent / DIGEST, "a SHA-256", _one_line(error)) from error
+        raise damaged(path.parent / DIGEST, "a SHA-256", told(error)) from error
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
-        raise CheckpointError(
-            str(path),
-            expected=f"the metadata with SHA-256 {expected[:12]}…, as {DIGEST} says",
-            got=f"{found[:12]}…",
-            remedy=f"Take another checkpoint; if torch has written over this one, remove {DIGEST}.",
-        ).at(path)
+        expected = f"the metadata with SHA-256 {expected[:12]}…, as {DIGEST} says"
+        remedy = f"Take another checkpoint; if torch has written over this one, remove {DIGEST}."
+        raise damaged(path, expected, f"{found[:12]}…", remedy=remedy)
 
 
 def _check_opcodes(data: bytes) -> None:
@@ -182,18 +177,6 @@ def _check_opcodes(data: bytes) -> None:
             raise ValueError(f"the memo index {argument} at byte {position}")
 
 
-def _damaged(
-    file: Path, expected: str, got: str, key: str | None = None, at: int | None = None
-) -> CheckpointError:
-    subject = str(file) if key is None else f"{file}, {key}"
-    remedy = "Take another checkpoint; this one is damaged, incomplete or of another format."
-    return CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key, at)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 # --- Structure ---------------------------------------------------------------------------------------------
 
 
@@ -201,7 +184,7 @@ def _entries_of(path: Path, metadata: Any) -> dict[str, Stored]:
     """Every tensor and value, once the metadata turned out to be consistent."""
     # the index of a value has no offset
     places = {
-        (_text(index.fqn), getattr(index, "offset", None)): info
+        (_of(str, index.fqn), getattr(index, "offset", None)): info
         for index, info in metadata.storage_data.items()
     }
     entries: dict[str, Stored] = {}
@@ -209,34 +192,27 @@ def _entries_of(path: Path, metadata: Any) -> dict[str, Stored]:
         boxes: list[Box | None] = [None]
         stored = Stored(None, (), [])
         if _kind_of(entry) == "TensorStorageMetadata":
-            stored = Stored(_dtype(entry.properties.dtype), _sizes(entry.size), [])
+            stored = Stored(_of(torch.dtype, entry.properties.dtype), _sizes(entry.size), [])
             boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
-            fault = (
-                find_fault(stored.shape, [box for box in boxes if box and box.numel]) if boxes else "no chunk"
-            )
+            filled = [box for box in boxes if box and box.numel]
+            fault = find_fault(stored.shape, filled) if boxes else "no chunk"
             if fault:
-                raise _damaged(path, f"chunks that make up the shape {stored.shape}", fault, _text(key))
+                raise damaged(path, f"chunks that make up the shape {stored.shape}", fault, key=_of(str, key))
         elif _kind_of(entry) != "BytesStorageMetadata":
-            raise _damaged(path, "a tensor or a value", type(entry).__name__, key)
+            raise damaged(path, "a tensor or a value", type(entry).__name__, key=key)
         for box in boxes:
             info = places.get((key, box and box.offset))
             if info is None:
-                raise _damaged(path, f"where the part at {box and box.offset} is", "nothing", key)
+                raise damaged(path, f"where the part at {box and box.offset} is", "nothing", key=key)
             stored.blobs.append(_blob(path, key, info, box))
         entries[key] = stored
     _check_places(entries)
     return entries
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no key")
-    return value
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"{value!r} is no dtype")
+def _of(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
 
 
@@ -248,14 +224,14 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _blob(path: Path, key: str, info: Any, box: Box | None) -> Blob:
-    name = _text(info.relative_path)
+    name = _of(str, info.relative_path)
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or re.search(r"[\\:\0]", name) or not name:
-        raise _damaged(path, "a file in the directory of the checkpoint", f"the path {name!r}", key)
+        raise damaged(path, "a file in the directory of the checkpoint", f"the path {name!r}", key=key)
     offset, length = _sizes((info.offset, info.length))
     transforms = getattr(info, "transform_descriptors", None)
     if transforms:
-        raise _damaged(path, "blobs as torch.save writes them", f"transforms {transforms}", key)
+        raise damaged(path, "blobs as torch.save writes them", f"transforms {transforms}", key=key)
     return Blob(path.parent / name, offset, length, box)
 
 
@@ -269,12 +245,12 @@ def _check_places(entries: dict[str, Stored]) -> None:
             try:
                 size = file.stat().st_size
             except OSError as error:
-                raise _damaged(file, "a file with chunks of tensors", _one_line(error)) from error
+                raise damaged(file, "a file with chunks of tensors", told(error)) from error
         if blob.offset + blob.length > size:
             got = f"{size} bytes; the part at {blob.offset} has {blob.length}"
-            raise _damaged(file, "the size that the metadata says", got, key)
+            raise damaged(file, "the size that the metadata says", got, key=key)
         if blob.offset < end:
-            raise _damaged(file, f"a place of its own, after byte {end}", f"byte {blob.offset}", key)
+            raise damaged(file, f"a place of its own, after byte {end}", f"byte {blob.offset}", key=key)
         end = blob.offset + blob.length
 
 
@@ -303,7 +279,7 @@ def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
     expected = f"{stored.dtype} {list(blob.box.shape if blob.box else ())}"
     got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     if got != expected or found.layout != torch.strided:
-        raise _damaged(blob.file, f"a tensor {expected}", got, key, blob.offset)
+        raise damaged(blob.file, f"a tensor {expected}", got, blob.offset, key)
     chunk: Tensor = found
     return chunk
 
@@ -315,14 +291,5 @@ def _read(blob: Blob, key: str, check: bool = True, location: str = "cpu") -> An
             file.seek(blob.offset)
             data = io.BytesIO(file.read(blob.length))
     except OSError as error:
-        raise _damaged(blob.file, "a file that can be read", _one_line(error), key) from error
-    damage = find_damage(data) if check else None
-    if damage is not None:
-        got = f"{damage.got} ({damage.record})" if damage.record else damage.got
-        raise _damaged(blob.file, damage.expected, got, key, blob.offset + damage.offset)
-    data.seek(0)
-    try:
-        return torch.load(data, map_location=location, weights_only=True)
-    except Exception as error:
-        expected = "what torch.load(weights_only=True) allows"
-        raise _damaged(blob.file, expected, _one_line(error)[:300], key, blob.offset) from error
+        raise damaged(blob.file, "a file that can be read", told(error), key=key) from error
+    return load_archive(data, blob.file, {"map_location": location}, key, blob.offset, check)

@@ -22,14 +22,15 @@ import copy
 import pickle
 from collections.abc import Callable, MutableMapping
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.agreement import agree
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.state_dict import to_cpu
 from hwfsdp.checkpoint.tensors import (
     bytes_of,
@@ -39,12 +40,12 @@ from hwfsdp.checkpoint.tensors import (
     part_of,
     refuse_sharded_tensor,
 )
-from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, refuse
+from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import shard_of
 
-Plan = dict[Path, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
+Plan = dict[KeyPath, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
 
 
 class TensorInfo(NamedTuple):
@@ -95,20 +96,17 @@ def broadcast_state_dict(
         StateError: there is no process group.
     """
     if not dist.is_initialized():
-        raise StateError(
-            "broadcast_state_dict",
-            expected="a process group",
-            got="none",
-            remedy="Call init_process_group first, or distribute_state_dict in a single process.",
-        )
-    is_source = dist.get_rank(pg) == 0
-    plan = _send_plan(full_state_dict if is_source else None, pg)
-    agree("broadcast_state_dict", lambda: check_plan(plan, local_state_dict, cast), pg)
+        remedy = "Call init_process_group first, or distribute_state_dict in a single process."
+        refuse("broadcast_state_dict", "a process group", "none", remedy, StateError)
+    agreement = Agreement(pg, "broadcast_state_dict")
+    is_source = agreement.rank == 0
+    plan = _send_plan(agreement, full_state_dict if is_source else None, pg)
+    agreement.step("comparing", lambda: check_plan(plan, local_state_dict, cast))
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
     buffer = _buffer_for(plan, source, _way(pg, device))
 
-    def receive(path: Path) -> Tensor:
+    def receive(path: KeyPath) -> Tensor:
         return _broadcast(source.get(path), plan[path], buffer, pg)
 
     _fill(plan, local_state_dict, receive, device, cpu_offload)
@@ -161,7 +159,9 @@ def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
     return plan
 
 
-def _send_plan(full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | None) -> Plan:
+def _send_plan(
+    agreement: Agreement, full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | None
+) -> Plan:
     """The plan of the rank that has the full state dict, on every rank; its error, on every rank, if it has none."""
     plan: list[Any] = [None]
 
@@ -170,7 +170,7 @@ def _send_plan(full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | N
             plan[0] = _plan_of(full_state_dict)
             _check_pickles(plan[0])
 
-    agree("broadcast_state_dict", prepare, pg)
+    agreement.step("planning", prepare)
     dist.broadcast_object_list(plan, group=pg, group_src=0)
     sent: Plan = plan[0]
     return sent
@@ -202,45 +202,38 @@ def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None =
         if path in plan:
             _check_entry(path, plan[path], place, cast)
         elif path in planned and items_of(place) is None:
-            _refuse_entry(path, "what can hold the entries of a container", type(place).__name__)
+            refuse(path, "what can hold the entries of a container", type(place).__name__)
     for path, coming in plan.items():
         if path in inner and not isinstance(coming, EmptyContainer):
-            _refuse_entry(path, "a container, as this rank has", "a leaf")
+            refuse(path, "a container, as this rank has", "a leaf")
 
 
-_COMPARE = "Compare the model that the full state dict was taken from with this one."
-
-
-def _refuse_entry(path: Path, expected: str, got: str, remedy: str = _COMPARE) -> NoReturn:
-    refuse(path, expected, got, remedy)
-
-
-def _check_entry(path: Path, coming: Any, place: Any, cast: bool | None) -> None:
+def _check_entry(path: KeyPath, coming: Any, place: Any, cast: bool | None) -> None:
     if isinstance(coming, EmptyContainer):
         if items_of(place) is None:
-            _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
+            refuse(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
         return
     if not isinstance(coming, TensorInfo):
         if isinstance(place, Tensor):
-            _refuse_entry(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
+            refuse(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
         return
     if is_sharded_tensor(place):
         refuse_sharded_tensor(path)
     if not isinstance(place, Tensor):
-        _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
+        refuse(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
     _check_kind(path, coming, place, cast)
     check_no_sum(path, place)
     if not place.is_meta:
         check_data(path, place)
 
 
-def _check_kind(path: Path, coming: TensorInfo, place: Tensor, cast: bool | None) -> None:
+def _check_kind(path: KeyPath, coming: TensorInfo, place: Tensor, cast: bool | None) -> None:
     expected, got = (f"shape {tuple(t.shape)} and {t.dtype}" for t in (place, coming))
     if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and cast is None):
-        _refuse_entry(path, expected, got)
+        refuse(path, expected, got)
     if place.dtype != coming.dtype and not cast:
         remedy = "Pass cast=True if the values may become what that dtype can hold."
-        _refuse_entry(path, expected, got, remedy)
+        refuse(path, expected, got, remedy)
 
 
 # --- Move --------------------------------------------------------------------------------------------------
@@ -253,7 +246,7 @@ def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     return device if device.type in kinds or not kinds else torch.device(kinds[0])
 
 
-def _buffer_for(plan: Plan, source: dict[Path, Any], way: torch.device) -> Tensor:
+def _buffer_for(plan: Plan, source: dict[KeyPath, Any], way: torch.device) -> Tensor:
     """Memory, as bytes, for the largest tensor of the plan; on the source, for the largest that cannot be sent in place."""
     infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
     sizes = [
@@ -286,14 +279,14 @@ def _broadcast(
 def _fill(
     plan: Plan,
     local_state_dict: dict[Any, Any],
-    receive: Callable[[Path], Tensor],
+    receive: Callable[[KeyPath], Tensor],
     device: torch.device,
     cpu_offload: bool,
 ) -> None:
     """Receive every tensor of the plan in its order, and put what this rank has a place for there."""
     places = dict(leaves_of(local_state_dict))
     written: dict[int, Tensor] = {}  # by the id of its place: tied tensors stay tied
-    filled: dict[Path, Any] = {}
+    filled: dict[KeyPath, Any] = {}
     for path, coming in plan.items():
         if isinstance(coming, TensorInfo):
             whole = receive(path)
@@ -304,7 +297,7 @@ def _fill(
         elif not isinstance(coming, EmptyContainer):
             filled[path] = coming
 
-    def fill_in(path: Path, leaf: Any, _: Any) -> Any:
+    def fill_in(path: KeyPath, leaf: Any, _: Any) -> Any:
         # an empty container gets a copy, to which entries may be added
         empty = isinstance(leaf, MutableMapping | list)
         return filled[path] if path in filled else copy.copy(leaf) if empty else leaf
@@ -353,11 +346,11 @@ def _add_missing(full: Any, local: Any) -> None:
                 local.append(new)
 
 
-def _alone(_: Path, leaf: Any, __: Any) -> Any:
+def _alone(_: KeyPath, leaf: Any, __: Any) -> Any:
     return _copy_to(leaf.detach(), torch.device("cpu"), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _prune(tree: Any, plan: Plan, at: Path = ()) -> None:
+def _prune(tree: Any, plan: Plan, at: KeyPath = ()) -> None:
     """Remove the keys of dicts under which the plan has nothing."""
     known = {path[: len(at) + 1] for path in plan if path[: len(at)] == at}
     items = items_of(tree) or {}

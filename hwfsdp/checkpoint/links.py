@@ -14,15 +14,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, send_bytes, timeout_of
-from hwfsdp.errors import CheckpointError, UnsupportedError
+from hwfsdp.checkpoint.messages import refusal, refuse
+from hwfsdp.compat import collectives_are_checked, cpu_backend, gloo_beside, receive_bytes, send_bytes
+from hwfsdp.errors import CheckpointError, UnsupportedError, in_one_line
 
 
 def go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
@@ -82,26 +82,15 @@ def link_of(group: dist.ProcessGroup) -> Link:
     if group not in _links:
         carrier = None
         if dist.get_backend(group) == "fake":
-            raise UnsupportedError(
-                "a checkpoint of pretended ranks",
-                expected="a process group that moves messages",
-                got="the fake one",
-                remedy="Use real ranks, or no process group.",
-            )
+            expected, remedy = "a process group that moves messages", "Use real ranks, or no process group."
+            refuse("a checkpoint of pretended ranks", expected, "the fake one", remedy, UnsupportedError)
         if cpu_backend(group) != "gloo" or collectives_are_checked():
             try:
-                carrier = dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    timeout=timedelta(seconds=timeout_of(group)),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                )
+                carrier = gloo_beside(group)
             except RuntimeError as error:
-                raise CheckpointError(
-                    "the first checkpoint of these ranks",
-                    expected="all ranks to connect to each other",
-                    got=f"a rank that is gone or did not connect: {' '.join(str(error).split())}",
-                    remedy="The last complete checkpoint counts; start all ranks again.",
-                ) from error
+                what, expected = "the first checkpoint of these ranks", "all ranks to connect to each other"
+                got = f"a rank that is gone or did not connect: {in_one_line(str(error))}"
+                remedy = "The last complete checkpoint counts; start all ranks again."
+                raise refusal(what, expected, got, remedy, CheckpointError) from error
         _links[group] = Link(carrier, count())
     return _links[group]

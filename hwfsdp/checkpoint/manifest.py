@@ -22,8 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hwfsdp.checkpoint.boxes import Box, find_fault
-from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.checkpoint.traverse import show
+from hwfsdp.checkpoint.messages import KeyPath, damaged, show
 from hwfsdp.checkpoint.values import decode, dtype_named
-from hwfsdp.errors import CheckpointError
 
 FORMAT, VERSION = "hwfsdp checkpoint", 1
 BLOCK_BYTES = 1 << 20  # a checksum each
@@ -120,13 +118,23 @@ class Manifest:
             if isinstance(entry, TensorEntry) and entry.same_as is None:
                 yield entry
 
+    def tensor(self, path: KeyPath) -> TensorEntry:
+        """The entry at the path of a tensor."""
+        entry = self.entries[path]
+        assert isinstance(entry, TensorEntry)
+        return entry
+
+    def with_chunks(self, chunks_of: Callable[[TensorEntry], Iterable[Chunk]]) -> Manifest:
+        """The same with other chunks for each tensor."""
+        entries = {
+            path: replace(entry, chunks=tuple(chunks_of(entry))) if isinstance(entry, TensorEntry) else entry
+            for path, entry in self.entries.items()
+        }
+        return replace(self, entries=entries)
+
     def chunks_of(self, entry: TensorEntry) -> tuple[Chunk, ...]:
         """The chunks of a tensor, wherever they are listed."""
-        if entry.same_as is None:
-            return entry.chunks
-        original = self.entries[entry.same_as]
-        assert isinstance(original, TensorEntry)
-        return original.chunks
+        return entry.chunks if entry.same_as is None else self.tensor(entry.same_as).chunks
 
 
 def header_of(save_id: str, file: int) -> bytes:
@@ -219,12 +227,8 @@ def parse_json(data: bytes, file: Path) -> Any:
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise damaged(file, f'an object with "format": "{FORMAT}"', _brief(tree))
     if type(tree.get("version")) is not int or tree["version"] != VERSION:
-        raise CheckpointError(
-            str(file),
-            expected=f"version {VERSION}, which this hwfsdp reads",
-            got=f"version {_brief(tree.get('version'))}",
-            remedy="Read it with the hwfsdp that wrote it.",
-        ).at(file)
+        got, remedy = f"version {_brief(tree.get('version'))}", "Read it with the hwfsdp that wrote it."
+        raise damaged(file, f"version {VERSION}, which this hwfsdp reads", got, remedy=remedy)
     return tree
 
 
@@ -248,19 +252,6 @@ def _brief(value: Any) -> str:
     return type(value).__name__ if isinstance(value, list) else repr(value)[:60]
 
 
-def damaged(
-    file: Path, expected: str, got: str, offset: int | None = None, key: str | None = None
-) -> CheckpointError:
-    """The error for a file that is not what it should be."""
-    place = f"{file}, byte {offset}" if offset is not None else str(file)
-    return CheckpointError(
-        f"{place}, {key}" if key else place,
-        expected=expected,
-        got=got,
-        remedy="If there are other saves beside it, load one of them by its own path.",
-    ).at(file, key, offset)
-
-
 class _Reader:
     """Turns JSON into a manifest. Whatever it meets that is of the wrong type raises KeyError, TypeError or ValueError."""
 
@@ -269,12 +260,8 @@ class _Reader:
 
     def manifest(self, tree: Any, digest: str) -> Manifest:
         save_id, block_bytes = tree["save"], _natural(tree["block_bytes"])
-        if (
-            not isinstance(save_id, str)
-            or not SAVE_ID.fullmatch(save_id)
-            or block_bytes % ALIGNMENT
-            or not 0 < block_bytes <= _LARGEST_BLOCK
-        ):
+        named = isinstance(save_id, str) and SAVE_ID.fullmatch(save_id)
+        if not named or block_bytes % ALIGNMENT or not 0 < block_bytes <= _LARGEST_BLOCK:
             raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
         files = tuple(DataFile(file["name"], _natural(file["bytes"])) for file in tree["files"])
         for i, file in enumerate(files):

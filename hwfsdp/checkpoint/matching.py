@@ -15,12 +15,11 @@ from torch import Tensor
 
 from hwfsdp.checkpoint.boxes import Box, intersection
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
+from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
-from hwfsdp.checkpoint.tensors import check_data, check_kind, identity_of, is_expanded, part_of
-from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of, rebuild, refuse, show
-from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.tensors import check_data, check_kind, check_writable, identity_of, part_of
+from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of, rebuild
 from hwfsdp.checkpoint.values import decode
-from hwfsdp.errors import UsageError
 
 
 @dataclass
@@ -49,9 +48,7 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
         UsageError: the state dict and the save do not fit; see `store.load`.
     """
     if items_of(state_dict) is None or isinstance(state_dict, tuple):
-        raise UsageError(
-            "load", expected="a state dict", got=type(state_dict).__name__, remedy="Pass a dict."
-        )
+        refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
     leaves = dict(leaves_of(state_dict))
     _check_containers(leaves, state_dict, manifest)
     if strict:
@@ -105,13 +102,10 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
         first = missing[0] if missing else min(unexpected, key=str)
         got = "no such entry in the checkpoint" if missing else "no place for it in the state dict"
         others = len(missing) + len(unexpected) - 1
-        raise UsageError(
-            show(first),
-            expected="the same keys in the state dict and in the checkpoint",
-            got=got + (f"; {others} more keys are on one side only" if others else ""),
-            remedy="Compare with `hwfsdp checkpoint inspect` (a fresh optimizer has no state yet: "
-            "hwfsdp.checkpoint.meta.init_optimizer_state), or pass strict=False to load what both have.",
-        )
+        got += f"; {others} more keys are on one side only" if others else ""
+        remedy = "Compare with `hwfsdp checkpoint inspect` (a fresh optimizer has no state yet: "
+        remedy += "hwfsdp.checkpoint.meta.init_optimizer_state), or pass strict=False to load what both have."
+        refuse(first, "the same keys in the state dict and in the checkpoint", got, remedy)
 
 
 def check_can_change(path: KeyPath, state_dict: Any) -> None:
@@ -132,17 +126,9 @@ def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bo
     check_kind(path, target)
     check_data(path, target)
     if tuple(target.shape) != entry.shape:
-        refuse(
-            path,
-            f"shape {tuple(target.shape)}, as in the state dict",
-            f"shape {entry.shape} in the checkpoint",
-        )
-    local = part_of(target)
-    if is_expanded(local):
-        refuse(path, "memory for every element", "an expanded tensor", "Pass a clone of it.")
-    if local.is_inference() and not torch.is_inference_mode_enabled():
-        got = "one that was made in inference mode"
-        refuse(path, "a tensor that can be changed", got, "Load in inference mode, too, or make it outside.")
+        expected = f"shape {tuple(target.shape)}, as in the state dict"
+        refuse(path, expected, f"shape {entry.shape} in the checkpoint")
+    check_writable(path, target)
     if target.dtype != entry.dtype:
         expected, got = f"{target.dtype}, as in the state dict", f"{entry.dtype} in the checkpoint"
         if not allow_cast:
@@ -162,19 +148,14 @@ def _check_ties(found: Match) -> None:
     for path, target in found.tensors.items():
         other = first.setdefault(identity_of(target), path)
         if other != path and _contents(found.manifest, path) != _contents(found.manifest, other):
-            refuse(
-                path,
-                f"the same values as for {show(other)}, as both are one tensor in the state dict",
-                "others in the checkpoint",
-                "Untie them before loading.",
-            )
+            expected = f"the same values as for {show(other)}, as both are one tensor in the state dict"
+            refuse(path, expected, "others in the checkpoint", "Untie them before loading.")
 
 
 def _contents(manifest: Manifest, path: KeyPath) -> Any:
-    entry = manifest.entries[path]
-    assert isinstance(entry, TensorEntry)
-    chunks = manifest.chunks_of(entry)
-    return entry.dtype, entry.shape, sorted((chunk.box, chunk.crc32) for chunk in chunks)
+    entry = manifest.tensor(path)
+    chunks = sorted((chunk.box, chunk.crc32) for chunk in manifest.chunks_of(entry))
+    return entry.dtype, entry.shape, chunks
 
 
 # --- What is needed -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hwfsdp.checkpoint.messages import KeyPath, listed, refuse, show
 from hwfsdp.checkpoint.optimizer_state import init_optimizer_state
 from hwfsdp.checkpoint.tensors import is_expanded, memory_of
-from hwfsdp.checkpoint.traverse import Path, leaves_of, listed, show
+from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.compat import dtensor, is_sharded_tensor, storage_key
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.errors import StateError, UnsupportedError
 from hwfsdp.features.offload import is_offloaded
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset, compute_local_stride
 
@@ -92,61 +93,69 @@ def init_state_dict(
 
 
 class NewMemory:
-    """Memory that `init_state_dict` gives to tensors on the meta device for a load, until something fails.
+    """A state dict to load into, or a module's. What is on the meta device gets memory, as `init_state_dict` gives it.
+
+    Within the context, an error puts everything back on the meta device. At the end of it, a module gets what its state
+    dict holds besides tensors.
 
     Attributes:
-        paths: of the entries that got memory. They hold nothing before they are loaded.
+        state_dict: to load into. paths: of the entries that got memory; they hold nothing before they are loaded.
     """
 
-    def __init__(self, state_dict: Any, device: torch.device | str | None, model: nn.Module | None) -> None:
-        self._target, self._device, self._model = state_dict, device, model
+    def __init__(self, target: Any, device: torch.device | str | None, model: nn.Module | None) -> None:
+        self._module = target if isinstance(target, nn.Module) else None
+        self.state_dict: Any = target if self._module is None else self._module.state_dict()
+        self._device, self._model = device, model if self._module is None else self._module
         self._rooms: _Rooms | None = None
-        self.paths: list[Path] = []
+        self.paths: list[KeyPath] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            self.take_back()
+        elif self._module is not None:
+            self._module.load_state_dict(self.state_dict)
 
     @torch.no_grad()
     def give(self) -> None:
         """Give it, once; raise what `init_state_dict` raises."""
-        on_meta = [path for path, v in leaves_of(self._target) if isinstance(v, Tensor) and v.is_meta]
+        on_meta = [path for path, v in leaves_of(self.state_dict) if isinstance(v, Tensor) and v.is_meta]
         if on_meta:
-            self._rooms, self.paths = _init(self._target, self._device, self._model), on_meta
+            self._rooms, self.paths = _init(self.state_dict, self._device, self._model), on_meta
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Put everything back on the meta device, as it was."""
         if self._rooms is not None:
             self._rooms.take_back()
-            for group in _groups_of(self._model) if self._model is not None else ():
+            for group in _groups_of(self._model):
                 group.adopt_registered()
 
     def check_loaded(self, found: Container[Any]) -> None:
         """Raise if something on the meta device is not among the paths that a checkpoint has."""
         missing = [show(path) for path in self.paths if path not in found]
         if missing:
-            raise UsageError(
-                "load",
-                expected="values for everything in the state dict that is on the meta device",
-                got=f"no entry in the checkpoint for {_counted(missing)}",
-                remedy="Take it out of the state dict, or initialize it first: to_empty(device=…), then its values.",
-            )
+            expected = "values for everything in the state dict that is on the meta device"
+            got = f"no entry in the checkpoint for {_counted(missing)}"
+            remedy = "Take it out of the state dict, or initialize it first: to_empty, then its values."
+            refuse("load", expected, got, remedy)
 
 
 def _init(state_dict: Any, device: torch.device | str | None, model: nn.Module | None) -> _Rooms:
     if device is not None and torch.device(device).type == "meta":
-        raise UsageError(
-            "init_state_dict(device='meta')",
-            expected="a device with memory",
-            got="meta",
-            remedy="Leave it out for the device of the mesh.",
-        )
-    entries = {show(path): value for path, value in leaves_of(state_dict) if _is_on_meta(value)}
-    of_model = _sharing_storage(model, entries.values()) if model is not None else {}
+        remedy = "Leave it out for the device of the mesh."
+        refuse("init_state_dict(device='meta')", "a device with memory", "meta", remedy)
+    tensors = {show(path): value for path, value in leaves_of(state_dict) if isinstance(value, Tensor)}
+    entries = {name: t for name, t in tensors.items() if is_sharded_tensor(t) or t.is_meta}
+    of_model = _sharing_storage(model, entries.values())
     for name, tensor in (entries | of_model).items():
         _check_exchangeable(name, tensor)
     if model is not None:
         _check_connected(entries, of_model)
     rooms = _Rooms(device, [*of_model.values(), *entries.values()])
-    if model is not None:
-        _exchange_groups(model, {id(tensor) for tensor in of_model.values()}, rooms)
+    _exchange_groups(model, {id(tensor) for tensor in of_model.values()}, rooms)
     for tensor in (*of_model.values(), *entries.values()):
         rooms.exchange(tensor)
     return rooms
@@ -168,25 +177,19 @@ def init_meta_model(model: nn.Module, device: torch.device | str | None = None) 
     return init_state_dict(model.state_dict(), device, model=model)
 
 
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and (is_sharded_tensor(value) or value.is_meta)
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _sharing_storage(model: nn.Module, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+def _sharing_storage(model: nn.Module | None, entries: Iterable[Tensor]) -> dict[str, Tensor]:
     """Parameters and buffers on meta, by fqn, whose storage is one of the entries' storages."""
+    if model is None:
+        return {}
     for group in _groups_of(model):
         group.reshard()
     keys = {_key(entry) for entry in entries}
-    found = {name: tensor for name, tensor in _tensors_of(model).items() if tensor.is_meta}
-    return {name: tensor for name, tensor in found.items() if _key(tensor) in keys}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in found.items() if tensor.is_meta and _key(tensor) in keys}
 
 
-def _groups_of(model: nn.Module) -> Iterator[ParamGroup]:
-    for module in model.modules():
+def _groups_of(model: nn.Module | None) -> Iterator[ParamGroup]:
+    for module in model.modules() if model is not None else ():
         if (state := state_of(module)) is not None:
             yield from state.groups
 
@@ -208,33 +211,24 @@ def _is_odd(tensor: Tensor) -> bool:
 def _check_exchangeable(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         remedy = "Run a forward, or build the module with its sizes."
-        raise UsageError(name, expected="a tensor of known shape", got="a lazy parameter", remedy=remedy)
+        refuse(name, "a tensor of known shape", "a lazy parameter", remedy)
     if _is_odd(tensor):
-        raise UnsupportedError(
-            name,
-            expected="a dense Tensor or DTensor on the meta device",
-            got="a ShardedTensor" if is_sharded_tensor(tensor) else f"one of layout {tensor.layout}",
-            remedy="Build this one off the meta device.",
-        )
-    if weakref.getweakrefs(tensor):
-        raise StateError(
-            name,
-            expected="no weak reference to a tensor on the meta device",
-            got=f"{len(weakref.getweakrefs(tensor))}",
-            remedy="Initialize memory first, then build what refers to its tensors.",
-        )
+        got = "a ShardedTensor" if is_sharded_tensor(tensor) else f"one of layout {tensor.layout}"
+        expected = "a dense Tensor or DTensor on the meta device"
+        refuse(name, expected, got, "Build this one off the meta device.", UnsupportedError)
+    if references := weakref.getweakrefs(tensor):
+        remedy = "Initialize memory first, then build what refers to its tensors."
+        expected = "no weak reference to a tensor on the meta device"
+        refuse(name, expected, f"{len(references)}", remedy, StateError)
 
 
 def _check_connected(entries: dict[str, Tensor], of_model: dict[str, Tensor]) -> None:
     own = {id(tensor) for tensor in of_model.values()}
     for name, tensor in entries.items():
         if _is_subclass(tensor) and id(tensor) not in own:
-            raise UnsupportedError(
-                name,
-                expected="a plain tensor in each shard, where entries are detached from the model",
-                got=type(memory_of(tensor)).__name__,
-                remedy="Take model.state_dict(keep_vars=True).",
-            )
+            expected = "a plain tensor in each shard, where entries are detached from the model"
+            got, remedy = type(memory_of(tensor)).__name__, "Take model.state_dict(keep_vars=True)."
+            refuse(name, expected, got, remedy, UnsupportedError)
 
 
 class _Rooms:
@@ -302,7 +296,7 @@ class _Rooms:
         return torch.empty(0, dtype=memory.dtype, device=device).set_(self.blocks[key], offset, shape, stride)
 
 
-def _exchange_groups(model: nn.Module, wanted: set[int], rooms: _Rooms) -> None:
+def _exchange_groups(model: nn.Module | None, wanted: set[int], rooms: _Rooms) -> None:
     """Parameters of FSDP groups, group by group: where a group moves its rows into padded memory, that is the block."""
     for group in _groups_of(model):
         params = [p.sharded_param for p in group.params if id(p.sharded_param) in wanted]
@@ -330,38 +324,29 @@ def check_materialized(model: nn.Module, optimizer: Optimizer | None = None) -> 
     """
     found = _left_on_meta(model)
     if found:
-        remedies = {
-            _FROM_CHECKPOINT: "Call init_meta_model(model) and load a checkpoint, or model.to_empty(device=…) and "
-            "initialize what is new.",
-            _NOT_IN_CHECKPOINTS: "No checkpoint has non-persistent buffers and attributes: compute them again, and "
-            "assign them to their module.",
-        }
-        raise StateError(
-            f"{type(model).__name__} after loading",
-            expected="nothing on the meta device",
-            got=_counted([name for name, _ in found]),
-            remedy=" ".join(text for kind, text in remedies.items() if kind in {kind for _, kind in found}),
-        )
+        remedies = [remedy for remedy in (_LOAD, _COMPUTE) if any(remedy == of for _, of in found)]
+        subject, got = f"{type(model).__name__} after loading", _counted([name for name, _ in found])
+        refuse(subject, "nothing on the meta device", got, " ".join(remedies), StateError)
     if optimizer is not None:
         _check_optimizer(model, optimizer)
 
 
-_FROM_CHECKPOINT, _NOT_IN_CHECKPOINTS = "from a checkpoint", "not in checkpoints"
+_LOAD = "Call init_meta_model(model) and load a checkpoint, or model.to_empty(device=…) and initialize what is new."
+_COMPUTE = "No checkpoint has non-persistent buffers and attributes: compute them again, and assign them to their module."
 
 
 def _left_on_meta(model: nn.Module) -> list[tuple[str, str]]:
-    """A tensor on the meta device, with its fqn, and the source of its values."""
-    found = [(f"parameter {n!r}", _FROM_CHECKPOINT) for n, p in model.named_parameters() if p.is_meta]
+    """Each tensor on the meta device, by its fqn, and what to do about it."""
+    found = [(f"parameter {n!r}", _LOAD) for n, p in model.named_parameters() if p.is_meta]
     on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()} if on_meta else set()
     for name, buffer in on_meta.items():
         kept = id(buffer) in persistent
-        kind = _FROM_CHECKPOINT if kept else _NOT_IN_CHECKPOINTS
-        found.append((f"{'' if kept else 'non-persistent '}buffer {name!r}", kind))
+        found.append((f"{'' if kept else 'non-persistent '}buffer {name!r}", _LOAD if kept else _COMPUTE))
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                found.append((f"attribute {f'{prefix}.{name}'.lstrip('.')!r}", _NOT_IN_CHECKPOINTS))
+                found.append((f"attribute {f'{prefix}.{name}'.lstrip('.')!r}", _COMPUTE))
     return found
 
 
@@ -383,18 +368,12 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     states.append(f"state {key!r} of {name}")
+    kind = type(optimizer).__name__
     if stale:
-        raise StateError(
-            type(optimizer).__name__,
-            expected="parameters that are the model's own objects",
-            got=_counted(stale) + " that the model does not have",
-            remedy="Build the optimizer after fully_shard, which makes new parameters, and while they are sharded; "
-            "otherwise a step changes tensors that the model does not use.",
-        )
+        got = f"{_counted(stale)} that the model does not have"
+        remedy = "Build the optimizer after fully_shard, which makes new parameters, and while they are "
+        remedy += "sharded; otherwise a step changes tensors that the model does not use."
+        refuse(kind, "parameters that are the model's own objects", got, remedy, StateError)
     if states:
-        raise StateError(
-            type(optimizer).__name__,
-            expected="no state on the meta device",
-            got=_counted(states),
-            remedy="Call init_state_dict(optimizer.state_dict()), and load a checkpoint into it.",
-        )
+        remedy = "Call init_state_dict(optimizer.state_dict()), and load a checkpoint into it."
+        refuse(kind, "no state on the meta device", _counted(states), remedy, StateError)

@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.traverse import Attribute, Path, show
+from hwfsdp.checkpoint.messages import Attribute, KeyPath, refusal
 from hwfsdp.compat import IS_PARAMETER
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import FSDPError
 
 # what a deep copy returns as it is
 ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
@@ -25,7 +25,7 @@ ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, 
 class Found(NamedTuple):
     """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
 
-    path: Path
+    path: KeyPath
     value: Any
     certain: bool = True
 
@@ -51,7 +51,7 @@ def objects_in(tree: Any) -> Iterator[Found]:
         todo += reversed(inner)
 
 
-Parts = list[tuple[Path, Any]]
+Parts = list[tuple[KeyPath, Any]]
 
 
 def _parts_of(value: Any) -> Parts:
@@ -97,9 +97,9 @@ def attributes_of(value: Any) -> Parts:
     return [((Attribute(name),), part) for name, part in found.items()]
 
 
-def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
+def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> FSDPError:
     """The error that names the innermost object in `tree` that cannot be copied."""
-    path: Path = ()
+    path: KeyPath = ()
     found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
     for steps, value, _ in objects_in(tree):
         try:
@@ -109,7 +109,6 @@ def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
     return not_copied(path, found, error)
 
 
-def not_copied(path: Path, value: Any, error: Exception) -> UsageError:
+def not_copied(path: KeyPath, value: Any, error: Exception) -> FSDPError:
     got = f"{type(value).__name__} ({' '.join(str(error).split())})"
-    remedy = "Take it out, or store what it is made of instead."
-    return UsageError(show(path), expected="what can be copied", got=got, remedy=remedy)
+    return refusal(path, "what can be copied", got, "Take it out, or store what it is made of instead.")

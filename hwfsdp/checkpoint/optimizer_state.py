@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hwfsdp.checkpoint.messages import refusal, told
 from hwfsdp.checkpoint.tensors import part_of
 
 from hwfsdp.compat import wrap_like
@@ -39,11 +40,10 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
             The optimizer is as it was then.
     """
     step = _plain_step(optimizer)
-    todo = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad and not optimizer.state.get(param):
-                todo.append((group, param))
+    pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    todo = [
+        (group, param) for group, param in pairs if param.requires_grad and not optimizer.state.get(param)
+    ]
     done: list[Tensor] = []
     try:
         for group, param in todo:
@@ -54,12 +54,14 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
             optimizer.state.pop(param, None)
         if isinstance(error, FSDPError):
             raise
-        raise UnsupportedError(
-            f"init_optimizer_state({type(optimizer).__name__})",
-            expected="a step over gradients that are dense and zero",
-            got=" ".join(f"{type(error).__name__}: {error}".split()),
-            remedy="Take one training step, and load the checkpoint afterwards.",
-        ) from error
+        raise _refusal(optimizer, "a step over gradients that are dense and zero", told(error)) from error
+
+
+def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
+    remedy = "Take one training step, and load the checkpoint afterwards."
+    return refusal(
+        f"init_optimizer_state({type(optimizer).__name__})", expected, got, remedy, UnsupportedError
+    )
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -69,12 +71,8 @@ def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
         step = step.__wrapped__
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"init_optimizer_state({type(optimizer).__name__})",
-            expected="an optimizer whose step can be made without a closure",
-            got="one that evaluates the model itself",
-            remedy="Take one training step, and load the checkpoint afterwards.",
-        )
+        expected = "an optimizer whose step can be made without a closure"
+        raise _refusal(optimizer, expected, "one that evaluates the model itself")
     return step  # type: ignore[no-any-return]
 
 

@@ -11,13 +11,11 @@ Left out: files that torch.save wrote before it wrote zip archives, and those wr
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.archives import find_damage, left_beside
-from hwfsdp.checkpoint.partition import COUNT_KEY, ID_KEY, VERSION, VERSION_KEY, Contents, merge, refuse_part
-from hwfsdp.checkpoint.traverse import Path as Keys
-from hwfsdp.checkpoint.traverse import brief, show
-from hwfsdp.errors import CheckpointError, UsageError
+from hwfsdp.checkpoint.archives import left_beside, load_archive
+from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show
+from hwfsdp.checkpoint.partition import COUNT_KEY, ID_KEY, VERSION, VERSION_KEY, Contents, merge
+from hwfsdp.checkpoint.traverse import brief
 
 _PART = re.compile(r"PART_(\d{3,})\.pt")
 
@@ -51,24 +48,18 @@ def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any
     directory = Path(fname)
     files = _parts_in(directory)
     with ThreadPoolExecutor(max(1, min(nthreads, len(files)))) as pool:
-        reading: dict[int, Callable[[], dict[Any, Any]]] = {
-            rank: (
-                pool.submit(_read_part, path, options).result
-                if nthreads
-                else cache(partial(_read_part, path, options))
-            )
-            for rank, path in files.items()
-        }
-        count = reading[0]()[COUNT_KEY]
-        for rank in range(count):
-            if rank not in files:
-                expected = f"{count} parts, as {files[0]} says"
-                refuse_part(str(directory / part_name(rank)), None, expected, "no such file", _INCOMPLETE)
-        for rank, path in files.items():
-            if rank >= count:
-                remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
-                refuse_part(str(path), None, f"{count} parts, as {files[0]} says", f"part {rank}", remedy)
-        return merge({str(files[rank]): reading[rank]() for rank in range(count)})
+        read_all = pool.map if nthreads else map
+        parts = dict(zip(files, read_all(partial(_read_part, options=options), files.values())))
+    count = parts[0][COUNT_KEY]
+    expected = f"{count} parts, as {files[0]} says"
+    for rank in range(count):
+        if rank not in files:
+            raise damaged(directory / part_name(rank), expected, "no such file", remedy=_INCOMPLETE)
+    for rank, path in files.items():
+        if rank >= count:
+            remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
+            raise damaged(path, expected, f"part {rank}", remedy=remedy)
+    return merge({str(files[rank]): parts[rank] for rank in range(count)})
 
 
 _INCOMPLETE = "Copy all parts of the checkpoint into the directory."
@@ -76,19 +67,11 @@ _INCOMPLETE = "Copy all parts of the checkpoint into the directory."
 
 def _check_options(nthreads: int, options: Mapping[str, Any]) -> None:
     if type(nthreads) is not int or nthreads < 0:
-        raise UsageError(
-            "nthreads",
-            expected="how many parts to read at a time, 0 or more",
-            got=repr(nthreads),
-            remedy="Leave it out for 8.",
-        )
+        expected = "how many parts to read at a time, 0 or more"
+        refuse("nthreads", expected, repr(nthreads), "Leave it out for 8.")
     if options.get("weights_only", True) is not True or options.get("pickle_module") is not None:
-        raise UsageError(
-            "load",
-            expected="torch.load's weights_only=True, and no pickle_module",
-            got=f"{dict(options)}",
-            remedy="Leave them out; anything else would run code that is in the file.",
-        )
+        remedy = "Leave them out; anything else would run code that is in the file."
+        refuse("load", "torch.load's weights_only=True, and no pickle_module", f"{dict(options)}", remedy)
 
 
 def _parts_in(directory: Path) -> dict[int, Path]:
@@ -97,61 +80,18 @@ def _parts_in(directory: Path) -> dict[int, Path]:
         target = Path(os.path.realpath(directory))
         before = [name for name in left_beside(target) if name.endswith(".previous")]
         remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
-        refuse_part(str(directory), None, "a directory of PART files", "none", remedy)
+        raise damaged(directory, "a directory of PART files", "none", remedy=remedy)
     ranks = sorted(int(match[1]) for match in map(_PART.fullmatch, os.listdir(directory)) if match)
     files = {rank: directory / part_name(rank) for rank in ranks if (directory / part_name(rank)).exists()}
     if 0 not in files:
-        refuse_part(str(directory / part_name(0)), None, "the first part", "no such file", _INCOMPLETE)
+        raise damaged(directory / part_name(0), "the first part", "no such file", remedy=_INCOMPLETE)
     return files
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
-    try:
-        _check_records(path)
-        part = torch.load(path, **{**options, "weights_only": True})
-    except CheckpointError:
-        raise
-    except Exception as error:
-        expected = "an undamaged file of torch.save, of plain data and tensors"
-        unsafe = _calls_in(path) if isinstance(error, pickle.UnpicklingError) else []
-        if unsafe:
-            got = f"calls of {', '.join(unsafe)}, which were not made"
-            remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
-            refuse_file(path, expected, got, error, remedy)
-        refuse_file(path, expected, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error)
+    part: dict[Any, Any] = load_archive(path, path, options)
     check_part(part, str(path))
-    checked: dict[Any, Any] = part
-    return checked
-
-
-def refuse_file(
-    path: Path,
-    expected: str,
-    got: str,
-    cause: Exception,
-    remedy: str = "Load another checkpoint, or copy this file again.",
-) -> None:
-    """Raise a CheckpointError about a file as a whole."""
-    raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy).at(path) from cause
-
-
-def _check_records(path: Path) -> None:
-    """Raise if the archive, or a record in it, is not as it was written."""
-    damage = find_damage(path)
-    if damage is not None:
-        raise CheckpointError(
-            f"{damage.record} in {path}" if damage.record else str(path),
-            expected=damage.expected,
-            got=damage.got,
-            remedy="Load another checkpoint, or copy this file again.",
-        ).at(path, damage.record, damage.offset)
-
-
-def _calls_in(path: Path) -> list[str]:
-    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
-    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    return []
+    return part
 
 
 # --- Replacing ---------------------------------------------------------------------------------------------
@@ -165,12 +105,8 @@ def check_replaceable(target: Path) -> None:
     elif target.exists():
         foreign = "a file of that name"
     if foreign is not None:
-        raise UsageError(
-            str(target),
-            expected="a directory that holds nothing but PART files, or none yet",
-            got=foreign,
-            remedy="Save into a directory of its own; it is replaced as a whole.",
-        )
+        expected = "a directory that holds nothing but PART files, or none yet"
+        refuse(target, expected, foreign, "Save into a directory of its own; it is replaced as a whole.")
 
 
 # --- Is it a part? -----------------------------------------------------------------------------------------
@@ -178,59 +114,63 @@ def check_replaceable(target: Path) -> None:
 
 def check_part(part: Any, file: str) -> None:
     """Raise CheckpointError unless it is built like a part. Entries that two parts share are compared later."""
-    if not isinstance(part, dict):
-        refuse_part(file, None, "a dict", brief(part))
-    version = part.get(VERSION_KEY)
+    _expect(isinstance(part, dict), file, (), "a dict", part)
+    version, count = part.get(VERSION_KEY), part.get(COUNT_KEY)
     if not isinstance(version, str) or version != VERSION:
         remedy = "Load it with the program that wrote it, and save it again."
-        refuse_part(file, show((VERSION_KEY,)), f"version {VERSION!r}", repr(version)[:80], remedy)
-    count = part.get(COUNT_KEY)
-    if type(count) is not int or count < 1:
-        refuse_part(file, show((COUNT_KEY,)), "the number of parts", repr(count)[:80])
-    if not isinstance(part.get(ID_KEY), str | None):
-        refuse_part(file, show((ID_KEY,)), "a str", brief(part[ID_KEY]))
+        raise damaged(file, f"version {VERSION!r}", _brief(version), key=show((VERSION_KEY,)), remedy=remedy)
+    _expect(type(count) is int and count > 0, file, (COUNT_KEY,), "the number of parts", count)
+    _expect(isinstance(part.get(ID_KEY), str | None), file, (ID_KEY,), "a str", part.get(ID_KEY))
     for kind, check in (("model", _check_model), ("optimizer", _check_optimizer)):
         several = part.get(kind)
-        if not isinstance(several, list):
-            refuse_part(file, show((kind,)), "a list", brief(several))
+        _expect(isinstance(several, list), file, (kind,), "a list", several)
         for i, pair in enumerate(several):
-            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, dict) for x in pair):
-                refuse_part(file, show((kind, i)), "a pair of dicts: whole entries, chunks", brief(pair))
+            fits = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, dict) for x in pair)
+            _expect(fits, file, (kind, i), "a pair of dicts: whole entries, chunks", pair)
             check(pair, (kind, i), file)
 
 
-def _check_model(pair: tuple[Any, Any], path: Keys, file: str) -> None:
+def _expect(fits: bool, file: str, path: KeyPath, expected: str, value: Any) -> None:
+    """Raise unless the value at this path of a part fits."""
+    if not fits:
+        raise damaged(file, expected, _brief(value), key=show(path) if path else None)
+
+
+def _brief(value: Any) -> str:
+    return (
+        brief(value)[:200] if isinstance(value, dict | list | Tensor) else " ".join(repr(value)[:80].split())
+    )
+
+
+def _check_model(pair: tuple[Any, Any], path: KeyPath, file: str) -> None:
     whole, chunks = pair
     for name in (*whole, *chunks):
-        if not isinstance(name, str):
-            refuse_part(file, show((*path, name)), "a name that is a str", type(name).__name__)
+        _expect(isinstance(name, str), file, (*path, name), "a name that is a str", name)
     for name, chunk in chunks.items():
-        _check_chunk(chunk, show((*path, name)), file)
+        _check_chunk(chunk, (*path, name), file)
 
 
-def _check_optimizer(pair: tuple[Any, Any], path: Keys, file: str) -> None:
+def _check_optimizer(pair: tuple[Any, Any], path: KeyPath, file: str) -> None:
     whole, chunks = pair
-    if not isinstance(whole.get("state"), dict):
-        refuse_part(file, show((*path, "state")), "a dict", brief(whole.get("state")))
-    groups = whole.get("param_groups")
-    if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        refuse_part(file, show((*path, "param_groups")), 'a list of dicts with "params"', brief(groups))
+    state, groups = whole.get("state"), whole.get("param_groups")
+    _expect(isinstance(state, dict), file, (*path, "state"), "a dict", state)
+    fits = isinstance(groups, list) and all(map(_is_group, groups))
+    _expect(fits, file, (*path, "param_groups"), 'a list of dicts with "params"', groups)
     for key, chunk in chunks.items():
-        if not isinstance(key, tuple) or len(key) != 2:
-            refuse_part(file, show((*path, key)), "(param index, key)", repr(key)[:80])
-        _check_chunk(chunk, show((*path, "state", *key)), file)
+        fits = isinstance(key, tuple) and len(key) == 2
+        _expect(fits, file, (*path, key), "(param index, key)", key)
+        _check_chunk(chunk, (*path, "state", *key), file)
 
 
 def _is_group(group: Any) -> bool:
     return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
-def _check_chunk(chunk: Any, key: str, file: str) -> None:
-    if not isinstance(chunk, tuple) or len(chunk) != 2 or not isinstance(chunk[0], tuple):
-        refuse_part(file, key, "(torch.Size, chunk)", brief(chunk))
+def _check_chunk(chunk: Any, path: KeyPath, file: str) -> None:
+    fits = isinstance(chunk, tuple) and len(chunk) == 2 and isinstance(chunk[0], tuple)
+    _expect(fits, file, path, "(torch.Size, chunk)", chunk)
     size, values = chunk
-    if not all(type(n) is int and n >= 0 for n in size):
-        refuse_part(file, key, "a size of ints, 0 or more each", repr(tuple(size))[:80])
+    fits = all(type(n) is int and n >= 0 for n in size)
+    _expect(fits, file, path, "a size of ints, 0 or more each", tuple(size))
     plain = isinstance(values, Tensor) and not isinstance(values, DTensor) and values.layout == torch.strided
-    if not plain or values.ndim != 1:
-        refuse_part(file, key, "a chunk with one dim", brief(values))
+    _expect(plain and values.ndim == 1, file, path, "a chunk with one dim", values)

@@ -17,6 +17,7 @@ Left out: tensors in lists in the state of an optimizer, which stay whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -25,12 +26,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from hwfsdp.checkpoint.archives import loading_error
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
+from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.tensors import check_data
-from hwfsdp.checkpoint.traverse import Path, brief, items_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import brief, items_of, map_leaves
 from hwfsdp.compat import dtensor, local_of
-from hwfsdp.errors import UsageError, WrongTypeError
+from hwfsdp.errors import WrongTypeError
 from hwfsdp.layout.extents import shard_of
 
 
@@ -51,19 +53,21 @@ def state_of(value: Any, what: str) -> dict[Any, Any]:
 
 def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer or a state dict") -> NoReturn:
     remedy = "See the arguments of hwfsdp.checkpoint.parts.save."
-    raise WrongTypeError(what, expected=expected, got=brief(value)[:200], remedy=remedy)
+    refuse(what, expected, brief(value)[:200], remedy, WrongTypeError)
 
 
 class Loading:
     """The entries to load, and their places on this rank.
 
-    Making it checks everything, and changes nothing, except that models on the meta device get memory.
+    Making it checks everything, and changes nothing, except that models on the meta device get memory, so that it is known
+    how their optimizers' states are cut. They keep it if the context `held` ends without an error.
     """
 
-    def __init__(self, contents: Contents, model: Any, optimizer: Any, device: torch.device | None) -> None:
-        self.contents = contents
-        self.modules, self.optimizers = several(model), several(optimizer)
-        self.places = [state_of(module, f"model[{i}]") for i, module in enumerate(self.modules)]
+    def __init__(
+        self, contents: Contents, model: Any, optimizer: Any, device: torch.device | None, held: ExitStack
+    ) -> None:
+        self.contents, self.modules, self.optimizers = contents, several(model), several(optimizer)
+        places = [state_of(module, f"model[{i}]") for i, module in enumerate(self.modules)]
         for i, module in enumerate(self.modules):
             if isinstance(module, Mapping) and not isinstance(module, MutableMapping):
                 refuse_kind(f"model[{i}]", module, "a state dict that can be filled")
@@ -71,44 +75,28 @@ class Loading:
             _check_count("model", len(self.modules), len(contents.models))
         if optimizer is not None:
             _check_count("optimizer", len(self.optimizers), len(contents.optimizers))
-        for i, places in enumerate(self.places):
-            _check_places(("model", i), contents.models[i], places)
-        self.memories = [
-            NewMemory(places, device, module if isinstance(module, nn.Module) else None)
-            for module, places in zip(self.modules, self.places)
-        ]
-        try:
-            self._prepare(contents)
-        except BaseException:
-            self.take_back()
-            raise
-
-    def _prepare(self, contents: Contents) -> None:
-        """Give models memory that have none, so that it is known how their optimizers' states are cut."""
-        for memory in self.memories:
-            memory.give()
+        for i, entries in enumerate(places):
+            _check_places(("model", i), contents.models[i], entries)
+        self.memories = []
+        for module, entries in zip(self.modules, places):
+            target = module if isinstance(module, nn.Module) else entries
+            self.memories.append(held.enter_context(NewMemory(target, device, None)))
+            self.memories[-1].give()
         self.states = [
             _OptimizerPlaces(("optimizer", i), saved, target)
             for i, (saved, target) in enumerate(zip(contents.optimizers, self.optimizers))
         ]
 
-    def take_back(self) -> None:
-        """Put what was on the meta device back there."""
-        for memory in self.memories:
-            memory.take_back()
-
     def fill(self) -> None:
-        """Put everything in its place."""
-        for module, places, entries, memory in zip(
-            self.modules, self.places, self.contents.models, self.memories
-        ):
+        """Put everything in its place; modules get the rest of their state dicts when the context ends."""
+        for module, memory, entries in zip(self.modules, self.memories, self.contents.models):
+            places = memory.state_dict
             for name, entry in entries.items():
                 places[name] = self._filled(entry, places[name])
             if isinstance(module, MutableMapping):
                 module.update(places)
-                continue
-            assign = memory.paths and not isinstance(module, nn.Module)
-            module.load_state_dict(places, **({"assign": True} if assign else {}))
+            elif not isinstance(module, nn.Module):
+                module.load_state_dict(places, **({"assign": True} if memory.paths else {}))
         for state in self.states:
             state.fill()
 
@@ -124,25 +112,17 @@ class Loading:
 
 def _check_count(what: str, given: int, saved: int) -> None:
     if given != saved:
-        raise UsageError(
-            f"load_into's {what}",
-            expected=f"{saved}, as were saved",
-            got=f"{given}",
-            remedy="Give as many, in the same order; None leaves all as they are.",
-        )
+        remedy = "Give as many, in the same order; None leaves all as they are."
+        refuse(f"load_into's {what}", f"{saved}, as were saved", f"{given}", remedy)
 
 
-def _check_places(path: Path, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
+def _check_places(path: KeyPath, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
     """Raise unless the model has a place for every entry, and an entry for every place, of the same kind."""
     missing = [name for name in places if name not in entries]
     unknown = [name for name in entries if name not in places]
     if missing or unknown:
-        raise UsageError(
-            show(path),
-            expected="the entries that the model has",
-            got=f"{missing} missing, {unknown} unknown",
-            remedy="Load into the model that was saved.",
-        )
+        expected = "the entries that the model has"
+        refuse(path, expected, f"{missing} missing, {unknown} unknown", "Load into the model that was saved.")
     names = [name for name, entry in entries.items() if _is_tensor(entry) or isinstance(places[name], Tensor)]
     plan = {(*path, name): _info(entries[name]) for name in names}
     held: dict[Any, Any] = {name: places[name] for name in names}
@@ -162,19 +142,15 @@ def _info(entry: Any) -> Any:
 class _OptimizerPlaces:
     """The state of an optimizer as it was saved, and how it is cut for the one that takes it."""
 
-    def __init__(self, path: Path, saved: dict[str, Any], target: Any) -> None:
+    def __init__(self, path: KeyPath, saved: dict[str, Any], target: Any) -> None:
         self.path, self.saved, self.target = path, saved, target
         groups = getattr(target, "param_groups", None)
         if not isinstance(groups, list) or not callable(getattr(target, "load_state_dict", None)):
             refuse_kind(f"optimizer[{path[1]}]", target, "an optimizer")
         mine, theirs = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
         if mine != theirs:
-            raise UsageError(
-                show((*path, "param_groups")),
-                expected=f"groups of {mine} params, as the optimizer has",
-                got=f"{theirs}",
-                remedy="Make the optimizer over the same parameters, in the same groups.",
-            )
+            got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
+            refuse((*path, "param_groups"), f"groups of {mine} params, as the optimizer has", got, remedy)
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         self.params = dict(zip(indices, (param for group in groups for param in group["params"])))
         for index, entry in saved["state"].items():
@@ -188,12 +164,8 @@ class _OptimizerPlaces:
             _check_places((*self.path, "state", index), {key: value}, {key: place})
         like, param = self._like(index, key, value), self.params.get(index)
         if isinstance(param, Tensor) and param.is_meta:
-            raise UsageError(
-                show((*self.path, "state", index, key)),
-                expected="parameters with memory",
-                got="one on the meta device",
-                remedy="Load its model in the same call, or before.",
-            )
+            expected, remedy = "parameters with memory", "Load its model in the same call, or before."
+            refuse((*self.path, "state", index, key), expected, "one on the meta device", remedy)
         if like is not None and any(isinstance(placement, Partial) for placement in like.placements):
             refuse_kind(
                 show((*self.path, "state", index, key)), like, "a placement that says who has which values"
@@ -223,14 +195,12 @@ class _OptimizerPlaces:
         return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
 
     def fill(self) -> None:
-        state = {
-            index: (
-                {key: self._part(index, key, value) for key, value in entry.items()}
-                if isinstance(entry, dict)
-                else kept(entry, True)
-            )
-            for index, entry in self.saved["state"].items()
-        }
+        def parts_of(index: Any, entry: Any) -> Any:
+            if not isinstance(entry, dict):
+                return kept(entry, True)
+            return {key: self._part(index, key, value) for key, value in entry.items()}
+
+        state = {index: parts_of(index, entry) for index, entry in self.saved["state"].items()}
         rest = {key: kept(value, True) for key, value in self.saved.items() if key != "state"}
         self.target.load_state_dict({"state": state, **rest})
 
@@ -242,26 +212,19 @@ def buffers_of(module: Any) -> set[str]:
     return {name for name, _ in module.named_buffers(remove_duplicate=False)}
 
 
-def check_tensor(path: Path, tensor: Tensor, ranks: list[int]) -> None:
+def check_tensor(path: KeyPath, tensor: Tensor, ranks: list[int]) -> None:
     check_data(path, tensor)
     inner = tensor
     if isinstance(tensor, DTensor):
         inner = tensor.to_local()
         across = tensor.device_mesh.mesh.flatten().tolist()
         if tensor.device_mesh.get_coordinate() is None or not set(across) <= set(ranks):
-            raise UsageError(
-                show(path),
-                expected=f"a mesh that this rank is in, and all of whose ranks take part: {ranks}",
-                got=f"one of the ranks {across}",
-                remedy="Call save with the group of the ranks that have the model.",
-            )
+            expected = f"a mesh that this rank is in, and all of whose ranks take part: {ranks}"
+            got = f"one of the ranks {across}"
+            refuse(path, expected, got, "Call save with the group of the ranks that have the model.")
     if type(inner.detach()) is not Tensor:
-        raise UsageError(
-            show(path),
-            expected="a plain tensor, or a DTensor of plain ones",
-            got=type(inner).__name__,
-            remedy="Convert it first; readers would need that class.",
-        )
+        expected = "a plain tensor, or a DTensor of plain ones"
+        refuse(path, expected, type(inner).__name__, "Convert it first; readers would need that class.")
 
 
 def describe_entry(value: Any) -> str:
@@ -272,7 +235,7 @@ def describe_entry(value: Any) -> str:
     return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text
 
 
-def check_loadable(path: Path, tree: Any) -> None:
+def check_loadable(path: KeyPath, tree: Any) -> None:
     """Raise if torch.load with weights_only=True would not take it; tensors are taken out first."""
     error = loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
     if error is None:
@@ -280,9 +243,6 @@ def check_loadable(path: Path, tree: Any) -> None:
     items = items_of(tree) or {}
     for key, child in items.items():
         check_loadable((*path, key), child)
-    raise UsageError(
-        show(path),
-        expected="what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers",
-        got=f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})",
-        remedy="Convert it, or both save and load it inside torch.serialization.safe_globals([its class]).",
-    )
+    expected = "what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers"
+    remedy = "Convert it, or both save and load it inside torch.serialization.safe_globals([its class])."
+    refuse(path, expected, f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})", remedy)

@@ -28,16 +28,16 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint.messages import KeyPath, damaged, show
 from hwfsdp.checkpoint.state_dict import whole_of
-from hwfsdp.checkpoint.traverse import Path, leaves_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.errors import CheckpointError
 
 VERSION = "2.0.0"
 COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
@@ -127,7 +127,7 @@ def chunk_of(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Ten
 def kept(value: Any, keep: bool) -> Any:
     """The value with tensors that are this part's own. DTensors in it are gathered, also where it is not kept."""
 
-    def take(_: Path, leaf: Any, __: Any) -> Any:
+    def take(_: KeyPath, leaf: Any, __: Any) -> Any:
         whole = whole_of(leaf) if isinstance(leaf, DTensor) else leaf
         return own(whole) if keep and isinstance(whole, Tensor) else whole if keep else None
 
@@ -169,17 +169,6 @@ def part_of_optimizer(
     return {"state": state, **others}, chunks
 
 
-# --- What is wrong with one --------------------------------------------------------------------------------
-
-_REMEDY = "Load another checkpoint; this one was damaged, or written by something else."
-
-
-def refuse_part(file: str, key: str | None, expected: str, got: str, remedy: str = _REMEDY) -> NoReturn:
-    """Raise a CheckpointError about an entry of a file."""
-    subject = file if key is None else f"{key} in {file}"
-    raise CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
-
-
 # --- Whole again -------------------------------------------------------------------------------------------
 
 
@@ -217,41 +206,61 @@ class Contents(NamedTuple):
 
 
 class _Entries:
-    """The entries of one model, or of the state of one optimizer, as the parts come."""
+    """The entries of all models, and of the state of all optimizers, by their paths, as the parts come."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.whole: dict[Path, Any] = {}
-        self.chunks: dict[Path, list[tuple[Sequence[int], Tensor]]] = {}
-        self.files: dict[Path, str] = {}  # where each came from first
+    def __init__(self) -> None:
+        self.whole: dict[KeyPath, Any] = {}
+        self.chunks: dict[KeyPath, list[tuple[Sequence[int], Tensor]]] = {}
+        self.files: dict[KeyPath, str] = {}  # where each came from first
 
-    def add(self, key: Path, value: Any, file: str) -> None:
-        if key in self.files:
-            expected = f"the entry in one part only; it is in {self.files[key]}"
-            refuse_part(file, show((*self.path, *key)), expected, "the entry again")
-        self.whole[key], self.files[key] = value, file
+    def add_part(self, part: dict[str, Any], file: str) -> None:
+        for i, (whole, chunks) in enumerate(part["model"]):
+            for name, value in whole.items():
+                self.add(("model", i, name), value, file)
+            for name, chunk in chunks.items():
+                self.add_chunk(("model", i, name), chunk, file)
+        for i, (whole, chunks) in enumerate(part["optimizer"]):
+            for index, entry in whole["state"].items():
+                self.add_state(("optimizer", i, "state", index), entry, file)
+            for key, chunk in chunks.items():
+                self.add_chunk(("optimizer", i, "state", *key), chunk, file)
 
-    def add_chunk(self, key: Path, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
-        if key in self.whole:
-            self.add(key, None, file)  # which refuses it
-        before = self.chunks.setdefault(key, [])
-        if before and (tuple(before[0][0]), before[0][1].dtype) != (tuple(chunk[0]), chunk[1].dtype):
-            expected = f"a chunk of {tuple(before[0][0])}, {before[0][1].dtype}, as {self.files[key]} has"
-            refuse_part(
-                file, show((*self.path, *key)), expected, f"one of {tuple(chunk[0])}, {chunk[1].dtype}"
-            )
+    def add(self, path: KeyPath, value: Any, file: str) -> None:
+        if path in self.files:
+            expected = f"the entry in one part only; it is in {self.files[path]}"
+            raise damaged(file, expected, "the entry again", key=show(path))
+        self.whole[path], self.files[path] = value, file
+
+    def add_state(self, path: KeyPath, entry: Any, file: str) -> None:
+        """A parameter's state is one entry per key; what is no dict, or an empty one, is an entry itself."""
+        if not isinstance(entry, dict):
+            self.add(path, entry, file)
+        elif not entry:
+            self.whole.setdefault(path, {})
+        else:
+            for key, value in entry.items():
+                self.add((*path, key), value, file)
+
+    def add_chunk(self, path: KeyPath, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
+        if path in self.whole:
+            self.add(path, None, file)  # which refuses it
+        before = self.chunks.setdefault(path, [])
+        kind, first = ((tuple(size), values.dtype) for size, values in (chunk, (before or [chunk])[0]))
+        if kind != first:
+            expected = f"a chunk of {first[0]}, {first[1]}, as {self.files[path]} has"
+            raise damaged(file, expected, f"one of {kind[0]}, {kind[1]}", key=show(path))
         before.append(chunk)
-        self.files.setdefault(key, file)
+        self.files.setdefault(path, file)
 
-    def all(self) -> dict[Path, Any]:
-        """Every entry by its key; raises if chunks do not add up."""
+    def all(self) -> dict[KeyPath, Any]:
+        """Every entry by its path; raises if chunks do not add up."""
         cut = {}
-        for key, chunks in self.chunks.items():
+        for path, chunks in self.chunks.items():
             size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
             if elements != prod(size):
                 expected = f"chunks of {prod(size)} elements in all parts, for shape {tuple(size)}"
-                refuse_part(self.files[key], show((*self.path, *key)), expected, f"{elements}")
-            cut[key] = Cut(size, [values for _, values in chunks])
+                raise damaged(self.files[path], expected, f"{elements}", key=show(path))
+            cut[path] = Cut(size, [values for _, values in chunks])
         return self.whole | cut
 
 
@@ -262,55 +271,26 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
         CheckpointError: they are not parts of one save, or an entry is in two of them, or incomplete.
     """
     (first_file, first), *_ = parts.items()
+    found = _Entries()
     for file, part in parts.items():
         _check_same_save(first_file, first, file, part)
-    models = [_Entries(("model", i)) for i in range(len(first["model"]))]
-    optimizers = [_Entries(("optimizer", i, "state")) for i in range(len(first["optimizer"]))]
-    for file, part in parts.items():
-        for entries, (whole, chunks) in zip(models, part["model"]):
-            for name, value in whole.items():
-                entries.add((name,), value, file)
-            for name, chunk in chunks.items():
-                entries.add_chunk((name,), chunk, file)
-        for entries, (whole, chunks) in zip(optimizers, part["optimizer"]):
-            _add_state(entries, whole["state"], file)
-            for key, chunk in chunks.items():
-                entries.add_chunk(key, chunk, file)
-    return Contents(
-        [{name: value for (name,), value in entries.all().items()} for entries in models],
-        [_optimizer_of(entries, pair[0]) for entries, pair in zip(optimizers, first["optimizer"])],
-        {key: value for key, value in first.items() if key not in RESERVED},
-        first.get(ID_KEY),
-        first[COUNT_KEY],
-    )
-
-
-def _add_state(entries: _Entries, state: dict[Any, Any], file: str) -> None:
-    """A parameter's state is one entry per key; what is no dict, or an empty one, is an entry itself."""
-    for index, entry in state.items():
-        if not isinstance(entry, dict):
-            entries.add((index,), entry, file)
-        elif not entry:
-            entries.whole.setdefault((index,), {})
-        else:
-            for key, value in entry.items():
-                entries.add((index, key), value, file)
-
-
-def _optimizer_of(entries: _Entries, first: dict[str, Any]) -> dict[str, Any]:
-    state: dict[Any, Any] = {}
-    found = entries.all()
-    for (index, *rest), value in sorted(found.items(), key=lambda item: len(item[0])):
-        if not rest:
-            state[index] = value
-        elif isinstance(state.setdefault(index, {}), dict):
-            state[index][rest[0]] = value
-        else:
-            file = entries.files[(index, *rest)]
-            refuse_part(file, show((*entries.path, index)), "a dict in every part or in none", "both")
-    if all(isinstance(index, int) for index in state):
-        state = dict(sorted(state.items()))
-    return {"state": state} | {key: value for key, value in first.items() if key != "state"}
+        found.add_part(part, file)
+    models: list[dict[str, Any]] = [{} for _ in first["model"]]
+    optimizers: list[dict[str, Any]] = [{**whole, "state": {}} for whole, _ in first["optimizer"]]
+    for path, value in sorted(found.all().items(), key=lambda item: len(item[0])):
+        tree: Any = (models if path[0] == "model" else optimizers)[path[1]]
+        for n, key in enumerate(path[2:-1], 3):
+            tree = tree.setdefault(key, {})
+            if not isinstance(tree, dict):
+                raise damaged(
+                    found.files[path], "a dict in every part or in none", "both", key=show(path[:n])
+                )
+        tree[path[-1]] = value
+    for optimizer in optimizers:
+        if all(isinstance(index, int) for index in optimizer["state"]):
+            optimizer["state"] = dict(sorted(optimizer["state"].items()))
+    others = {key: value for key, value in first.items() if key not in RESERVED}
+    return Contents(models, optimizers, others, first.get(ID_KEY), first[COUNT_KEY])
 
 
 def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: dict[str, Any]) -> None:
@@ -328,4 +308,4 @@ def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: di
         if here != there:
             expected = f"{str(here)[:80]}, as in {first_file}"
             remedy = "These are parts of two saves: put the files of one save into a directory of their own."
-            refuse_part(file, key, expected, str(there)[:80], remedy)
+            raise damaged(file, expected, str(there)[:80], key=key, remedy=remedy)

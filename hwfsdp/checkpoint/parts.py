@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import partition
-from hwfsdp.checkpoint.agreement import gather
-from hwfsdp.checkpoint.archives import name_beside, put_in_place
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.archives import replaced
+from hwfsdp.checkpoint.messages import damaged, refuse, show, told
 from hwfsdp.checkpoint.part_files import check_part, check_replaceable, part_name, read
 from hwfsdp.checkpoint.part_targets import (
     Loading,
@@ -47,12 +48,10 @@ from hwfsdp.checkpoint.part_targets import (
     several,
     state_of,
 )
-from hwfsdp.checkpoint.traverse import leaves_of, show
-from hwfsdp.errors import CheckpointError, UsageError
+from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.errors import CheckpointError
 
 LARGE_BYTES = 256 * 2**20  # tensors of more are cut
-_AGAIN = "Nothing was changed: mend the cause, and do it again."
-T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -81,17 +80,13 @@ def save(
         UnsupportedError: likewise, for a ShardedTensor.
         CheckpointError: on all ranks, if one could not write. What was there before is as it was.
     """
-    mine = _Save(Path(os.path.realpath(fname)), group)
-    digests = _together(lambda: mine.plan(model, optimizer, others), group)
-    if len(set(digests)) > 1:
-        _refuse_difference(_together(mine.listing, group))
-    save_id = _together(mine.open, group)[0]
-    try:
+    target, agreement = Path(os.path.realpath(fname)), _agreement(group)
+    mine = _Save(agreement, group)
+    agreement.step("planning", lambda: mine.plan(model, optimizer, others), _check_same)
+    check = partial(check_replaceable, target)
+    with replaced(target, agreement, check, mine.check_complete) as (directory, save_id):
         part = mine.part(save_id)
-        _together(lambda: mine.write(part, save_id), group)
-        _together(lambda: mine.commit(save_id), group)
-    finally:
-        mine.sweep(save_id)
+        agreement.step("writing", lambda: mine.write(part, directory))
 
 
 def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dict[Any, Any]:
@@ -153,28 +148,19 @@ def load_into(
             was loaded.
         CheckpointError: on all ranks, for what `load` raises it for, or if ranks read different saves.
     """
-    loading: list[Loading] = []
-    _rank_in(group)
+    agreement, loading = _agreement(group), list[Loading]()
+    with ExitStack() as held:
 
-    def prepare() -> str | None:
-        contents = read(fname, nthreads, {"map_location": "cpu", "mmap": True})
-        loading.append(Loading(contents, model, optimizer, device))
-        return contents.save_id
+        def prepare() -> str | None:
+            contents = read(fname, nthreads, {"map_location": "cpu", "mmap": True})
+            loading.append(Loading(contents, model, optimizer, device, held))
+            return contents.save_id
 
-    try:
-        ids = _together(prepare, group)
+        ids = agreement.gather("preparing", prepare)
         if len(set(ids)) > 1:
-            raise CheckpointError(
-                "load_into",
-                expected="one save on all ranks",
-                got=f"{len(set(ids))} of them",
-                remedy="Give all ranks the same directory, while no other job saves to it.",
-            )
+            remedy = "Give all ranks the same directory, while no other job saves to it."
+            refuse("load_into", "one save on all ranks", f"{len(set(ids))} of them", remedy, CheckpointError)
         loading[0].fill()
-    except BaseException:
-        for each in loading:
-            each.take_back()
-        raise
     others: dict[Any, Any] = partition.kept(loading[0].contents.others, True)
     return others
 
@@ -182,43 +168,25 @@ def load_into(
 # --- All ranks ---------------------------------------------------------------------------------------------
 
 
-def _rank_in(group: Any) -> int:
+def _agreement(group: Any) -> Agreement:
     if not isinstance(group, dist.ProcessGroup | None) and group != dist.GroupMember.NON_GROUP_MEMBER:
         refuse_kind("group", group, "a process group, or None for all ranks")
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    if rank < 0:
-        raise UsageError(
-            "group",
-            expected="a group that this rank is in",
-            got=f"one without rank {dist.get_rank()}",
-            remedy="Call it on the ranks of the group only.",
-        )
-    return rank
+    return Agreement(group, "PART checkpoint")
 
 
-def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Run a step on each rank, and gather the results. If it raises on any rank, raise that error on all."""
-    return gather("PART checkpoint", step, group)
-
-
-def _refuse_difference(listings: list[dict[str, str]]) -> None:
-    """Raise for the first entry that is not the same on all ranks."""
-    for rank, other in enumerate(listings):
-        for key in (*listings[0], *other):
-            mine, theirs = listings[0].get(key, "no such entry"), other.get(key, "no such entry")
-            if mine != theirs:
-                raise UsageError(
-                    f"{key}, rank {rank}",
-                    expected=f"{mine}, as rank 0 has",
-                    got=theirs,
-                    remedy="Save the same models and optimizers on all ranks, or pass the group of the ranks that do.",
-                )
-    raise UsageError(
-        "save",
-        expected="entries in the same order on all ranks",
-        got="the same ones in another order",
-        remedy="Build the models in the same way.",
-    )
+def _check_same(plans: list[Any]) -> list[None]:
+    """Raise for the first entry that is not the same on all ranks; otherwise there is nothing to answer."""
+    for rank, plan in enumerate(plans):
+        mine, theirs = dict(plans[0]), dict(plan)
+        for key in (*mine, *theirs):
+            if mine.get(key) != theirs.get(key):
+                expected = f"{mine.get(key, 'no such entry')}, as rank 0 has"
+                remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
+                refuse(f"{key}, rank {rank}", expected, theirs.get(key, "no such entry"), remedy)
+        if plan != plans[0]:
+            expected = "entries in the same order on all ranks"
+            refuse("save", expected, "the same ones in another order", "Build the models in the same way.")
+    return [None] * len(plans)
 
 
 # --- Saving ------------------------------------------------------------------------------------------------
@@ -227,8 +195,8 @@ def _refuse_difference(listings: list[dict[str, str]]) -> None:
 class _Save:
     """One save on one rank; its steps in the order of the methods."""
 
-    def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
-        self.target, self.rank, self.ranks = target, _rank_in(group), [0]
+    def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.ranks = agreement.rank, [0]
         if dist.is_initialized():
             self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.models: list[dict[str, Any]] = []
@@ -236,8 +204,12 @@ class _Save:
         self.others: dict[Any, Any] = {}
         self.deals: tuple[list[partition.Deal], list[partition.Deal]] = ([], [])
 
-    def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> str:
-        """Check the entries to save, and divide them among the ranks. Equal entries give an equal result."""
+    @property
+    def tree(self) -> dict[Any, Any]:
+        return {"model": self.models, "optimizer": self.optimizers}
+
+    def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> list[tuple[str, str]]:
+        """Check the entries to save, and divide them among the ranks. Return all on which ranks must agree, in order."""
         if model is None:
             refuse_kind("model", model)
         modules = several(model)
@@ -246,105 +218,67 @@ class _Save:
         if not isinstance(others, Mapping | None):
             refuse_kind("others", others, "a dict")
         self.others = dict(others or {})
-        for i, state in enumerate(self.optimizers):
-            if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
-                refuse_kind(
-                    f"optimizer[{i}]", state, 'an optimizer\'s state dict, with "state" and "param_groups"'
-                )
-        for key in self.others:
-            if key in partition.RESERVED:
-                raise UsageError(
-                    f"others[{key!r}]",
-                    expected=f"a key that the format does not use; it uses {list(partition.RESERVED)}",
-                    got=repr(key),
-                    remedy="Rename it.",
-                )
         self._check_entries()
         loads = [0] * len(self.ranks)
-        buffers = [buffers_of(module) for module in modules]
+        named = zip(self.models, map(buffers_of, modules))
         self.deals = (
-            [
-                partition.deal_model(state, names, loads, LARGE_BYTES)
-                for state, names in zip(self.models, buffers)
-            ],
+            [partition.deal_model(state, buffers, loads, LARGE_BYTES) for state, buffers in named],
             [partition.deal_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
         )
+        listing = [(show(path), describe_entry(value)) for path, value in leaves_of(self.tree)]
         dealt = [(each.holders, sorted(map(repr, each.cut))) for each in (*self.deals[0], *self.deals[1])]
-        return hashlib.sha256(repr((self.listing(), dealt)).encode()).hexdigest()
+        return [*listing, ("who writes which entry", hashlib.sha256(repr(dealt).encode()).hexdigest())]
 
     def _check_entries(self) -> None:
-        tree = {"model": self.models, "optimizer": self.optimizers}
-        for path, value in leaves_of(tree):
-            if isinstance(value, Tensor):
-                check_tensor(path, value, self.ranks)
+        for i, state in enumerate(self.optimizers):
+            if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
+                expected = 'an optimizer\'s state dict, with "state" and "param_groups"'
+                refuse_kind(f"optimizer[{i}]", state, expected)
+        for key in self.others:
+            if key in partition.RESERVED:
+                expected = f"a key that the format does not use; it uses {list(partition.RESERVED)}"
+                refuse(f"others[{key!r}]", expected, repr(key), "Rename it.")
         for path, value in leaves_of(self.others):
             if isinstance(value, DTensor):
                 refuse_kind(show(path), value, "no DTensor among others, which are rank 0's alone")
+        for path, value in (*leaves_of(self.tree), *leaves_of(self.others)):
             if isinstance(value, Tensor):
                 check_tensor(path, value, self.ranks)
         for i, state in enumerate(self.models):
             for name in state:
                 if not isinstance(name, str):
                     refuse_kind(show(("model", i, name)), name, "a name that is a str")
-        check_loadable((), {**tree, **self.others})
-
-    def listing(self) -> dict[str, str]:
-        """The entries on which all ranks must agree, by their paths, in order."""
-        tree = {"model": self.models, "optimizer": self.optimizers}
-        return {show(path): describe_entry(value) for path, value in leaves_of(tree)}
-
-    def open(self) -> str:
-        """Make the new directory, on rank 0; return the id of the save, which rank 0 chose."""
-        save_id = secrets.token_hex(16)
-        if self.rank == 0:
-            check_replaceable(self.target)
-            name_beside(self.target, save_id).mkdir(parents=True)
-        return save_id
+        check_loadable((), {**self.tree, **self.others})
 
     def part(self, save_id: str) -> dict[Any, Any]:
         """This rank's part; DTensors are gathered, by all ranks."""
-        world_size = len(self.ranks)
-        part: dict[Any, Any] = {
-            partition.COUNT_KEY: world_size,
-            partition.VERSION_KEY: partition.VERSION,
-            partition.ID_KEY: save_id,
-        }
+        head = {partition.COUNT_KEY: len(self.ranks), partition.VERSION_KEY: partition.VERSION}
+        part: dict[Any, Any] = {**head, partition.ID_KEY: save_id}
         models, optimizers = zip(self.models, self.deals[0]), zip(self.optimizers, self.deals[1])
-        part["model"] = [partition.part_of_model(*each, self.rank, world_size) for each in models]
-        part["optimizer"] = [partition.part_of_optimizer(*each, self.rank, world_size) for each in optimizers]
+        at = self.rank, len(self.ranks)
+        part["model"] = [partition.part_of_model(*each, *at) for each in models]
+        part["optimizer"] = [partition.part_of_optimizer(*each, *at) for each in optimizers]
         return part | (partition.kept(self.others, True) if self.rank == 0 else {})
 
-    def write(self, part: dict[Any, Any], save_id: str) -> None:
-        path = name_beside(self.target, save_id) / part_name(self.rank)
-        with_crcs = torch.serialization.get_crc32_options()
+    def write(self, part: dict[Any, Any], directory: Path) -> None:
+        path, with_crcs = directory / part_name(self.rank), torch.serialization.get_crc32_options()
+        check_part(part, str(path))
         try:
             torch.serialization.set_crc32_options(True)
-            check_part(part, str(path))
             with open(path, "xb") as file:
                 torch.save(part, file)
                 file.flush()
                 os.fsync(file.fileno())
-        except CheckpointError:
-            raise
         except Exception as error:
-            got = " ".join(f"{type(error).__name__}: {error}".split())
-            partition.refuse_part(str(path), None, "a file that can be written", got, _AGAIN)
+            remedy = "Nothing was changed: mend the cause, and do it again."
+            raise damaged(path, "a file that can be written", told(error), remedy=remedy) from error
         finally:
             torch.serialization.set_crc32_options(with_crcs)
 
-    def commit(self, save_id: str) -> None:
-        """Put the new directory in place of the old one, on rank 0."""
-        if self.rank != 0:
-            return
-        new = name_beside(self.target, save_id)
+    def check_complete(self, directory: Path) -> None:
+        """Raise unless every rank's part is in the directory."""
         for rank in range(len(self.ranks)):
-            path = new / part_name(rank)
+            path = directory / part_name(rank)
             if not path.is_file():
                 remedy = "Give all ranks the same directory, in a file system that they share."
-                partition.refuse_part(str(path), None, f"the part that rank {rank} wrote", "none", remedy)
-        put_in_place(new, self.target)
-
-    def sweep(self, save_id: str) -> None:
-        """Remove the directory beside, if the save has failed."""
-        if self.rank == 0:
-            shutil.rmtree(name_beside(self.target, save_id), ignore_errors=True)
+                raise damaged(path, f"the part that rank {rank} wrote", "none", remedy=remedy)

@@ -33,12 +33,11 @@ from hwfsdp.checkpoint.manifest import (
     ValueEntry,
     name_of,
 )
+from hwfsdp.checkpoint.messages import KeyPath, refusal, refuse, show
 from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
-from hwfsdp.checkpoint.traverse import child_of, items_of, map_leaves, show
-from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of
 from hwfsdp.checkpoint.values import dtype_named, encode
 from hwfsdp.compat import is_shard
-from hwfsdp.errors import UsageError
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
@@ -105,44 +104,38 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
         UnsupportedError: a tensor of a kind that is not strided, or that has no memory of its own.
     """
     if not isinstance(state_dict, Mapping):
-        raise UsageError(
-            "save", expected="a state dict", got=type(state_dict).__name__, remedy="Pass a dict."
-        )
-    containers: list[Any] = [[[], "dict"]]
+        refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
+    containers: dict[KeyPath, str] = {(): "dict"}
     entries: list[dict[str, Any]] = []
     tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
-
-    def visit(path: KeyPath, value: Any, _: Any) -> None:
-        for n in range(1, len(path)):
-            note_container(path[:n])
+    for path, value in leaves_of(state_dict):
         _check_keys(path)
-        if items_of(value) is not None:
-            note_container(path)
-        elif not isinstance(value, Tensor):
+        is_empty = items_of(value) is not None  # a container without entries
+        for above in (path[:n] for n in range(1, len(path) + is_empty)):
+            if above not in containers:
+                containers[above] = _kind_at(state_dict, above)
+        if is_empty:
+            continue
+        if not isinstance(value, Tensor):
             entries.append({"path": path, "value": _encoded(path, value)})
-        else:
-            _check_tensor(path, value)
-            box, memory = box_of(value), identity_of(value)
-            if memory in first and box is not None:
-                entries.append({**first[memory], "path": path, "alias": first[memory]["path"]})
-                tensors[path] = part_of(value), box  # it may be no alias on other ranks
-                return
-            entries.append({**_schema(path, value), "box": box})
-            if box is not None:
-                first[memory], tensors[path] = entries[-1], (part_of(value), box)
+            continue
+        check_data(path, value)
+        check_kind(path, value)
+        part, box, memory = part_of(value), box_of(value), identity_of(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        entry: dict[str, Any] = {"path": path, "dtype": dtype, "shape": list(value.shape), "box": box}
+        if box is not None:
+            tensors[path] = part, box  # also of an alias: it may be none on other ranks
+            if memory in first:
+                entry = {**first[memory], "path": path, "alias": first[memory]["path"]}
+            else:
+                first[memory] = entry
                 if _has_replicas(value, world_size):
-                    entries[-1]["crc32"] = zlib.crc32(view_bytes(part_of(value)))
-
-    noted: set[KeyPath] = {()}
-
-    def note_container(path: KeyPath) -> None:
-        if path not in noted:
-            noted.add(path)
-            containers.append([path, _kind_at(state_dict, path)])
-
-    map_leaves(visit, state_dict, by_path=True)
-    return LocalParts({"containers": containers, "entries": entries}, tensors)
+                    entry["crc32"] = zlib.crc32(view_bytes(part))
+        entries.append(entry)
+    kinds = [[path, kind] for path, kind in containers.items()]
+    return LocalParts({"containers": kinds, "entries": entries}, tensors)
 
 
 def _kind_at(tree: Any, path: KeyPath) -> str:
@@ -154,12 +147,8 @@ def _kind_at(tree: Any, path: KeyPath) -> str:
 def _check_keys(path: KeyPath) -> None:
     for n, key in enumerate(path):
         if type(key) not in (int, str):
-            raise UsageError(
-                show(path[: n + 1]),
-                expected="keys that are str or int",
-                got=f"the {type(key).__name__} {key!r}",
-                remedy="Rename it.",
-            )
+            got = f"the {type(key).__name__} {key!r}"
+            refuse(path[: n + 1], "keys that are str or int", got, "Rename it.")
 
 
 def _encoded(path: KeyPath, value: Any) -> Any:
@@ -170,21 +159,9 @@ def _encoded(path: KeyPath, value: Any) -> Any:
         return json_value
     except (TypeError, ValueError) as error:
         got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
-        raise UsageError(
-            show(path),
-            expected="a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch",
-            got=f"{type(value).__name__}: {got}",
-            remedy="Leave it out, or save what it can be made from again.",
-        ) from None
-
-
-def _schema(path: KeyPath, tensor: Tensor) -> dict[str, Any]:
-    return {"path": path, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def _check_tensor(path: KeyPath, tensor: Tensor) -> None:
-    check_data(path, tensor)
-    check_kind(path, tensor)
+        expected = "a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch"
+        remedy = "Leave it out, or save what it can be made from again."
+        raise refusal(path, expected, f"{type(value).__name__}: {got}", remedy) from None
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
@@ -252,7 +229,7 @@ def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> Non
         if differing:
             path, kind = tuple(differing[0][0]), differing[0][1]
             _refuse(path, f"a {kinds.get(path)} on every rank, as on rank 0", f"a {kind} on rank {rank}")
-        here, there = next((a, b) for a, b in zip(mine, theirs) if a != b)
+        here, there = next(((a, b) for a, b in zip(mine, theirs) if a != b), ((), ()))
         _refuse(here, "the same order of keys on every rank", f"{show(there)} in its place on rank {rank}")
 
 
@@ -263,12 +240,8 @@ def _brief(entry: dict[str, Any]) -> str:
 
 
 def _refuse(path: KeyPath, expected: str, got: str) -> None:
-    raise UsageError(
-        show(path),
-        expected=expected,
-        got=got,
-        remedy="Save what differs under keys of its own, for example gathered into a list, one for each rank.",
-    )
+    remedy = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
+    refuse(path, expected, got, remedy)
 
 
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
@@ -299,11 +272,8 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
         box = Box(*map(tuple, entry["box"]))
         ranks = holders.setdefault((path, box), [])
         if ranks and by_rank[ranks[0]].get("crc32") != entry.get("crc32"):
-            _refuse(
-                path,
-                f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them",
-                f"checksums {by_rank[ranks[0]].get('crc32', 0):08x} and {entry.get('crc32', 0):08x}",
-            )
+            got = f"checksums {by_rank[ranks[0]].get('crc32', 0):08x} and {entry.get('crc32', 0):08x}"
+            _refuse(path, f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them", got)
         ranks.append(rank)
     fault = find_fault(by_rank[0]["shape"], [box for _, box in holders])
     if fault:
@@ -315,9 +285,7 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
     """The manifest with a place in some rank's file for every box; large ones are shared out among their holders."""
 
     def nbytes(item: tuple[KeyPath, Box]) -> int:
-        entry = manifest.entries[item[0]]
-        assert isinstance(entry, TensorEntry)
-        return item[1].numel * entry.dtype.itemsize
+        return item[1].numel * manifest.tensor(item[0]).dtype.itemsize
 
     candidates: dict[tuple[KeyPath, Box], list[int]] = {}
     for (path, box), ranks in holders.items():
@@ -335,12 +303,8 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
         at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
         chunks.setdefault(item[0], []).append(Chunk(file, at, item[1]))
         ends[file] = at + nbytes(item)
-    entries = {
-        path: replace(entry, chunks=tuple(chunks.get(path, ()))) if isinstance(entry, TensorEntry) else entry
-        for path, entry in manifest.entries.items()
-    }
     files = tuple(DataFile(name_of(i), end) for i, end in enumerate(ends))
-    return replace(manifest, files=files, entries=entries)
+    return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=files)
 
 
 def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, pieces_of, span_of, strides_of, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of
 from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
-from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.checkpoint.traverse import refuse, show
 from hwfsdp.checkpoint.views import overlaps_itself, view_of
 
 _PIECE_BYTES = 4 << 20  # of a span that is read at once
@@ -76,44 +76,39 @@ def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
     are read into where they are.
     """
     rooms = _rooms_in_place(match)
-    together: dict[KeyPath, int] = {}
+    together: dict[KeyPath, tuple[int, Box]] = {}
     end = 0
     for path, target in match.tensors.items():
         if path in rooms:
             continue
-        entry, box = match.manifest.entries[path], box_of(target)
-        assert isinstance(entry, TensorEntry) and box is not None
-        rooms[path] = torch.empty(0 if entry.dtype == target.dtype else box.shape, dtype=entry.dtype)
-        if entry.dtype == target.dtype:
-            together[path] = end
-            end += -(-box.numel * entry.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        dtype, box = match.manifest.tensor(path).dtype, box_of(target)
+        assert box is not None
+        if dtype != target.dtype:
+            rooms[path] = torch.empty(box.shape, dtype=dtype)
+            continue
+        together[path] = end, box
+        end += -(-box.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     if together:
         memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         every = torch.frombuffer(memory, dtype=torch.uint8)
-        for path, start in together.items():
-            box, dtype = box_of(match.tensors[path]), rooms[path].dtype
-            assert box is not None
+        for path, (start, box) in together.items():
+            dtype = match.tensors[path].dtype
             rooms[path] = every[start : start + box.numel * dtype.itemsize].view(dtype).view(box.shape)
     return rooms
 
 
 def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
     """Fresh targets that can be read into: dense, on the CPU, of the saved dtype, and no two that partly overlap."""
-    rooms: dict[KeyPath, Tensor] = {}
-    by_storage: dict[int, dict[Any, Tensor]] = {}
-    for path in match.fresh & match.tensors.keys():
-        target, part = match.tensors[path], part_of(match.tensors[path])
-        by_storage.setdefault(part.untyped_storage().data_ptr(), {})[identity_of(part)] = part
-        entry = match.manifest.entries[path]
-        assert isinstance(entry, TensorEntry)
-        if part.is_cpu and part.is_contiguous() and target.dtype == entry.dtype:
-            rooms[path] = part
-    overlapping = {key for key, parts in by_storage.items() if _may_overlap(list(parts.values()))}
+    fresh = {path: part_of(match.tensors[path]) for path in match.fresh & match.tensors.keys()}
+    shared = {_storage_of(fresh[paths[0]]) for paths in _overlapping(match, fresh)}
     return {
-        path: part for path, part in rooms.items() if part.untyped_storage().data_ptr() not in overlapping
+        path: part
+        for path, part in fresh.items()
+        if part.is_cpu and part.is_contiguous() and part.dtype == match.manifest.tensor(path).dtype
+        if _storage_of(part) not in shared
     }
 
 
@@ -147,10 +142,10 @@ def _jobs(
         memory = _memory(part)[first * itemsize : last * itemsize]
         step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
         for start in range(0, len(memory), step):
-            yield lambda start=start: reader.read(memory[start : start + step], start)  # type: ignore[misc]
+            yield partial(reader.read, memory[start : start + step], start)
         return
     for piece in pieces_of(within(shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
-        yield lambda piece=piece: _read_piece(reader, chunk, piece, part, box)  # type: ignore[misc]
+        yield partial(_read_piece, reader, chunk, piece, part, box)
 
 
 def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:
@@ -206,15 +201,9 @@ def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
     """Raise if targets share memory and will not all hold their values. That is tried out, on a copy of that memory."""
-    by_storage: dict[int, dict[Any, KeyPath]] = {}
-    for path in parts:
-        local = part_of(found.tensors[path])
-        by_storage.setdefault(local.untyped_storage().data_ptr(), {}).setdefault(identity_of(local), path)
-    for paths in by_storage.values():
-        targets = {path: part_of(found.tensors[path]) for path in paths.values()}
-        if not _may_overlap(list(targets.values())):
-            continue
-        copy = next(iter(targets.values())).untyped_storage().clone()
+    for paths in _overlapping(found, parts):
+        targets = {path: part_of(found.tensors[path]) for path in paths}
+        copy = targets[paths[0]].untyped_storage().clone()
         trial = {}
         for path, local in targets.items():
             view = torch.empty(0, dtype=local.dtype, device=local.device)
@@ -227,8 +216,21 @@ def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
                 refuse(path, "memory of its own, or the values of what shares it", got, "Pass a clone of it.")
 
 
-def _may_overlap(locals_: list[Tensor]) -> bool:
-    """Whether two elements, of one tensor or of two, may be in the same place; all are in one storage."""
-    views = sorted(map(view_of, locals_), key=lambda view: view[:2])
-    neighbors = zip(views, views[1:])
-    return any(map(overlaps_itself, views)) or any(view.end > after.begin for view, after in neighbors)
+def _overlapping(match: Match, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
+    """For each storage in which two elements, of one target or of two, may be in the same place: its distinct targets."""
+    by_storage: dict[int, dict[Any, KeyPath]] = {}
+    for path in paths:
+        local = part_of(match.tensors[path])
+        by_storage.setdefault(_storage_of(local), {}).setdefault(identity_of(local), path)
+    found = []
+    for distinct in by_storage.values():
+        views = [view_of(part_of(match.tensors[path])) for path in distinct.values()]
+        views.sort(key=lambda view: view[:2])
+        neighbors = zip(views, views[1:])
+        if any(map(overlaps_itself, views)) or any(one.end > other.begin for one, other in neighbors):
+            found.append(list(distinct.values()))
+    return found
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -35,16 +35,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.checkpoint import blocks
-from hwfsdp.checkpoint.manifest import (
-    FORMAT,
-    LARGEST,
-    SAVE_ID,
-    VERSION,
-    Manifest,
-    damaged,
-    from_bytes,
-    parse_json,
-)
+from hwfsdp.checkpoint.manifest import FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes, parse_json
+from hwfsdp.checkpoint.messages import damaged, refusal, refuse
 from hwfsdp.errors import CheckpointError, StateError, UsageError
 
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
@@ -94,16 +86,13 @@ def find_current(path: Path) -> Current:
         saves = find_saves(path)
         remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
         got = "one without the file CURRENT" if path.is_dir() else "a file" if path.exists() else "nothing"
-        raise UsageError(str(path), expected="the directory of a checkpoint", got=got, remedy=f"{remedy}.")
+        refuse(path, "the directory of a checkpoint", got, f"{remedy}.")
     data = blocks.read_small_file(file, _LARGEST_CURRENT)
     tree = parse_json(data, file)
     try:
         save_id, digest = tree["save"], tree["manifest_sha256"]
-        intact = (
-            data == _current_bytes(save_id, digest)
-            and SAVE_ID.fullmatch(save_id)
-            and _DIGEST.fullmatch(digest)
-        )
+        named = SAVE_ID.fullmatch(save_id) and _DIGEST.fullmatch(digest)
+        intact = named and data == _current_bytes(save_id, digest)
     except (KeyError, TypeError):
         intact = None
     if not intact:
@@ -156,15 +145,11 @@ def check_target(path: Path, overwrite: bool) -> None:
     within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
     if within is not None:
         remedy = "Give the directory above it."
-        raise UsageError(
-            str(path), expected="the directory of a checkpoint", got=f"one save, {within.name}", remedy=remedy
-        )
+        refuse(path, "the directory of a checkpoint", f"one save, {within.name}", remedy)
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise UsageError(
-            str(path), expected="a directory, or nothing", got=_kind_of(path), remedy="Choose another path."
-        )
+        refuse(path, "a directory, or nothing", _kind_of(path), "Choose another path.")
     if overwrite:
         return
     saves = find_saves(path)
@@ -172,7 +157,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     if saves or others:
         got = f"the checkpoint {saves[-1]}" if saves else f"a directory with {sorted(others)[0]!r} in it"
         remedy = "Pass overwrite=True, keep=N to have several, or choose another path."
-        raise UsageError(str(path), expected="no checkpoint, or overwrite=True", got=got, remedy=remedy)
+        refuse(path, "no checkpoint, or overwrite=True", got, remedy)
 
 
 @contextmanager
@@ -188,12 +173,8 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StateError(
-                    str(path),
-                    expected="one save at a time",
-                    got="another process that is saving there",
-                    remedy="Wait for it, or choose another path.",
-                ) from None
+                got, remedy = "another process that is saving there", "Wait for it, or choose another path."
+                raise refusal(path, "one save at a time", got, remedy, StateError) from None
         try:
             yield
         finally:

@@ -27,8 +27,8 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
     to_bytes,
 )
+from hwfsdp.checkpoint.messages import refuse
 from hwfsdp.checkpoint.plan import LocalParts, describe, divide, shares_of
-from hwfsdp.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class Target:
 
     def check(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise UsageError(
-                "save", expected="keep=1 or more", got=f"keep={self.keep!r}", remedy="Leave it out for one."
-            )
+            refuse("save", "keep=1 or more", f"keep={self.keep!r}", "Leave it out for one.")
         saves.check_target(self.path, self.overwrite or self.keep is not None)
 
 
@@ -117,26 +115,15 @@ class _Saving:
             for (_, chunk), of_blocks in zip(share, crc32, strict=True):
                 by_chunk[chunk.file, chunk.at] = tuple(of_blocks)
 
-        def complete(chunk: Chunk) -> Chunk:
-            return chunk._replace(crc32=by_chunk[chunk.file, chunk.at])
+        def complete(entry: TensorEntry) -> list[Chunk]:
+            return [chunk._replace(crc32=by_chunk[chunk.file, chunk.at]) for chunk in entry.chunks]
 
-        entries = {
-            path: (
-                replace(entry, chunks=tuple(map(complete, entry.chunks)))
-                if isinstance(entry, TensorEntry)
-                else entry
-            )
-            for path, entry in self.manifest.entries.items()
-        }
-        data = to_bytes(replace(self.manifest, entries=entries))
+        data = to_bytes(self.manifest.with_chunks(complete))
         path, save_id = self.target.path, self.manifest.save_id
         if len(data) > LARGEST:
-            raise UsageError(
-                "save",
-                expected=f"a manifest of at most {LARGEST:,} bytes",
-                got=f"{len(data):,} bytes: too many entries, or too long ones",
-                remedy="Save long strings and bytes as tensors.",
-            )
+            expected = f"a manifest of at most {LARGEST:,} bytes"
+            got = f"{len(data):,} bytes: too many entries, or too long ones"
+            refuse("save", expected, got, "Save long strings and bytes as tensors.")
         # Read as anyone will read it: every tensor is tiled, every byte is in its place.
         written = from_bytes(data, path / save_id / saves.MANIFEST)
         for file in written.files:

@@ -44,18 +44,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.objects import attributes_of, culprit, objects_in
 from hwfsdp.checkpoint.state_dict import create_cpu_state_dict
-from hwfsdp.checkpoint.tensors import check_data, memory_of, refuse_sharded_tensor
-from hwfsdp.checkpoint.traverse import Path, refuse
+from hwfsdp.checkpoint.tensors import check_data, memory_of
 from hwfsdp.checkpoint.views import Block, View, blocks_of, place_of, view_of
 from hwfsdp.compat import (
     is_referred_to_elsewhere,
     is_sharded_tensor,
-    local_of,
     quantized_over,
     replace_local,
     storage_key,
@@ -136,7 +134,6 @@ class StateDictStager:
             if tensor.numel() and _storage_of(tensor) in sources:
                 remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
                 refuse(path, "an object whose copy shares no tensor with it", "one that does", remedy)
-            _check(path, tensor)
         moved, copies = self._lay_out({id(tensor): _memory_of(tensor) for _, tensor in found})
         _run(copies, self._pin)
         for _, tensor in found:
@@ -263,33 +260,21 @@ def _storage_of(tensor: Tensor) -> int | None:
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 
-def _check(path: Path, tensor: Tensor) -> None:
-    if is_lazy(tensor):
-        refuse(path, "a tensor with data", "an uninitialized one", "Run a forward pass first.")
-    if is_sharded_tensor(tensor):
-        refuse_sharded_tensor(path)
-    if tensor.is_quantized and tensor.dtype not in _INTEGERS:
+def _check(path: KeyPath, tensor: Tensor) -> None:
+    if not is_sharded_tensor(tensor) and tensor.is_quantized and tensor.dtype not in _INTEGERS:
         remedy = "Store dequantize() instead."
         refuse(path, "elements of whole bytes", str(tensor.dtype), remedy, UnsupportedError)
     check_data(path, tensor)
-    _check_memory(path, memory_of(tensor))
-    if isinstance(tensor, DTensor) and local_of(tensor).is_quantized:
-        refuse(
-            path,
-            "local parts that are not quantized",
-            str(tensor.dtype),
-            "Call dequantize().",
-            UnsupportedError,
-        )
-
-
-def _check_memory(path: Path, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+    local = memory_of(tensor)
+    if local.layout != torch.strided or local.is_nested:
+        kind = "a nested tensor" if local.is_nested else str(local.layout)
         refuse(path, "a dense tensor", kind, "Store to_dense(), or its values and indices.", UnsupportedError)
-    if not _has_memory(tensor):
+    if not _has_memory(local):
         remedy = "Store the tensors that it is made of instead."
-        refuse(path, "a tensor with memory of its own", type(tensor).__name__, remedy, UnsupportedError)
+        refuse(path, "a tensor with memory of its own", type(local).__name__, remedy, UnsupportedError)
+    if isinstance(tensor, DTensor) and local.is_quantized:
+        expected, remedy = "local parts that are not quantized", "Call dequantize()."
+        refuse(path, expected, str(tensor.dtype), remedy, UnsupportedError)
 
 
 def _has_memory(tensor: Tensor) -> bool:

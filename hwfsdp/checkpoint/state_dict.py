@@ -20,7 +20,7 @@ Note [Gathering by extents]
     whole, `layout` knows, also where cuts are uneven and strided, which is where redistributing in torch goes wrong.
     Bytes are sent, not numbers, so every dtype can travel over every backend.
 
-What is done with a `ShardedTensor` is in `sharded_tensor`.
+What is done with a `ShardedTensor` is in `tensors`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.tensors import (
     bytes_of,
     check_data,
@@ -48,17 +49,9 @@ from hwfsdp.checkpoint.tensors import (
     part_of,
     shards_in,
 )
-from hwfsdp.checkpoint.traverse import (
-    ABSENT,
-    CompanionMismatch,
-    Path,
-    items_of,
-    leaves_of,
-    map_leaves,
-    refuse,
-)
+from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import is_shard, is_sharded_tensor, sharded_tensor_like, wrap_like
-from hwfsdp.errors import StateError, UsageError
+from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import local_extent_of, unshard_strided
 
 # (tensor, pg, device, companion or None) → what takes the tensor's place
@@ -102,7 +95,7 @@ def iterate_state_dict(
     _check_leaves(iter_object, type_check, needs_data=False)
     kept = _is_kept(ranks_only, pg)
 
-    def visit(path: Path, value: Any, companion: Any) -> Any:
+    def visit(path: KeyPath, value: Any, companion: Any) -> Any:
         if not isinstance(value, Tensor):
             _check_pair(path, value, companion, cast)
             return value if isinstance(value, SIMPLE) else copy.deepcopy(value)
@@ -127,12 +120,8 @@ def _is_kept(ranks_only: Sequence[int], pg: dist.ProcessGroup | None) -> bool:
         return True
     size = dist.get_world_size(pg)
     if not all(0 <= rank < size for rank in ranks_only):
-        raise UsageError(
-            "ranks_only",
-            expected=f"ranks of the group, 0 to {size - 1}",
-            got=f"{tuple(ranks_only)}",
-            remedy="Leave it empty for all ranks.",
-        )
+        expected = f"ranks of the group, 0 to {size - 1}"
+        refuse("ranks_only", expected, f"{tuple(ranks_only)}", "Leave it empty for all ranks.")
     return dist.get_rank(pg) in ranks_only
 
 
@@ -142,12 +131,9 @@ def _check_leaves(state_dict: Any, type_check: bool, needs_data: bool) -> None:
             for tensor in shards_in(value):
                 check_data(path, tensor)
         elif type_check and items_of(value) is None and not isinstance(value, (Tensor, *SIMPLE)):
-            refuse(
-                path,
-                "a tensor, int, float, str, bytes, BytesIO, torch.Size or None",
-                type(value).__name__,
-                "Replace it by such values, or pass type_check=False for a deep copy.",
-            )
+            expected = "a tensor, int, float, str, bytes, BytesIO, torch.Size or None"
+            remedy = "Replace it by such values, or pass type_check=False for a deep copy."
+            refuse(path, expected, type(value).__name__, remedy)
 
 
 # --- Gather and offload ------------------------------------------------------------------------------------
@@ -183,13 +169,8 @@ def gather_state_dict(
     for path, value in leaves_of(state_dict):
         if is_sharded_tensor(value):
             check_owners(path, value, pg)
-    options: dict[str, Any] = {
-        "pg": pg,
-        "device": device,
-        "cpu_offload": cpu_offload,
-        "ranks_only": ranks_only,
-    }
-    return iterate_state_dict(state_dict, join_shards, _gathered, _same, type_check=type_check, **options)
+    options: dict[str, Any] = {"pg": pg, "device": device, "ranks_only": ranks_only, "type_check": type_check}
+    return iterate_state_dict(state_dict, join_shards, _gathered, _same, cpu_offload=cpu_offload, **options)
 
 
 def _same(tensor: Tensor, *_: Any) -> Tensor:
@@ -289,12 +270,8 @@ def create_cpu_state_dict(
         StateError: memory to be pinned, but no CUDA device.
     """
     if pin_memory and not torch.cuda.is_available():
-        raise StateError(
-            "create_cpu_state_dict(pin_memory=True)",
-            expected="a CUDA device",
-            got="none",
-            remedy="Leave pin_memory out; nothing could copy faster.",
-        )
+        remedy = "Leave pin_memory out; nothing could copy faster."
+        refuse("create_cpu_state_dict(pin_memory=True)", "a CUDA device", "none", remedy, StateError)
 
     def make(tensor: Tensor, *_: Any) -> Any:
         return _in_other_memory(tensor, lambda part: _cpu_room(part, pin_memory, share_memory))
@@ -340,16 +317,11 @@ def copy_state_dict(
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
     map_leaves(partial(_check_pair, cast=cast), state_dict, copy_state_dict)
-    options: dict[str, Any] = {
-        "companion_obj": copy_state_dict,
-        "type_check": type_check,
-        "non_blocking": non_blocking,
-        "cast": cast,
-    }
-    return iterate_state_dict(state_dict, _same, _same, _same, **options)
+    options: dict[str, Any] = {"type_check": type_check, "non_blocking": non_blocking, "cast": cast}
+    return iterate_state_dict(state_dict, _same, _same, _same, companion_obj=copy_state_dict, **options)
 
 
-def _copy_into(path: Path, value: Any, target: Any, non_blocking: bool, cast: bool) -> Any:
+def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, cast: bool) -> Any:
     _check_pair(path, value, target, cast)
     if isinstance(value, Tensor):
         for to, source in zip(shards_in(target), shards_in(value)):
@@ -375,7 +347,7 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
     return True
 
 
-def _check_pair(path: Path, value: Any, other: Any, cast: bool = False) -> None:
+def _check_pair(path: KeyPath, value: Any, other: Any, cast: bool = False) -> None:
     """Raise if one of two leaves is a tensor and the other is not one just like it; with `cast`, but for the dtype."""
     if other is ABSENT:
         return

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +39,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.checkpoint import saves
+from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, finish_saves, queue
+from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry, header_of
 from hwfsdp.checkpoint.matching import Match, fill, match
+from hwfsdp.checkpoint.messages import KeyPath, show
 from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.plan import shares_of
 from hwfsdp.checkpoint.reading import read_tensors
 from hwfsdp.checkpoint.saving import Target, save_agreed
-from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.checkpoint.verification import Inspection, inspect, verify
+from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError
 
 __all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
@@ -150,17 +153,9 @@ def load(
         CheckpointError: something in the checkpoint is missing or damaged, with file, key and offset. All ranks raise
             the same error, and the target is untouched.
     """
-    module = state_dict if isinstance(state_dict, nn.Module) else None
-    target = state_dict if module is None else module.state_dict()
-    memory = NewMemory(target, device, model if module is None else module)
-    request = _Request(target, memory, strict, allow_cast)
-    try:
+    with NewMemory(state_dict, device, model) as target:
+        request = _Request(target, strict, allow_cast)
         _load_current(Agreement(process_group, "load"), request, Path(path).absolute())
-    except BaseException:
-        memory.take_back()
-        raise
-    if module is not None:
-        module.load_state_dict(target)  # what it holds besides tensors
     return state_dict
 
 
@@ -168,10 +163,9 @@ def load(
 
 
 class _Request(NamedTuple):
-    """A request to load. `memory` is for entries of the state dict on the meta device."""
+    """A request to load."""
 
-    state_dict: Any
-    memory: NewMemory
+    target: NewMemory
     strict: bool
     allow_cast: bool
 
@@ -207,18 +201,116 @@ def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str
     matched: list[Match] = []
     parts: dict[KeyPath, Tensor] = {}
     folder = path if path.name == save_id else path / save_id
-    state_dict, memory, strict, allow_cast = request
+    target, strict, allow_cast = request
 
     def match_mine() -> None:
         manifest = saves.read_manifest(saves.Current(folder, digest))
-        memory.give()
-        matched.append(match(state_dict, manifest, strict=strict, allow_cast=allow_cast))
-        memory.check_loaded(manifest.entries)
-        matched[0].fresh.update(memory.paths)
+        target.give()
+        matched.append(match(target.state_dict, manifest, strict=strict, allow_cast=allow_cast))
+        target.check_loaded(manifest.entries)
+        matched[0].fresh.update(target.paths)
 
     def read_mine() -> None:
         parts.update(read_tensors(matched[0], folder, agreement.check))
 
     agreement.step("matching", match_mine)
     agreement.step("reading", read_mine)
-    fill(state_dict, matched[0], parts)
+    fill(target.state_dict, matched[0], parts)
+
+
+# --- Without loading ---------------------------------------------------------------------------------------
+# Neither function needs the program that wrote the checkpoint, a process group, or more memory than one block.
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of a save.
+
+    Attributes:
+        path: directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
+        tensors: by key, as one would index it. values: everything else, likewise.
+        nbytes: of all files of the save, the manifest left out. ranks: how many wrote it.
+    """
+
+    path: Path
+    save_id: str
+    saves: tuple[str, ...]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    nbytes: int
+    ranks: int
+
+    def __str__(self) -> str:
+        parameters = sum(entry.nbytes for entry in self.tensors.values() if entry.same_as is None)
+        return (
+            f"{self.path}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values, "
+            f"written by {self.ranks} ranks"
+        )
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Inspect the save that counts, or the save whose directory `path` is. Read only its manifest.
+
+    Raises:
+        UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
+    """
+    current = saves.find_current(Path(path).absolute())
+    return _inspection(current, saves.read_manifest(current))
+
+
+def _inspection(current: saves.Current, manifest: Manifest) -> Inspection:
+    return Inspection(
+        path=current.folder,
+        save_id=manifest.save_id,
+        saves=tuple(saves.find_saves(current.folder.parent)),
+        tensors={show(p): e for p, e in manifest.entries.items() if isinstance(e, TensorEntry)},
+        values={
+            show(p): decode(e.json_value) for p, e in manifest.entries.items() if isinstance(e, ValueEntry)
+        },
+        nbytes=sum(file.nbytes for file in manifest.files),
+        ranks=len(manifest.files),
+    )
+
+
+def verify(path: str | os.PathLike[str]) -> Inspection:
+    """Read every byte of the save that counts, and compare it with its checksum.
+
+    Returns:
+        What `inspect` returns, if all is as it was written.
+
+    Raises:
+        UsageError: there is no checkpoint.
+        CheckpointError: the first thing that is missing, damaged, or does not belong there, with file, key and offset.
+    """
+    current = saves.find_current(Path(path).absolute())
+    manifest = saves.read_manifest(current)
+    saves.check_files(current.folder, manifest)
+    for index, share in enumerate(shares_of(manifest)):
+        _verify_file(current.folder, manifest, index, share)
+    return _inspection(current, manifest)
+
+
+def _verify_file(
+    folder: Path, manifest: Manifest, index: int, share: list[tuple[TensorEntry, Chunk]]
+) -> None:
+    file = manifest.files[index]
+    path, header = folder / file.name, header_of(manifest.save_id, index)
+    fd = blocks.open_file(path, file.nbytes)
+    try:
+        blocks.check_header(fd, path, header)
+        end = len(header)
+        for entry, chunk in share:
+            blocks.check_zeros(fd, path, end, chunk.at)
+            end = _verify_chunk(fd, path, entry, chunk, manifest.block_bytes)
+        blocks.check_zeros(fd, path, end, file.nbytes)
+    finally:
+        os.close(fd)
+
+
+def _verify_chunk(fd: int, path: Path, entry: TensorEntry, chunk: Chunk, block_bytes: int) -> int:
+    """Check every block of a chunk; return the byte after it."""
+    nbytes = chunk.box.numel * entry.dtype.itemsize
+    reader = blocks.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
+    for start in range(0, nbytes, block_bytes):
+        reader.read(memoryview(bytearray(min(block_bytes, nbytes - start))), start)
+    return chunk.at + nbytes

@@ -8,7 +8,6 @@ at once, padded to equal lengths, and each puts every box in its place. What mak
 from __future__ import annotations
 
 import functools
-from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parameter import is_lazy
 
-from hwfsdp.checkpoint.traverse import Path, refuse, show
+from hwfsdp.checkpoint.boxes import Box
+from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.compat import (
     device_types,
     group_of_sharded_tensor,
@@ -25,8 +25,8 @@ from hwfsdp.compat import (
     is_traceable_wrapper_subclass,
     local_of,
 )
-from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.layout.extents import LocalExtent, compute_local_shape_and_global_offset, slices_of
+from hwfsdp.errors import UnsupportedError
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -50,28 +50,21 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))
 
 
-def check_data(path: Path, tensor: Tensor) -> None:
+def check_data(path: KeyPath, tensor: Tensor) -> None:
     """Raise if the values of the tensor cannot be had, or it is a ShardedTensor."""
     if is_sharded_tensor(tensor):
         refuse_sharded_tensor(path)
     if is_lazy(tensor):
         _refuse_without_memory(path, "a parameter that is not initialized yet")
     if tensor.is_meta:
-        refuse(
-            path,
-            "a tensor with data",
-            f"one on the meta device, of shape {tuple(tensor.shape)}",
-            "Materialize it first: to_empty, then initialize or load.",
-        )
+        got = f"one on the meta device, of shape {tuple(tensor.shape)}"
+        refuse(path, "a tensor with data", got, "Materialize it first: to_empty, then initialize or load.")
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-        extent = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        if tuple(tensor.to_local().shape) != extent[0]:
-            refuse(
-                path,
-                f"the local shape {extent[0]} that {list(tensor.placements)} give this rank",
-                f"{tuple(tensor.to_local().shape)}",
-                "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape.",
-            )
+        shape = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[0]
+        if tuple(tensor.to_local().shape) != shape:
+            expected = f"the local shape {shape} that {list(tensor.placements)} give this rank"
+            remedy = "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape."
+            refuse(path, expected, f"{tuple(tensor.to_local().shape)}", remedy)
 
     local = memory_of(tensor)
     wraps: bool = is_traceable_wrapper_subclass(local)  # a wrapper has no memory of its own
@@ -81,47 +74,25 @@ def check_data(path: Path, tensor: Tensor) -> None:
             _refuse_without_memory(path, "one whose memory was freed")
 
 
-def _refuse_without_memory(path: Path, got: str) -> NoReturn:
-    refuse(
-        path, "a tensor with memory", got, "Take the state dict of the sharded model, or initialize it first."
-    )
+def _refuse_without_memory(path: KeyPath, got: str) -> NoReturn:
+    remedy = "Take the state dict of the sharded model, or initialize it first."
+    refuse(path, "a tensor with memory", got, remedy)
 
 
-def refuse_sharded_tensor(path: Path) -> NoReturn:
+def refuse_sharded_tensor(path: KeyPath) -> NoReturn:
     remedy = "Make it a DTensor, or call gather_state_dict for the whole."
-    raise UnsupportedError(show(path), expected="a Tensor or DTensor", got="a ShardedTensor", remedy=remedy)
+    refuse(path, "a Tensor or DTensor", "a ShardedTensor", remedy, UnsupportedError)
 
 
-def check_no_sum(path: Path, tensor: Tensor) -> None:
+def check_no_sum(path: KeyPath, tensor: Tensor) -> None:
     """Raise if it is a DTensor whose parts are still to be summed."""
     if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
-        raise UnsupportedError(
-            show(path),
-            expected="placements that say which values a rank has",
-            got=f"{list(tensor.placements)}",
-            remedy="Redistribute Partial to Replicate first.",
-        )
+        remedy, got = "Redistribute Partial to Replicate first.", f"{list(tensor.placements)}"
+        refuse(path, "placements that say which values a rank has", got, remedy, UnsupportedError)
 
 
-def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors that must have the same values, at the same place in the whole."""
-    part, placed = part_of(tensor), ()
-    if isinstance(tensor, DTensor):
-        placed = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))  # type: ignore[assignment]
-    return (
-        part.data_ptr(),
-        part.device,
-        part.dtype,
-        tuple(part.shape),
-        part.stride(),
-        part.is_conj(),
-        part.is_neg(),
-        placed,
-    )
-
-
-def check_kind(path: Path, tensor: Tensor) -> None:
-    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, `UsageError` for Partial."""
+def check_kind(path: KeyPath, tensor: Tensor) -> None:
+    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, or still to be summed."""
     inner = part_of(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(inner)
     kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
@@ -132,19 +103,19 @@ def check_kind(path: Path, tensor: Tensor) -> None:
     elif not _can_be_copied(inner.dtype):
         kind = f"one of {inner.dtype}, which torch cannot copy"
     if kind:
-        raise UnsupportedError(
-            show(path),
-            expected="a dense tensor",
-            got=kind,
-            remedy="Save its parts, or what to_dense() or dequantize() returns.",
-        )
-    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
-        raise UsageError(
-            show(path),
-            expected="values that are whole or cut",
-            got=f"addends, {list(tensor.placements)}",
-            remedy="Redistribute Partial to Replicate first.",
-        )
+        remedy = "Save its parts, or what to_dense() or dequantize() returns."
+        refuse(path, "a dense tensor", kind, remedy, UnsupportedError)
+    check_no_sum(path, tensor)
+
+
+def check_writable(path: KeyPath, tensor: Tensor) -> None:
+    """Raise if values cannot be written into this rank's part of the tensor."""
+    local = part_of(tensor)
+    if is_expanded(local):
+        refuse(path, "memory for every element", "an expanded tensor", "Pass a clone of it.")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        remedy = "Load in inference mode, too, or make it outside."
+        refuse(path, "a tensor that can be changed", "one that was made in inference mode", remedy)
 
 
 @functools.cache
@@ -158,18 +129,24 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
     return True
 
 
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for two tensors that must have the same values, at the same place in the whole."""
+    part = part_of(tensor)
+    place = part.data_ptr(), part.device, tuple(part.shape), part.stride()
+    placed: tuple[Any, ...] = ()
+    if isinstance(tensor, DTensor):
+        placed = tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape)
+    return *place, part.dtype, part.is_conj(), part.is_neg(), *placed
+
+
 # --- ShardedTensor -----------------------------------------------------------------------------------------
 
 
 class OwnedBox(NamedTuple):
     """A shard's place in the whole, and the rank that has it, as the world counts; -1 if nothing says so."""
 
-    extent: LocalExtent
+    box: Box
     rank: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.extent.shape)
 
 
 def boxes_of(tensor: Any) -> list[OwnedBox]:
@@ -177,8 +154,8 @@ def boxes_of(tensor: Any) -> list[OwnedBox]:
     boxes = []
     for shard in tensor.metadata().shards_metadata:
         rank = -1 if shard.placement is None else shard.placement.rank()
-        boxes.append(OwnedBox(LocalExtent(tuple(shard.shard_sizes), tuple(shard.shard_offsets)), rank))
-    return sorted(boxes, key=lambda box: box.extent.offset)
+        boxes.append(OwnedBox(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)), rank))
+    return sorted(boxes)
 
 
 def shards_in(tensor: Any) -> list[Tensor]:
@@ -193,21 +170,17 @@ def describe_shards(tensor: Any, with_dtype: bool) -> str:
     """A description that must match before shards are copied unchanged; without the dtype, before they are copied at all."""
     metadata = tensor.metadata()
     kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
-    boxes = [(*box.extent, box.rank) for box in boxes_of(tensor)]
+    boxes = [(*box, rank) for box, rank in boxes_of(tensor)]
     return f"{kind} {list(metadata.size)} as a ShardedTensor of {boxes}"
 
 
-def check_owners(path: Path, tensor: Any, pg: dist.ProcessGroup | None) -> None:
+def check_owners(path: KeyPath, tensor: Any, pg: dist.ProcessGroup | None) -> None:
     """Raise UsageError if a rank that the group does not have has a shard."""
     ranks = dist.get_process_group_ranks(pg or group_of_sharded_tensor(tensor))
-    owners = sorted({box.rank for box in boxes_of(tensor)})
+    owners = sorted({rank for _, rank in boxes_of(tensor)})
     if not set(owners) <= set(ranks):
-        raise UsageError(
-            show(path),
-            expected=f"a ShardedTensor on ranks of the group, {ranks}",
-            got=f"one on the ranks {owners}",
-            remedy="Leave pg out: a ShardedTensor knows its group.",
-        )
+        expected, got = f"a ShardedTensor on ranks of the group, {ranks}", f"one on the ranks {owners}"
+        refuse(path, expected, got, "Leave pg out: a ShardedTensor knows its group.")
 
 
 def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device | None, *_: Any) -> Tensor:
@@ -222,7 +195,7 @@ def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device 
     home, kinds = mine[0].device if mine else torch.device("cpu"), device_types(group)
     way = device or (home if home.type in kinds else torch.device(kinds[0]))
 
-    longest = max(sum(box.numel for box in boxes if box.rank == rank) for rank in ranks) * dtype.itemsize
+    longest = max(sum(box.numel for box, owner in boxes if owner == rank) for rank in ranks) * dtype.itemsize
     padded = torch.zeros(longest, dtype=torch.uint8, device=way)
     if mine:
         packed = torch.cat(mine)
@@ -234,8 +207,7 @@ def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device 
     whole = torch.empty(metadata.size, dtype=dtype, device=way)
     for rank, part in zip(ranks, received.view(len(ranks), longest)):
         start = 0
-        for box in (box for box in boxes if box.rank == rank):
-            piece = part.view(dtype)[start : start + box.numel]
-            whole[slices_of(box.extent)] = piece.view(box.extent.shape)
+        for box in (box for box, owner in boxes if owner == rank):
+            whole[box.slices] = part.view(dtype)[start : start + box.numel].view(box.shape)
             start += box.numel
     return whole.to(home)

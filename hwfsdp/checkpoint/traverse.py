@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hwfsdp.errors import FSDPError, UsageError
-
-Path = tuple[Any, ...]
-_SHOWN = 4  # names in a message; the rest is counted
+from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.messages import show as show
+from hwfsdp.errors import UsageError
 
 
 class CompanionMismatch(UsageError):
@@ -43,32 +42,6 @@ class _Absent:
 
 
 ABSENT = _Absent()
-
-
-class Attribute(str):
-    """A step of a path that leads to an attribute."""
-
-
-def show(path: Path) -> str:
-    """The path as one would index it: state_dict['state'][0]['exp_avg']."""
-    return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
-
-
-def refuse(
-    path: Path,
-    expected: str,
-    got: str,
-    remedy: str = "Compare the model with the one saved.",
-    kind: type[FSDPError] = UsageError,
-) -> NoReturn:
-    """Raise an error about what is at a path of the state dict."""
-    raise kind(show(path), expected=expected, got=got, remedy=remedy)
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def brief(value: Any) -> str:
@@ -100,12 +73,8 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     if isinstance(tree, tuple):
         return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
-        raise UsageError(
-            f"a {type(tree).__name__} in a state dict",
-            expected="a mapping that items can be assigned to",
-            got="one that is read-only",
-            remedy="Make it a dict.",
-        )
+        expected, got = "a mapping that items can be assigned to", "one that is read-only"
+        refuse(f"a {type(tree).__name__} in a state dict", expected, got, "Make it a dict.")
     # with its default factory, its attributes, and fields that __init__ does not take
     result = copy.copy(tree)
     if isinstance(tree, list):
@@ -132,12 +101,12 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
 class Leaf(NamedTuple):
     """A leaf and the keys that lead to it."""
 
-    path: Path
+    path: KeyPath
     value: Any
 
 
 def map_leaves(
-    fn: Callable[[Path, Any, Any], Any], tree: Any, companion: Any = ABSENT, *, by_path: bool = False
+    fn: Callable[[KeyPath, Any, Any], Any], tree: Any, companion: Any = ABSENT, *, by_path: bool = False
 ) -> Any:
     """The containers of `tree` again, new ones, with `fn(path, leaf, companion's leaf)` in place of every leaf.
 
@@ -168,7 +137,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 def traverse_state_dict(
     state_dict: Mapping[Any, Any],
-    visitor: Callable[[Path, Any], None],
+    visitor: Callable[[KeyPath, Any], None],
     keep_traversing: Callable[[Any], bool] | None = None,
 ) -> None:
     """Call `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
@@ -187,7 +156,7 @@ def traverse_state_dict(
         visitor(path, value)
 
 
-def _leaves_at(path: Path, tree: Any, keep_traversing: Callable[[Any], bool]) -> list[Leaf]:
+def _leaves_at(path: KeyPath, tree: Any, keep_traversing: Callable[[Any], bool]) -> list[Leaf]:
     items = None if _is_one(tree, keep_traversing) else items_of(tree)
     if not items:
         return [Leaf(path, tree)] if path else []
@@ -207,16 +176,16 @@ class _Descent:
 
     def __init__(
         self,
-        fn: Callable[[Path, Any, Any], Any],
+        fn: Callable[[KeyPath, Any, Any], Any],
         build: Callable[[Any, dict[Any, Any]], Any],
         by_path: bool,
     ) -> None:
         self.fn, self.build, self.by_path = fn, build, by_path
-        self.above: dict[int, Path] = {}  # containers that we are inside of
+        self.above: dict[int, KeyPath] = {}  # containers that we are inside of
         # holds what it knows by id, so ids stay valid
         self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def map(self, path: Path, tree: Any, companion: Any) -> Any:
+    def map(self, path: KeyPath, tree: Any, companion: Any) -> Any:
         known = (id(tree), id(companion))
         if known in self.done:
             return self.done[known][0]
@@ -229,14 +198,11 @@ class _Descent:
             self.done[known] = (result, tree, companion)
         return result
 
-    def _map_container(self, path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> Any:
+    def _map_container(self, path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> Any:
         if id(tree) in self.above:
-            refuse(
-                path,
-                "containers that do not contain themselves",
-                f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too",
-                "Remove the reference back; state dicts are trees.",
-            )
+            expected = "containers that do not contain themselves"
+            got = f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too"
+            refuse(path, expected, got, "Remove the reference back; state dicts are trees.")
         others = _companions(path, tree, items, companion)
         self.above[id(tree)] = path
         new = {key: self.map((*path, key), child, others[key]) for key, child in items.items()}
@@ -247,7 +213,7 @@ class _Descent:
 _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 
-def _companions(path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
+def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
     """The companions of each child."""
     if companion is ABSENT:
         return dict.fromkeys(items, ABSENT)
@@ -271,7 +237,7 @@ def _kind(container: Any) -> str:
 # --- Flat and back -----------------------------------------------------------------------------------------
 
 
-class FlatMapping(dict[str, Path]):
+class FlatMapping(dict[str, KeyPath]):
     """Flat key to path, in order, and how the leaves were held.
 
     Attributes:
@@ -301,7 +267,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     flat: dict[str, Any] = {}
     mapping = FlatMapping()
 
-    def move_out(path: Path, value: Any, _: Any) -> _Slot:
+    def move_out(path: KeyPath, value: Any, _: Any) -> _Slot:
         key = ".".join(map(str, path))
         if key in flat:
             got = f"{key!r}; {show(mapping[key])} has the same name"
@@ -314,7 +280,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     return flat, mapping
 
 
-def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Path]) -> Any:
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, KeyPath]) -> Any:
     """The state dict that `flatten_state_dict` took apart, with the leaves that the flat dict has now.
 
     Container types, int keys, tuples and empty containers are as they were. A container that was met at two paths
@@ -331,12 +297,8 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Pa
     """
     unknown = sorted(key for key in state_dict if key not in mapping)
     if unknown:
-        raise UsageError(
-            "unflatten_state_dict",
-            expected="flat keys that the mapping has",
-            got=f"{unknown}, unknown to it",
-            remedy="Add entries to the nested state dict, then flatten it again.",
-        )
+        remedy = "Add entries to the nested state dict, then flatten it again."
+        refuse("unflatten_state_dict", "flat keys that the mapping has", f"{unknown}, unknown to it", remedy)
     root = _Branch()
     for key, value in state_dict.items():
         _hang(root, tuple(mapping[key]), value)
@@ -368,15 +330,12 @@ def _grown(child: Any, like: Any) -> Any:
     return child.grown(ABSENT if isinstance(like, _Slot) else like) if isinstance(child, _Branch) else child
 
 
-def _hang(root: _Branch, path: Path, value: Any) -> None:
+def _hang(root: _Branch, path: KeyPath, value: Any) -> None:
     """Put a leaf at its path."""
     branch: Any = root
     for key in path[:-1]:
         branch = branch.items.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch
     if not path or not isinstance(branch, _Branch) or branch.items.setdefault(path[-1], value) is not value:
-        raise UsageError(
-            f"the path {path!r} in the mapping",
-            expected="a path of its own, of one key or more",
-            got="one that is empty, or meets the path of another leaf",
-            remedy="Use the mapping that flatten_state_dict returned.",
-        )
+        got = "one that is empty, or meets the path of another leaf"
+        remedy = "Use the mapping that flatten_state_dict returned."
+        refuse(f"the path {path!r} in the mapping", "a path of its own, of one key or more", got, remedy)

@@ -15,9 +15,9 @@ from hwfsdp.checkpoint import blocks
 from hwfsdp.checkpoint.boxes import Box, find_overlap, whole
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.matching import Match, Need
+from hwfsdp.checkpoint.messages import KeyPath
 from hwfsdp.checkpoint.plan import _refuse
 from hwfsdp.checkpoint.saves import CURRENT, MANIFEST, _NEW, _current_bytes, _put_back
-from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 # Names of the package that the docstrings mention:
@@ -170,11 +170,8 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
         box = Box(*map(tuple, entry["box"]))
         ranks = holders.setdefault((path, box), [])
         if ranks and by_rank[ranks[0]].get("crc32") != entry.get("crc32"):
-            _refuse(
-                path,
-                f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them",
-                f"checksums {by_rank[ranks[0]].get('crc32', 0):08x} and {entry.get('crc32', 0):08x}",
-            )
+            got = f"checksums {by_rank[ranks[0]].get('crc32', 0):08x} and {entry.get('crc32', 0):08x}"
+            _refuse(path, f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them", got)
         ranks.append(rank)
     fault = find_fault(by_rank[0]["shape"], [box for _, box in holders])
     if fault:

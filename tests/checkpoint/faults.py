@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from hwfsdp.checkpoint import load
-from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, show
+from hwfsdp.checkpoint.messages import show
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of, read_debug_level
 from hwfsdp.errors import FSDPError
 from hwfsdp.launcher.fork_server import start_server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import dtensor
+from hwfsdp.layout import shard_of
 
 
 class Pair(NamedTuple):
@@ -38,18 +43,28 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(torch.Size(shape).numel()) + 1).view(shape).to(dtype)
 
 
-def assert_same(mine: Any, theirs: Any, at: str = "") -> None:
-    """The same keys, values and types, plain tensors by dtype, shape and element; the order of dicts does not matter."""
+def cut(whole: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
+    """This rank's part, by nested chunking, which is right also where torch is not; with memory of its own."""
+    local = shard_of(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
+    return dtensor(local, mesh, placements, whole.shape, whole.stride())
+
+
+def assert_same(mine: Any, theirs: Any, at: str = "", exact: bool = False) -> None:
+    """The same keys, values and types, plain tensors by dtype, shape and element. Exactly: also the order and type of dicts."""
     if isinstance(theirs, Tensor):
         assert type(mine) is Tensor and mine.dtype == theirs.dtype and mine.shape == theirs.shape, at
         assert torch.equal(mine, theirs), at
     elif isinstance(theirs, dict):
         assert isinstance(mine, dict) and mine.keys() == theirs.keys(), (at, list(mine), list(theirs))
+        assert not exact or (type(mine) is type(theirs) and list(mine) == list(theirs)), at
         for key in theirs:
-            assert_same(mine[key], theirs[key], f"{at}[{key!r}]")
+            assert_same(mine[key], theirs[key], f"{at}[{key!r}]", exact)
     elif isinstance(theirs, list | tuple):
         assert type(mine) is type(theirs) and len(mine) == len(theirs), at
         for i, (one, other) in enumerate(zip(mine, theirs)):
-            assert_same(one, other, f"{at}[{i}]")
+            assert_same(one, other, f"{at}[{i}]", exact)
+    elif dataclasses.is_dataclass(theirs):
+        assert type(mine) is type(theirs), at
+        assert_same(vars(mine), vars(theirs), at, exact)
     else:
         assert type(mine) is type(theirs) and mine == theirs, at

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,63 +14,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import suites
+from rank_checks import RankChecks, every_rank_says, raised
 
 from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
 from hwfsdp.checkpoint import links
-from hwfsdp.checkpoint.agreement import Abandoned, Agreement
+from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.compat import receive_bytes, send_bytes
 from hwfsdp.launcher import caller
 
 LATER = threading.Event()  # never set
 
 
-def add_up() -> list[Any]:
+on_ranks = RankChecks()
+
+
+@on_ranks
+def the_leader_answers_every_rank() -> None:
     agreement = Agreement(None, "test")
-    found = []
     for n in range(3):
-        found.append(
-            agreement.step(
-                "adding",
-                lambda: (agreement.rank, n),
-                lambda reports: [[r, n, sum(a for a, _ in reports)] for r, n in reports],
-            )
-        )
-    return [*found, agreement.step("resting", lambda: None)]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_leader_answers_every_rank(world_size):
-    total = world_size * (world_size - 1) // 2
-    for rank, found in enumerate(launch(add_up, world_size, timeout=60)):
-        assert found == [[rank, n, total] for n in range(3)] + [None]
-
-
-def test_a_process_alone_needs_no_group():
-    assert Agreement(None, "test").step("adding", lambda: 1, lambda reports: [reports]) == [1]
-    with pytest.raises(CheckpointError, match="test, adding: .* got KeyError: 'x'"):
-        Agreement(None, "test").step("adding", lambda: {}["x"])
-
-
-def fail(rank: int, where: str, error: Exception) -> str:
-    """What this rank raises if one does in its work, or the leader in its decision."""
-    agreement = Agreement(None, "test")
-
-    def work() -> None:
-        if where == "work" and agreement.rank == rank:
-            raise error
-
-    def decide(reports: list[Any]) -> list[Any]:
-        if where == "decide":
-            raise error
-        return reports
-
-    kind = type(error) if isinstance(error, FSDPError) else CheckpointError
-    with pytest.raises(kind) as raised:
-        agreement.step("failing", work, decide)
-    cause = raised.value.__cause__
-    assert agreement.rank != rank or cause is error or str(cause) == str(error)
-    dist.barrier()
-    return str(raised.value)
+        assert agreement.step(
+            "adding",
+            lambda: (agreement.rank, n),
+            lambda reports: [[r, n, sum(a for a, _ in reports)] for r, n in reports],
+        ) == [agreement.rank, n, 3]
+    assert agreement.step("resting", lambda: None) is None
 
 
 ERRORS = [
@@ -79,26 +47,36 @@ ERRORS = [
     ZeroDivisionError("division\nby zero"),
     MemoryError(),
 ]
-
-
 PLACES = [(0, "work"), (1, "work"), (2, "work"), (0, "decide")]
 
 
-def fail_everywhere() -> list[list[str]]:
-    return [[fail(*place, error) for error in ERRORS] for place in PLACES]
+@on_ranks
+def the_error_of_one_is_the_error_of_all() -> None:
+    """Whether one rank raises it in its work, or the leader in its decision."""
+    for (rank, where), error in product(PLACES, ERRORS):
+        agreement = Agreement(None, "test")
+
+        def fail(here: str) -> None:
+            if here == where and agreement.rank == rank:
+                raise error
+
+        def decide(reports: list[Any]) -> list[Any]:
+            fail("decide")
+            return reports
+
+        kind = type(error) if isinstance(error, FSDPError) else CheckpointError
+        with pytest.raises(kind) as info:
+            agreement.step("failing", lambda: fail("work"), decide)
+        cause, message = info.value.__cause__, str(info.value)
+        assert agreement.rank != rank or cause is error or str(cause) == str(error)
+        assert every_rank_says(message) == [message] * 3 and "\n" not in message
+        told = not isinstance(error, FSDPError) or rank > 0  # what rank 0 meets, all may
+        assert (f", rank {rank}:" in message) == told
+        assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
 
 
-def test_the_error_of_one_is_the_error_of_all():
-    found, *others = launch(fail_everywhere, 3, timeout=60)
-    assert others == [found] * 2
-    for (rank, _), messages in zip(PLACES, found, strict=True):
-        for error, message in zip(ERRORS, messages, strict=True):
-            told = not isinstance(error, FSDPError) or rank > 0  # what rank 0 meets, all may
-            assert (f", rank {rank}:" in message) == told and "\n" not in message
-            assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
-
-
-def fail_while_others_work() -> None:
+@on_ranks
+def ranks_that_still_work_are_stopped() -> None:
     """The others stop as soon as one has failed; otherwise they would wait until the launch is over."""
     agreement = Agreement(None, "test")
 
@@ -113,8 +91,35 @@ def fail_while_others_work() -> None:
         agreement.step("working", work)
 
 
-def test_ranks_that_still_work_are_stopped():
-    launch(fail_while_others_work, 3, timeout=60)
+@on_ranks
+def ranks_that_do_different_things_are_told_so() -> None:
+    what = "thing 1" if dist.get_rank() == 1 else "thing"
+    message = raised(lambda: Agreement(None, what).step("doing", lambda: None))
+    assert message.startswith("thing, doing: expected rank 1 to be there, too; got 'thing 1, doing'.")
+
+
+@on_ranks
+def groups_and_agreements_do_not_mix() -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([0, 1, 2])]
+    for group in groups if dist.get_rank() != 1 else groups[1:]:
+        several, ranks = [Agreement(group, "test") for _ in range(3)], dist.get_process_group_ranks(group)
+        dist.all_reduce(torch.zeros(8), group=group)
+        for agreement in reversed(several):
+            assert agreement.gather("asking", dist.get_rank) == ranks
+    if dist.get_rank() == 1:
+        with pytest.raises(UsageError, match="got one without rank 1"):
+            Agreement(groups[0], "test")
+
+
+@pytest.mark.parametrize("check", on_ranks)
+def test_on_ranks(check):
+    on_ranks.assert_holds(check, 3)
+
+
+def test_a_process_alone_needs_no_group():
+    assert Agreement(None, "test").step("adding", lambda: 1, lambda reports: [reports]) == [1]
+    with pytest.raises(CheckpointError, match="test, adding: .* got KeyError: 'x'"):
+        Agreement(None, "test").step("adding", lambda: {}["x"])
 
 
 def go_on_after_a_failure(fifo: Path) -> Any:
@@ -139,7 +144,7 @@ def go_on_after_a_failure(fifo: Path) -> Any:
     links.send_bytes = send_slowly if agreement.rank else send_bytes
     with pytest.raises(CheckpointError, match="No space left"):
         agreement.step("failing", fail_or_wait)
-    return agreement.step("going on", release, lambda reports: [reports] * len(reports))
+    return agreement.gather("going on", release)
 
 
 def test_a_report_that_comes_after_its_step_is_not_taken_for_one_of_the_next(tmp_path):
@@ -258,59 +263,13 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path):
             assert named or rank == sleeper
 
 
-def agree_in_part_of_the_world() -> Any:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[dist.get_rank() % 2]
-    several = [Agreement(group, "test") for _ in range(3)]
-    dist.all_reduce(torch.zeros(8), group=group)
-    return [
-        a.step("asking", lambda: dist.get_rank(), lambda reports: [reports] * 2) for a in reversed(several)
-    ]
-
-
-def test_groups_and_agreements_do_not_mix():
-    found = launch(agree_in_part_of_the_world, 4, timeout=60)
-    assert found == [[[0, 2]] * 3, [[1, 3]] * 3] * 2
-
-
 def agree_on_gpus(base: Path) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", init_method=f"file://{base}/store", rank=rank, world_size=size)
-    return Agreement(None, "test").step("adding", lambda: rank, lambda reports: [reports] * 2)
+    return Agreement(None, "test").gather("adding", lambda: rank)
 
 
 def test_ranks_agree_where_their_group_moves_tensors_of_gpus_only(tmp_path):
     """As NCCL's does. The group beside it, for what ranks tell each other, has the same time limit."""
     assert launch(agree_on_gpus, 2, tmp_path, timeout=60) == [[0, 1]] * 2
-
-
-def do_different_things() -> str:
-    with pytest.raises(UsageError) as raised:
-        Agreement(None, f"thing {dist.get_rank()}").step("doing", lambda: None)
-    return str(raised.value)
-
-
-def test_ranks_that_do_different_things_are_told_so():
-    (message,) = set(launch(do_different_things, 2, timeout=60))
-    assert message.startswith("thing 0, doing: expected rank 1 to be there, too; got 'thing 1, doing'.")
-
-
-def agree_in_a_group_of_others() -> str:
-    group = dist.new_group([1])
-    if dist.get_rank() == 1:
-        return ""
-    with pytest.raises(UsageError) as raised:
-        Agreement(group, "test")
-    return str(raised.value)
-
-
-def test_a_rank_outside_the_group_is_refused():
-    assert "got one without rank 0" in launch(agree_in_a_group_of_others, 2, timeout=60)[0]
-
-
-def test_work_that_is_abandoned_is_no_error_of_its_own():
-    agreement = Agreement(None, "test")
-    agreement._failed.set()
-    with pytest.raises(Abandoned):
-        agreement.check()

@@ -6,11 +6,13 @@ import io
 import random
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hwfsdp.checkpoint.archives import find_damage
+from hwfsdp.checkpoint.archives import check_archive
+from hwfsdp.errors import CheckpointError
 
 
 def saved() -> bytes:
@@ -28,9 +30,17 @@ def loads_as_saved(data: bytes) -> bool:
     return torch.equal(found["a"], torch.arange(1.0, 9.0)) and found["b"] == [1, "x"]
 
 
+def damage_in(file: Any) -> CheckpointError | None:
+    try:
+        check_archive(file, Path("x"))
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def test_an_intact_file_has_no_damage(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(saved())
-    assert find_damage(tmp_path / "x") is None
+    assert damage_in(tmp_path / "x") is None
 
 
 def test_no_flipped_bit_is_both_unnoticed_and_loaded_as_something_else() -> None:
@@ -41,7 +51,7 @@ def test_no_flipped_bit_is_both_unnoticed_and_loaded_as_something_else() -> None
     for bit in bits:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        if find_damage(io.BytesIO(damaged)) is None:
+        if damage_in(io.BytesIO(damaged)) is None:
             unnoticed += 1
             assert loads_as_saved(bytes(damaged)), f"bit {bit} of {8 * len(data)}"
     assert 0 < unnoticed < len(bits)  # what lies between the records, for example
@@ -56,5 +66,5 @@ def test_a_record_with_other_attributes_is_found_by_name(attribute: str) -> None
             copy.external_attr = 0x10 if attribute == "folder" else 0
             copy.compress_type = zipfile.ZIP_DEFLATED if attribute == "compressed" else zipfile.ZIP_STORED
             new.writestr(copy, old.read(record))
-    damage = find_damage(changed)
-    assert damage is not None and damage.record == "archive/data.pkl"
+    damage = damage_in(changed)
+    assert damage is not None and damage.key == "archive/data.pkl"

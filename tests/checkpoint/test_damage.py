@@ -18,7 +18,7 @@ import suites
 import torch
 import torch.distributed as dist
 from faults import CURRENT, MANIFEST, chunks_in, emptied, error_of, exactly, folder_of
-from torch.distributed.device_mesh import init_device_mesh
+from samples import line
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import launch
@@ -53,10 +53,8 @@ SHARDED = {"rows": 0, "columns": 1, "many blocks": 0}
 
 
 def sharded(state_dict: dict[str, Any]) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
     def cut(path: tuple[Any, ...], leaf: Any, _: Any) -> Any:
-        return distribute_tensor(leaf, mesh, [Shard(SHARDED[path[-1]])]) if path[-1] in SHARDED else leaf
+        return distribute_tensor(leaf, line(), [Shard(SHARDED[path[-1]])]) if path[-1] in SHARDED else leaf
 
     return map_leaves(cut, state_dict, by_path=True)
 

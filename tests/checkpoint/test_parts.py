@@ -24,7 +24,6 @@ from unittest import mock
 
 import original_parts
 import pytest
-import suites
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -39,9 +38,10 @@ from models import Block, Model
 from hwfsdp import fully_shard, launch
 from hwfsdp.checkpoint import archives, partition, parts
 from hwfsdp.checkpoint.state_dict import gather_state_dict
+from hwfsdp.checkpoint.traverse import map_leaves
 from hwfsdp.errors import CheckpointError, RankError, UsageError
 
-WORLD_SIZES = [suites.long(2), 3]
+WORLD_SIZE = 3  # some chunks are empty, and a group can be without one of the ranks
 LARGE = 48  # bytes
 
 
@@ -117,11 +117,7 @@ def whole(state: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(plain(value) for value in tree)
-    return tree.detach() if isinstance(tree, Tensor) else tree
+    return map_leaves(lambda _, leaf, __: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def saved_to_memory(tree: Any) -> io.BytesIO:
@@ -332,7 +328,7 @@ def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    with mock.patch.object(parts, "name_beside", real if dist.get_rank() == 0 else made):
+    with mock.patch.object(archives, "name_beside", real if dist.get_rank() == 0 else made):
         message = raised(lambda: parts.save(elsewhere / "c", {"a": numbered(3)}), CheckpointError)
     assert "PART_001.pt: expected the part that rank 1 wrote; got none" in message
 
@@ -350,6 +346,9 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
         text = raised(lambda: parts.save(directory / "c", state), UsageError)
         assert name == "order" or f"rank {size() - 1}" in text, text
         assert names_in(directory) == []
+    norm = nn.BatchNorm1d(3)  # whose buffers only the module itself tells
+    text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
+    assert text.startswith(f"who writes which entry, rank {size() - 1}: expected ")
     text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
     assert text.startswith(
         f"model[0], rank {size() - 1}: expected a module, an optimizer or a state dict; got int"
@@ -384,17 +383,14 @@ def ranks_that_read_different_saves_are_told(directory: Path) -> None:
 
 @on_ranks
 def a_group_saves_without_the_others(directory: Path) -> None:
-    if size() < 3:
-        return
-    ranks = list(range(1, size()))
-    group = dist.new_group(ranks)
+    group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        with pytest.raises(UsageError, match="group: expected a group that this rank is in"):
+        with pytest.raises(UsageError, match="expected a process group that this rank is in"):
             parts.save(directory / "c", {"a": numbered(30)}, group=group)
         return
     parts.save(directory / "c", {"a": numbered(30)}, others={"from": dist.get_rank()}, group=group)
-    assert len(names_in(directory / "c")) == len(ranks)
-    expected = head(len(ranks)) | {"model": {"a": numbered(30)}, "optimizer": [], "from": 1}
+    assert len(names_in(directory / "c")) == 2
+    expected = head(2) | {"model": {"a": numbered(30)}, "optimizer": [], "from": 1}
     assert_same(as_read(directory / "c"), expected)
     assert_same(parts.load(directory / "c"), expected)
     place = {"a": torch.zeros(30)}
@@ -449,12 +445,11 @@ def die_while_writing(directory: str) -> None:
 # --- The tests: ranks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("check", on_ranks)
-def test_on_ranks(check: str, world_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.getbasetemp() / f"parts of {world_size}"
+def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.getbasetemp() / "parts"
     directory.mkdir(exist_ok=True)
-    on_ranks.assert_holds(check, world_size, str(directory))
+    on_ranks.assert_holds(check, WORLD_SIZE, str(directory))
 
 
 def test_a_rank_that_is_killed_leaves_the_old_checkpoint(tmp_path: Path) -> None:
@@ -585,7 +580,7 @@ def test_an_impossible_number_of_threads_is_refused(written: Path, nthreads: Any
         parts.load(written, nthreads)
 
 
-@pytest.mark.parametrize("nthreads", [0, 1, 8])
+@pytest.mark.parametrize("nthreads", [0, 8])
 def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
     threads, read = set(), torch.load
 
@@ -600,21 +595,6 @@ def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
 
 
 # --- The tests: what cannot be saved -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["model", "optimizer", "__nshards__", "__version__", "__save_id__"])
-def test_a_key_of_the_format_is_refused_among_others(tmp_path: Path, key: str) -> None:
-    with pytest.raises(
-        UsageError, match=re.escape(f"others[{key!r}]: expected a key that the format does not use")
-    ):
-        parts.save(tmp_path / "c", {}, others={key: 1})
-    assert names_in(tmp_path) == []
-
-
-def test_others_are_a_dict(tmp_path: Path) -> None:
-    for kind in (UsageError, TypeError, ValueError):
-        with pytest.raises(kind, match="others: expected a dict; got list"):
-            parts.save(tmp_path / "c", {}, others=[("step", 1)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", ["world", 0])
@@ -661,23 +641,28 @@ class Labelled(Tensor):
     """A subclass that readers would have to know."""
 
 
-@pytest.mark.parametrize(
-    "model, optimizer, message",
-    [
-        (None, None, "model: expected a module"),
-        ([nn.Linear(1, 1), nn.Linear], None, "model[1]: expected a module"),
-        ({3: numbered(1)}, None, "state_dict['model'][0][3]: expected a name that is a str"),
-        ({"a": torch.empty(2, device="meta")}, None, "['model'][0]['a']: expected a tensor with data"),
-        ({"a": torch.ones(2).as_subclass(Labelled)}, None, "['model'][0]['a']: expected a plain tensor"),
-        ({}, {"state": {}}, "optimizer[0]: expected an optimizer's state dict"),
-        ({}, [{}], "optimizer[0]: expected an optimizer's state dict"),
-    ],
-)
-def test_an_object_that_is_no_model_or_optimizer_is_refused(
-    tmp_path: Path, model: Any, optimizer: Any, message: str
+REFUSED: list[tuple[Any, Any, Any, str]] = [  # model, optimizer, others, message
+    (None, None, None, "model: expected a module"),
+    ([nn.Linear(1, 1), nn.Linear], None, None, "model[1]: expected a module"),
+    ({3: numbered(1)}, None, None, "state_dict['model'][0][3]: expected a name that is a str"),
+    ({"a": torch.empty(2, device="meta")}, None, None, "['model'][0]['a']: expected a tensor with data"),
+    ({"a": torch.ones(2).as_subclass(Labelled)}, None, None, "['model'][0]['a']: expected a plain tensor"),
+    ({}, {"state": {}}, None, "optimizer[0]: expected an optimizer's state dict"),
+    ({}, [{}], None, "optimizer[0]: expected an optimizer's state dict"),
+    ({}, None, [("step", 1)], "others: expected a dict; got list"),
+    *(
+        ({}, None, {key: 1}, f"others[{key!r}]: expected a key that the format does not use")
+        for key in ("model", "optimizer", "__nshards__", "__version__", "__save_id__")
+    ),
+]
+
+
+@pytest.mark.parametrize("model, optimizer, others, message", REFUSED)
+def test_an_argument_that_cannot_be_saved_is_refused(
+    tmp_path: Path, model: Any, optimizer: Any, others: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        parts.save(tmp_path / "c", model, optimizer)
+        parts.save(tmp_path / "c", model, optimizer, others)
     assert names_in(tmp_path) == []
 
 
@@ -780,7 +765,7 @@ def test_a_stale_part_of_a_larger_world_is_named(written: Path, rank: int) -> No
 
 def test_a_part_of_another_number_of_parts_is_refused(written: Path) -> None:
     edit(written / "PART_001.pt", lambda part: part | {"__nshards__": 3})
-    assert "__nshards__'] in " in str(refusal(written)) and "expected 2, as in" in str(refusal(written))
+    assert "__nshards__']: " in str(refusal(written)) and "expected 2, as in" in str(refusal(written))
 
 
 def test_files_of_other_names_are_not_looked_at(written: Path) -> None:
@@ -827,26 +812,26 @@ M = "state_dict['optimizer'][0]['state'][0]['m']"
 SIZE = torch.Size([40])
 CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no dict": (lambda part: [part], ": expected a dict; got list"),
-    "no version": (without_top("__version__"), "['__version__'] in "),
+    "no version": (without_top("__version__"), "['__version__']: expected "),
     "version 3": (with_top(__version__="3.0.0"), "expected version '2.0.0'; got '3.0.0'"),
-    "version of no type": (with_top(__version__=numbered(2)), "expected version '2.0.0'; got tensor"),
+    "version of no type": (with_top(__version__=numbered(2)), "expected version '2.0.0'; got Tensor"),
     "no count": (with_top(__nshards__=True), "expected the number of parts; got True"),
     "count 0": (with_top(__nshards__=0), "expected the number of parts; got 0"),
-    "id of no type": (with_top(__save_id__=7), "['__save_id__'] in "),
-    "model a dict": (with_top(model={}), "state_dict['model'] in "),
-    "no optimizer": (without_top("optimizer"), "state_dict['optimizer'] in "),
+    "id of no type": (with_top(__save_id__=7), "['__save_id__']: expected "),
+    "model a dict": (with_top(model={}), "state_dict['model']: expected "),
+    "no optimizer": (without_top("optimizer"), "state_dict['optimizer']: expected "),
     "no pair": (with_top(model=[{}]), "expected a pair of dicts"),
     "pair of lists": (with_top(model=[([], [])]), "expected a pair of dicts"),
-    "more models": (lambda part: part["model"].append(({}, {})), "the number of models in "),
+    "more models": (lambda part: part["model"].append(({}, {})), "the number of models: expected "),
     "more optimizers": (
         lambda part: part["optimizer"].extend(part["optimizer"]),
-        "the number of optimizers in ",
+        "the number of optimizers: expected ",
     ),
-    "name an int": (with_whole({3: 1}), "[3] in "),
-    "chunk's name": (with_chunk(SIZE, numbered(20), name=3), "[3] in "),
-    "state a list": (with_optimizer(state=[]), "['state'] in "),
-    "no groups": (with_optimizer(param_groups=None), "['param_groups'] in "),
-    "no params": (with_optimizer(param_groups=[{}]), "['param_groups'] in "),
+    "name an int": (with_whole({3: 1}), "[3]: expected "),
+    "chunk's name": (with_chunk(SIZE, numbered(20), name=3), "[3]: expected "),
+    "state a list": (with_optimizer(state=[]), "['state']: expected "),
+    "no groups": (with_optimizer(param_groups=None), "['param_groups']: expected "),
+    "no params": (with_optimizer(param_groups=[{}]), "['param_groups']: expected "),
     "other params": (with_optimizer(param_groups=[{"params": [0]}]), "expected [[0, 1, 2]], as in "),
     "chunk key": (
         lambda part: part["optimizer"][0][1].update({0: (SIZE, numbered(20))}),
@@ -876,15 +861,15 @@ CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_chunk(SIZE, numbered(19)),
         "expected chunks of 40 elements in all parts, for shape (40,); got 39",
     ),
-    "no chunk of a state": (lambda part: part["optimizer"][0][1].pop((0, "m")) and None, f"{M} in "),
+    "no chunk of a state": (lambda part: part["optimizer"][0][1].pop((0, "m")) and None, f"{M}: expected "),
     "entry twice": (with_whole({"c": numbered(2)}), "expected the entry in one part only"),
-    "entry whole and cut": (with_whole({"a": numbered(40)}), f"{A} in "),
+    "entry whole and cut": (with_whole({"a": numbered(40)}), f"{A}: expected "),
     "entry cut, and whole before": (
         with_chunk(torch.Size([2]), numbered(2), name="c"),
         "expected the entry in one part only",
     ),
-    "state twice": (with_state({"step": 1}), "[0]['step'] in "),
-    "state whole and cut": (with_state({"m": numbered(40)}), f"{M} in "),
+    "state twice": (with_state({"step": 1}), "[0]['step']: expected "),
+    "state whole and cut": (with_state({"m": numbered(40)}), f"{M}: expected "),
     "state a value and a dict": (with_state(7), "expected a dict in every part or in none"),
 }
 
@@ -917,7 +902,9 @@ def test_damage_in_a_tensor_is_refused_by_its_record(tmp_path: Path) -> None:
     at = whole.index(numbered(40).numpy().tobytes()) + 80
     path.write_bytes(whole[:at] + b"?" + whole[at + 1 :])
     error = refusal(tmp_path / "c")
-    assert str(error).startswith(f"{error.key} in {path}: expected the bytes that were written")
+    assert str(error).startswith(
+        f"{path}, byte {error.offset}, {error.key}: expected the bytes that were written"
+    )
     assert error.key and "data/" in error.key and error.offset is not None and error.offset < at
 
 

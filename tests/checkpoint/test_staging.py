@@ -703,7 +703,7 @@ def lazy() -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "meta": (lambda: torch.ones(2, device="meta"), UsageError, "one on the meta device"),
-    "uninitialized": (lazy, UsageError, "got an uninitialized one"),
+    "uninitialized": (lazy, UsageError, "got a parameter that is not initialized yet"),
     "sparse": (lambda: torch.eye(2).to_sparse(), UnsupportedError, "got torch.sparse_coo"),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
