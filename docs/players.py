@@ -18,7 +18,7 @@ from docutils import nodes
 from jinja2 import Template
 
 from hwfsdp.course.beside import reference_log
-from hwfsdp.launcher.steps import Steps
+from hwfsdp.launcher.capture import Steps
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.train.models import GPTConfig
