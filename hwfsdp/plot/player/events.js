@@ -203,3 +203,9 @@ class Log {
 function countsAll(log) {
   return [...log.samples.values()].some((samples) => ALL_MEMORY in samples.kinds);
 }
+
+/** One of two logs by letter and name: "A: before"; "A" for a log that has no other name. */
+function sideName({ side, name }) {
+  const letter = "AB"[side];
+  return name === letter ? letter : `${letter}: ${name}`;
+}

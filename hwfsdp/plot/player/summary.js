@@ -65,8 +65,8 @@ class Summary {
       return [name, beside(say(a), 0), beside(say(b), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
     });
     return [
-      make("div", { class: "title" }, ...logs.map((log, side) =>
-        make("h1", {}, `${"AB"[side]}: ${log.name} `, make("small", {}, this.runOf(log))))),
+      make("div", { class: "title" }, ...logs.map((log) =>
+        make("h1", {}, `${sideName(log)} `, make("small", {}, this.runOf(log))))),
       table("", ["", "A", "B", "B − A"], rows),
     ];
   }

@@ -183,7 +183,7 @@ class Timeline {
     context.font = BOLD;
     context.fillStyle = looks.ink;
     for (const row of this.visibleRows("head")) {
-      context.fillText(`${"AB"[row.log.side]}: ${row.log.name}`, 9, row.y - top + row.height / 2);
+      context.fillText(sideName(row.log), 9, row.y - top + row.height / 2);
     }
     context.font = FONT;
   }
@@ -303,7 +303,7 @@ class Timeline {
     const { state, looks, scroller } = this, isPair = state.logs.length > 1;
     context.textAlign = "left";
     for (const row of this.visibleRows("log")) {
-      const y = row.y - scroller.scrollTop, letter = "AB"[row.log.side ?? 0], name = context.measureText(`${letter}: ${row.log.name}`).width * 1.1;
+      const y = row.y - scroller.scrollTop, letter = "AB"[row.log.side ?? 0], name = context.measureText(sideName(row.log)).width * 1.1;
       this.stepsOf(row.log).forEach(({ us, label }, i, steps) => {
         const x = this.x(us), said = `${letter} ${label}`, from = Math.max(x + 4, us ? 0 : name + 20);
         const isFree = i === steps.length - 1 || from + context.measureText(said).width < this.x(steps[i + 1].us);
