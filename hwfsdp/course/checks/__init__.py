@@ -37,9 +37,10 @@ def shared_folder() -> Iterator[Path]:
 
 def raised_by(call: Callable[[], Any], *more: type[BaseException]) -> str | None:
     """The kind and text of what a call raises, on one line; `more`: kinds that are no Exception."""
+    kinds: tuple[type[BaseException], ...] = (Exception, *more)
     try:
         call()
-    except (Exception, *more) as error:
+    except kinds as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 
