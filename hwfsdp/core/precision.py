@@ -34,7 +34,7 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
         reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter, which is its
-        original dtype unless set; with older torch, the dtype of the gradients, that is, the param dtype.
+            original dtype unless set; with older torch, the dtype of the gradients, that is, the param dtype.
         output_dtype: floating-point outputs of forward are cast to it. None: left alone.
         cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
     """

@@ -3,7 +3,7 @@
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
 - Ranks whose models differ reduce gradients of different parameters into each other, or hang. To compare the models costs a
-collective. So it is done only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+  collective. So it is done only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ int8 values and one of scales in place of one of fp32. It has two methods, which
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
         Returns the tensors to gather. For an unevenly sharded parameter they have the shape of the padded shard. A method
-                that takes only `mesh` is called with only that.
-            fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
-                Makes the unsharded tensor of the gathered outputs. Each output has world size times as many rows as its input.
-                `inner` are tensors with their own memory, which is freed together with the unsharded tensor. Later calls get
-                `out`, the tensor that the first call made, to fill it again.
+        that takes only `mesh` is called with only that.
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
+        Makes the unsharded tensor of the gathered outputs. Each output has world size times as many rows as its input.
+        `inner` are tensors with their own memory, which is freed together with the unsharded tensor. Later calls get
+        `out`, the tensor that the first call made, to fill it again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     model.set_manual_backward_finalization(True)
     …                                             # any number of forwards and backwards
-        model.finalize_backward()                     # afterwards the gradients are there
+    model.finalize_backward()                     # afterwards the gradients are there
 
 A pipeline runs many backwards as one, and reduces afterwards. So the end of a backward leaves the iteration open, and
 `finalize_backward` ends it. torch has this since 2.15; here it works with every torch.
