@@ -18,9 +18,9 @@ def probe(report: Report, seed: int) -> None:
 def test_reference_runs_are_remembered_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
-    def launch(probe: Any, world_size: int, arguments: dict[str, Any], *rest: Any) -> Run:
-        launched.append(arguments["seed"])
-        return Run([arguments])
+    def launch(order: Any, *rest: Any) -> Run:
+        launched.append(order.arguments["seed"])
+        return Run([order.arguments])
 
     monkeypatch.setattr(run, "_launch", launch)
     monkeypatch.setattr(run, "_references", {})

@@ -24,9 +24,7 @@ class Machine:
     def __init__(self, steps: Steps, load: float = 0.5) -> None:
         self.steps, self.now, self.given, self.load = steps, 0.0, list[float](), load
 
-    def launch(
-        self, probe: Any, world_size: int, arguments: Any, learner: Any, seconds: float, write: Any
-    ) -> Run:
+    def launch(self, order: Any, world_size: int, seconds: float, write: Any) -> Run:
         takes, hangs = self.steps[min(len(self.given), len(self.steps) - 1)]
         self.given.append(seconds)
         self.now += min(takes, seconds)
