@@ -58,9 +58,8 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
             dist.destroy_process_group()
 
 
-@pytest.mark.long
 def test_the_page_on_testing_has_the_table_of_what_was_measured() -> None:
-    assert worth.table(worth.kept(), worth.fast_tests()) in (DOCS / "testing.md").read_text()
+    assert worth.table(worth.kept()) in (DOCS / "testing.md").read_text()
 
 
 def test_a_broken_link_fails_the_build_of_the_site_and_is_named(tmp_path: Path) -> None:

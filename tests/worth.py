@@ -391,48 +391,41 @@ def save(data: Record) -> None:
     FOUND.write_text(",\n".join(f"{json.dumps(key)}: {text}" for key, text in rows.items()).join("{}") + "\n")
 
 
-def fast_tests() -> set[str]:
-    """Names of the tests, and files, that `make test` runs."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long", "tests"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    names = {line for line in said.splitlines() if "::" in line}
-    return names | {name.partition("::")[0] for name in names}
-
-
 # --- What was found ----------------------------------------------------------------------------------------------
 
 
-def table(data: Record, fast: set[str]) -> str:
+SUITES = {"own": "by tests of its module", "not long": "by others of `make test`", "long": "by long tests"}
+
+
+def table(data: Record) -> str:
     """The totals by area, as docs/testing.md has them; mistakes that change nothing are left out."""
-    rows = ["| area | mistakes | noticed | by `make test` |", "| --- | --- | --- | --- |"]
-    totals = [0, 0, 0]
-    for area in (*AREAS, "all"):
-        records = [
-            r["noticed"] for r in data["mistakes"] if r["area"] == area and "noticed" in r and "why" not in r
-        ]
-        counts = [len(records), sum(map(bool, records)), sum(1 for noticed in records if fast & set(noticed))]
+    columns = ["area", "mistakes", *SUITES.values(), "by none", "not all tests tried yet"]
+    rows = [columns, ["---"] * len(columns)]
+    totals = [0] * (len(columns) - 1)
+    for area in AREAS:
+        records = [record for record in data["mistakes"] if record["area"] == area and "why" not in record]
+        noticed = Counter(record["tried"] for record in records if record.get("noticed"))
+        by_none = sum(1 for r in records if not r.get("noticed") and r.get("tried") == "long")
+        counts = [len(records), *(noticed[suite] for suite in SUITES), by_none]
+        counts.append(2 * len(records) - sum(counts))
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        rows.append(f"| {area} | {' | '.join(map(str, totals if area == 'all' else counts))} |")
-    return "\n".join(rows)
+        rows.append([area, *map(str, counts)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ["all", *map(str, totals)]])
 
 
 def show(test: str | None) -> None:
     """Totals by area and what `make test` misses; or the mistakes that a test notices (part of its name will do)."""
     data = kept()
-    tried = [record for record in data["mistakes"] if "noticed" in record]
     if test is None:
-        fast = fast_tests()
-        print(table(data, fast))
+        print(table(data))
         for record in data["mistakes"]:
             if "why" in record:
                 print(f"changes nothing ({record['why']}): {described(record)}")
-            elif not record.get("noticed", True):
-                print(f"not noticed: {described(record)}")
-            elif "noticed" in record and not fast & set(record["noticed"]):
-                print(f"by long tests alone: {described(record)}")
+            elif record.get("tried") == "long":
+                print(f"{'by long tests alone' if record['noticed'] else 'not noticed'}: {described(record)}")
         return
-    for record in tried:
-        mine = [each for each in record["noticed"] if test in each]
+    for record in data["mistakes"]:
+        mine = [each for each in record.get("noticed", ()) if test in each]
         if mine:
             alone = " (alone)" if len(mine) == len(record["noticed"]) else ""
             print(f"{described(record)}{alone}")
