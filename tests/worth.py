@@ -2,7 +2,7 @@
 
     python tests/worth.py time                       run all tests on the package as it is, and keep what each of them takes
     python tests/worth.py draw --count 20 --seed 1   choose the mistakes: so many in each area of the package
-    python tests/worth.py run                        run the tests of the area against each of them (two hours)
+    python tests/worth.py run                        run the tests of the area against each of them (hours)
     python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
     python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
 
