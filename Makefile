@@ -8,6 +8,8 @@ EXTRAS     := dev
 BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
+unexport PYTHONDONTWRITEBYTECODE  # thousands of processes import the package
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all notebooks docs clean
 
@@ -45,8 +47,8 @@ demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare
 test: setup  ## run the tests that a commit needs, TEST_JOBS files at a time
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile
 
-test-all: setup  ## run all tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
+test-all: setup  ## run all tests; torch compares the collectives of all ranks
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 # instructors
 .PHONY: check exercises mutants worth format bench clients gpu

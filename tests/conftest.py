@@ -1,7 +1,8 @@
 """What all tests share.
 
-Property tests try the same examples in every run, however slow the machine is. Ranks check every collective against
-those of the other ranks, so that a test in which they differ fails at once instead of hanging.
+Property tests try the same examples in every run, however slow the machine is. In `make test`, collectives run as they do for users.
+In `make test-all`, torch compares every collective of a rank with those of the other ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), which
+takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from hwfsdp.course import NEEDED_BY_RANKS
+from hwfsdp.launcher.fork_server import import_ahead
+
 settings.register_profile(
     "deterministic",
     derandomize=True,
@@ -26,10 +30,13 @@ settings.register_profile(
 )
 settings.load_profile("deterministic")
 
-os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "OFF")
 getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
+
+
+import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", NEEDED_BY_RANKS)
 
 
 @pytest.fixture

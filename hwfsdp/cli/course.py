@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 
 from hwfsdp.cli.options import answer
+from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.lab import commands
 from hwfsdp.course.lab.bugs import find_bug, read_bugs
@@ -50,7 +51,7 @@ First read {target / first.directory / 'README.md'}. Then:
 def check(args: Namespace) -> int:
     """Check one exercise."""
     wanted_exercise(find_course(), args.number)
-    start_server()
+    start_server(NEEDED_BY_RANKS)
     from hwfsdp.course import checking
 
     return checking.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
@@ -60,7 +61,7 @@ def watch(args: Namespace) -> int:
     """Check again whenever a file is saved."""
     if args.number is not None:
         Course.exercise(find_course(), args.number)
-    start_server()
+    start_server(NEEDED_BY_RANKS)
     from hwfsdp.course import checking
 
     return checking.watch(args.number, args.mine)

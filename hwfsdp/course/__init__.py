@@ -56,3 +56,5 @@
 
 A learner's code runs in processes of ranks only, never where a grade is made.
 """
+
+NEEDED_BY_RANKS = "hwfsdp.course.stations.course"  # with all that it imports: what a graded rank needs

@@ -9,14 +9,14 @@
 Each of these is taken where the system gives it; `limits_in_force` says which. `guard` is one more line of defense, which also
 says what was tried.
 
-The grader makes a plan (`confine`), which travels to each rank and is carried out there before anything else
-(`Confinement.enter`).
+The grader makes a plan (`confine`), which travels to each rank. It is carried out there in two steps: before anything else
+(`Confinement.enter`), and, for files, when the rank has loaded what it needs, before the learner's file is run
+(`Confinement.close_files`).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -59,7 +59,6 @@ class Confinement:
     Attributes:
         read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders
             whose entries it may list.
-        later: `read` and `look` from the moment on when it has loaded what it runs (`hide_checks`).
         user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
         network: a path in /proc; None: it keeps the grader's.
     """
@@ -67,18 +66,16 @@ class Confinement:
     read: tuple[Path, ...]
     write: tuple[Path, ...]
     look: tuple[Path, ...]
-    later: tuple[tuple[Path, ...], tuple[Path, ...]]
     user: int | None
     reads_all: bool
     network: str | None
 
     def enter(self, folder: str) -> None:
-        """Give it all up, in the process of a rank.
+        """Give up all but files, in the process of a rank.
 
         Args:
             folder: where the ranks of the run meet; its files become the new user's.
         """
-        importlib.import_module("hwfsdp.course.run")  # which calls the probe; its files can be read until now
         limit_this_process(own_user=self.user is not None)
         close_pipes()
         os.chdir(self.write[0])
@@ -89,16 +86,12 @@ class Confinement:
             privileges.hide_environment()
             for path in (*self.write, Path(folder)):
                 _give(path, self.user)
-        if landlock.version():
-            landlock.restrict_files(self.read, (*self.write, Path(folder)), self.look)
-        if self.user is not None:
             privileges.become(self.user, self.reads_all)
 
-    def hide_checks(self, folder: str) -> None:
-        """From now on the rank cannot read the checks either: it has loaded what it needs of them."""
+    def close_files(self, folder: str) -> None:
+        """From now on the rank reads the files of Python only, and no checks: it has loaded what it needs of them."""
         if landlock.version():
-            read, look = self.later
-            landlock.restrict_files(read, (*self.write, Path(folder)), look)
+            landlock.restrict_files(self.read, (*self.write, Path(folder)), self.look)
 
 
 def _give(folder: Path, user: int) -> None:
@@ -115,13 +108,13 @@ def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (
         folder: that they may write to.
         modules: of the package, whose text they must not see. off_limits: other paths that they must not.
     """
-    hidden = {path for module in modules for path in files_of(module)} | set(off_limits)
-    read, look = _readable(hidden)
-    later = _readable(hidden | {*_CHECKS})
+    read, look = _readable(
+        {path for module in modules for path in files_of(module)} | {*_CHECKS, *off_limits}
+    )
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     write, own = (folder, *map(Path, _WRITABLE)), privileges.may_change_user()
     user = _FIRST_USER + os.getpid() % _USERS if own and (landlock.version() or not reads_all) else None
-    return Confinement(read, write, look, later, user, reads_all, _network())
+    return Confinement(read, write, look, user, reads_all, _network())
 
 
 @functools.cache

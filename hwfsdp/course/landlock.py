@@ -7,7 +7,9 @@ standard library has no door to it, so system calls are made by number; they are
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -69,7 +71,7 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
     with suppress(FileNotFoundError, PermissionError):
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            if not path.is_dir():
+            if not stat.S_ISDIR(os.fstat(fd).st_mode):
                 rights &= _OF_FILES | _TRUNCATE
             rule = struct.pack("=Qi", rights, fd)
             _call(_ADD_RULE, ruleset, ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
@@ -77,6 +79,7 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
             os.close(fd)
 
 
+@functools.cache
 def libc() -> ctypes.CDLL:
     """The C library, whose functions leave their error in `ctypes.get_errno`."""
     return ctypes.CDLL(None, use_errno=True)

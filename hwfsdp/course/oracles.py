@@ -2,7 +2,7 @@
 
 Checks and probes of an exercise live side by side, and a module that defines a probe may hold, or import, the very functions that the
 judges compare with. So when a rank has loaded the probe's modules, and before it loads the learner's file, `keep_only` forgets all
-else in them; then their files are out of reach (`Confinement.hide_checks`).
+else in them; then their files are out of reach (`Confinement.close_files`).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def run_plainly(text: str, path: str, names: dict[str, Any]) -> None:
 def install(
     overlay: Overlay, when_loaded: Callable[[], None] = lambda: None, run: Runner = run_plainly
 ) -> None:
-    """Load the package again, in this process, with a learner's functions in its holes.
+    """Load a learner's files in this process. If the package has holes for them, load it again, with holes.
 
     Args:
         when_loaded: called when the package is there, before the first of the learner's files is run.
@@ -138,7 +138,8 @@ def install(
         MissingHole: a file does not define one of its holes.
         Exception: whatever a file raises when it is run.
     """
-    forget_package()
+    if overlay.modules:
+        forget_package()
     sockets: dict[Place, Socket] = {}
     places = [place for submitted in overlay.submitted for place in submitted.places]
     loaders = {}

@@ -42,6 +42,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.course.confinement import HIDDEN, Confinement, confine, files_of
 from hwfsdp.course.guard import BLOCKED, OWN, Guard, forget, forget_modules
 from hwfsdp.course.manifest import compiled_body
@@ -52,6 +53,7 @@ from hwfsdp.course.processes import nothing_left_behind
 from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher import caller, ranks, worker
+from hwfsdp.launcher.fork_server import import_ahead
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.observe import collectives
 from hwfsdp.observe.eventlog import EventLog
@@ -333,6 +335,7 @@ def patience() -> float:
 
 def warm_up() -> None:
     """Return when ranks can be started without delay."""
+    import_ahead(NEEDED_BY_RANKS)
     ranks.launch(_nothing, 1)
 
 
@@ -476,7 +479,7 @@ def _let_in(order: _Order, overlay: Overlay, guard: Guard) -> Probe:
             forget_modules(OWN, "the package's own")
         keep_only(found[0])
         if order.confinement is not None:
-            order.confinement.hide_checks(order.folder)
+            order.confinement.close_files(order.folder)
         guard.arm()
 
     install(overlay, when_loaded=close_the_door, run=guard.doors.run)

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.launcher.fork_server import start_server
 
 
@@ -26,7 +27,7 @@ def main(root: str) -> None:
     """Grade until there are no more orders."""
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # nothing else that is printed may come between
-    start_server()
+    start_server(NEEDED_BY_RANKS)
     from hwfsdp.course.gradebook.grading import carry_out
     from hwfsdp.course.manifest import find_course
 
