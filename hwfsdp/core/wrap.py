@@ -165,7 +165,7 @@ class FSDPModule:
             group.reshard_after_backward = reshard_after_backward
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply `to`, `to_empty`, `half` and the like to the shards."""
+        """Apply `to`, `to_empty`, `half` and other conversions to the shards."""
         groups = self._groups(recurse=False)
         for group in groups:
             put_shards_back(group)

@@ -213,7 +213,7 @@ class SteeredModule(wrap.FSDPModule):
                     state.share_max_reductions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply `to`, `half` and the like to the shards. A gradient whose dtype the user has set keeps this dtype."""
+        """Apply `to`, `half` and other conversions to the shards. A gradient whose dtype the user has set keeps this dtype."""
         params = [p for group in self._groups(recurse=False) for p in group.params]
         kept = [
             (p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in params if has_own_grad_dtype(p)

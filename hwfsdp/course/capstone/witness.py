@@ -25,7 +25,7 @@ from hwfsdp.compat import DispatchMode, arguments_of
 from hwfsdp.core.streams import HostStream
 from hwfsdp.observe import events
 
-LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters and the like
+LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters or flags
 
 
 class Witness(DispatchMode):
