@@ -104,7 +104,7 @@ class _StandIn:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # The state of TensorProperties is a tuple that begins with the dtype; other classes have a dict of fields.
+        # The state of TensorProperties is a tuple that begins with the dtype. Other states are dicts.
         vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else state)
 
 

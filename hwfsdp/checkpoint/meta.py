@@ -359,7 +359,7 @@ def _counted(names: list[str]) -> str:
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     fsdp_params = [p for group in _groups_of(model) for p in group.params]
     known = {id(param) for param in model.parameters()}
-    known -= {id(p.places[0].registered()) for p in fsdp_params}  # while unsharded, this is the full parameter
+    known -= {id(p.places[0].registered()) for p in fsdp_params}  # unsharded, this is the full parameter
     known |= {id(p.sharded_param) for p in fsdp_params}
     stale, states = [], []
     for number, group in enumerate(optimizer.param_groups):
