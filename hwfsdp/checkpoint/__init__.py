@@ -2,17 +2,17 @@
 
     from hwfsdp import checkpoint
 
-    checkpoint.save(state_dict, path)           # on every rank; a save is complete or does not count
+    checkpoint.save(state_dict, path)           # on every rank; an incomplete save does not count
     checkpoint.load(state_dict, path)           # in place, into any sharding, at any world size
     handle = checkpoint.async_save(state_dict, path)
     checkpoint.verify(path), checkpoint.inspect(path)
 
 Modules, in reading order:
 
-    messages      errors, and how they name what they are about
+    messages      errors, and the names of their subjects
     traverse      the tree of a state dict: leaves at paths, in containers that keep their types
     boxes         parts of tensors: integers only
-    tensors       questions about one tensor; ShardedTensor, which torch had before DTensor
+    tensors       questions about one tensor; ShardedTensor, torch's class before DTensor
     state_dict    gather, offload, copy and compare state dicts
     links         messages between two ranks
     agreement     steps that succeed on all ranks, or on none
@@ -20,14 +20,14 @@ Modules, in reading order:
     views         bytes of a storage that are copied together
     objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
-    values        values that are no tensors, as JSON
+    values        values that are not tensors, as JSON
     manifest      the list of a save's contents, and their places
     blocks        files of a save, each block with a checksum
     plan          which rank writes which part
-    saves         the directory: the save that counts, and the saves that may go
+    saves         the directory of a checkpoint: its current save, and old saves to remove
     optimizer_state  the state that an optimizer will have
     meta          from the meta device straight into shards
-    matching      a save and a state dict to load it into
+    matching      comparison of a save with the state dict to fill
     reading       values of a save, checked, in new memory
     saving        a save, step by step
     background    a save, while training goes on
@@ -42,7 +42,7 @@ Modules, in reading order:
     convert       from one format to another
     commands      the output of `hwfsdp checkpoint`
 
-Modules are imported at their first use: a process that only reads a checkpoint does not import the code that gathers one.
+A module is imported at its first use. So a process that only reads a checkpoint does not import the code that gathers one.
 """
 
 from __future__ import annotations

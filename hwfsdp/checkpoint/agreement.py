@@ -51,9 +51,9 @@ from hwfsdp.compat import is_disconnected, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
-_NO_MESSAGE = _FIRST_TAG - 1  # a tag that nothing is sent with
-_ALSO = 0.2  # seconds after a rank has died in which others that die are named with it
-_FAREWELL = 2.0  # seconds in which the leader tries to tell ranks that may not listen
+_NO_MESSAGE = _FIRST_TAG - 1  # no message has this tag
+_ALSO = 0.2  # seconds; one error names all ranks that die within this time
+_FAREWELL = 2.0  # seconds that the leader waits for ranks that may not listen
 _KNOWN: dict[str, type[FSDPError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -62,32 +62,33 @@ _KNOWN: dict[str, type[FSDPError]] = {
 
 
 class Abandoned(Exception):
-    """Another rank has failed, so this rank can stop its part."""
+    """Another rank has failed, so this rank can stop its work."""
 
 
 class Agreement:
     """One call of a function that all ranks of a group call.
 
     Attributes:
-        rank, size: of this process in the group; 0 and 1 without a process group.
+        rank: the rank of this process in the group; 0 without a process group.
+        size: the number of ranks in the group; 1 without a process group.
 
     Raises:
         UsageError: this process is not in the group. UnsupportedError: the group is torch's fake one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
-        """Take the next tag of the group; every rank creates its agreements in the same order.
+        """Take the next tag of the group. Every rank must create its agreements in the same order.
 
         Args:
-            group: None: all ranks, or this process alone if there is no process group.
-            what: for messages, for example "save".
+            group: the ranks that agree. None: all ranks, or this process alone if there is no process group.
+            what: the name of the call in error messages, for example "save".
         """
         self.what = what
         self.rank, self.size = 0, 1
         self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
         self._failed = threading.Event()
-        self._listeners: dict[int, threading.Thread] = {}  # by rank, who listens to it, or did last
-        self._senders: dict[int, threading.Thread] = {}  # by rank, who sends to it, or did last
+        self._listeners: dict[int, threading.Thread] = {}  # by rank: the newest thread that listens to it
+        self._senders: dict[int, threading.Thread] = {}  # by rank: the newest thread that sends to it
         if dist.is_initialized():
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -107,19 +108,19 @@ class Agreement:
         work: Callable[[], Any],
         decide: Callable[[list[Any]], Sequence[Any]] | None = None,
     ) -> Any:
-        """Do `work` on every rank, `decide` on the leader; every rank returns the answer that it got, or all raise.
+        """Call `work` on every rank, then `decide` on the leader. Every rank returns its answer, or every rank raises.
 
         Args:
-            phase: for messages, for example "writing".
-            work: returns what JSON can hold. May call `check` now and then, if it takes long.
-            decide: gets what the ranks returned, in their order; returns an answer for each, which JSON can hold.
-                None: every rank gets None.
+            phase: the name of the step in error messages, for example "writing".
+            work: returns a value that JSON can hold. If it takes long, it should call `check` now and then.
+            decide: gets the values that the ranks returned, in the order of ranks. Returns one answer for each rank, which JSON
+                can hold. None: the answer of every rank is None.
 
         Raises:
-            FSDPError: the error of the first rank that failed, the same on all ranks; `CheckpointError` if a rank died
-                or did not report in time, or if the error is of no kind of this package.
+            FSDPError: the error of the first rank that failed, the same on all ranks. It is a `CheckpointError` if a rank died,
+                if a rank did not report in time, or if the rank's error is not an error of this package.
         """
-        self._failed = threading.Event()  # of this step: news of an earlier one may still come
+        self._failed = threading.Event()  # new: a late listener may still set the old one
         self._place = f"{self.what}, {phase}"
         if self.size == 1:
             answer = self._attempt(lambda: _each(decide, [_as_sent(work())])[0])
@@ -130,12 +131,12 @@ class Agreement:
         return answer["result"]
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
-        """Do `work` on every rank; every rank returns what all have returned, in their order."""
+        """Call `work` on every rank. Every rank returns the results of all ranks, in the order of ranks."""
         results: list[Any] = self.step(phase, work, lambda found: [found] * len(found))
         return results
 
     def check(self) -> None:
-        """Raise `Abandoned` if another rank is known to have failed."""
+        """Raise `Abandoned` if this rank knows that another rank has failed."""
         if self._failed.is_set():
             raise Abandoned
 
@@ -151,8 +152,8 @@ class Agreement:
         where = f", rank {self.rank}" if self.size > 1 else ""
         if isinstance(error, FSDPError):
             copy = _restored(_described(error))
-            named = re.search(r", rank \d+$", copy.subject)  # by an earlier save
-            copy.subject += where if self.rank and not named else ""  # what rank 0 meets, all may
+            named = re.search(r", rank \d+$", copy.subject)  # an earlier save may have added a rank
+            copy.subject += where if self.rank and not named else ""  # any rank may meet an error of rank 0
             return _restored(_described(copy))
         got, file = told(error), None
         if isinstance(error, OSError):
@@ -172,7 +173,7 @@ class Agreement:
         reports = {0: self._attempt(lambda: _as_sent(work()))}
         failure = reports[0] if reports[0].get("error") else self._collect(reports)
         if failure is None and time.monotonic() - self._waiting_since > 0.8 * self._patience:
-            failure = self._late([0], 0.8 * self._patience)  # the first of the others may have left by now
+            failure = self._late([0], 0.8 * self._patience)  # other ranks may have stopped waiting
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
             decided = self._attempt(lambda: [_as_sent(a) for a in _each(decide, results)])
@@ -185,7 +186,7 @@ class Agreement:
         return failure or answers[0]
 
     def _collect(self, reports: dict[int, Any]) -> dict[str, Any] | None:
-        """Add every rank's report; return the first that tells of a failure."""
+        """Add the report of every rank to `reports`. Return the first report of a failure; None if there is no failure."""
         until = time.monotonic() + 0.8 * self._patience
         while len(reports) < self.size:
             try:
@@ -206,7 +207,7 @@ class Agreement:
         return None
 
     def _gone_within(self, seconds: float) -> Iterator[int]:
-        """Ranks whose connections break in the next moments: ranks on one machine die together."""
+        """Yield the ranks whose connections break in the next `seconds`: ranks on one machine often die together."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -217,7 +218,7 @@ class Agreement:
                 yield rank
 
     def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
-        """Send each rank its answer. In a hurry, skip ranks that do not listen."""
+        """Send its answer to each rank. With `hurry`, do not wait for ranks that do not listen."""
         senders = [self._send(rank, answers[rank]) for rank in range(1, self.size)]
         until = time.monotonic() + (_FAREWELL if hurry else self._patience)
         for rank, sender in enumerate(senders, 1):
@@ -259,12 +260,12 @@ class Agreement:
         return {"error": _described(refusal(self._place, who, got, remedy, CheckpointError))}
 
     def _listen(self, rank: int) -> None:
-        """Put the next message of a rank into the inbox, or the exception that tells of its death."""
+        """Start a thread that puts the next message of a rank into the inbox, or the exception that reports its death."""
         args = (self._carrier, rank, self._tag, self._inbox, self._failed)
         self._listeners[rank] = go_after(self._listeners.get(rank), hear, *args)
 
     def _send(self, rank: int, message: dict[str, Any]) -> threading.Thread:
-        """Send a message to a rank; return the thread that does."""
+        """Start a thread that sends a message to a rank; return the thread."""
         message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
         self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
@@ -276,7 +277,7 @@ def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any
 
 
 def _as_sent(result: Any) -> Any:
-    """A result as JSON brings it: the leader must get lists from itself too, not tuples."""
+    """Return the result as JSON delivers it. So the leader's own result has lists instead of tuples, as the other results have."""
     return json.loads(json.dumps(result))
 
 

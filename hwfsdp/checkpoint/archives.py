@@ -1,12 +1,14 @@
-"""Checks of `torch.save`'s zip files, and directories of them that are replaced as a whole.
+"""Checks of `torch.save`'s zip files, and directories of such files that are replaced as a whole.
 
-torch writes checksums and does not compare them. Its reader also differs from other readers: if one flipped bit makes the
-central directory call a record a folder, torch leaves the tensor as it was allocated. So this module compares the checksums.
-Records must be as torch writes them: neither compressed nor encrypted, without attributes.
+torch writes checksums, but its reader does not compare them. Its reader also differs from other zip readers: one flipped bit in
+the central directory can make a record look like a folder. Then torch reads nothing, and the tensor keeps whatever its memory
+held. So this module compares the checksums. It also requires records as torch writes them: not compressed, not encrypted,
+without attributes.
 
-A checkpoint of such files is a directory that appears as a whole. A save writes it under another name, and then puts it in the
-place of the old one. The directory with the name is always complete. On Linux the two directories exchange their names in one
-step; elsewhere there is a moment without any directory of this name. A killed save leaves a directory; the next save removes it.
+A checkpoint of such files is a directory. A save writes a new directory under another name, and then puts it in the place of
+the old one. So a directory with the checkpoint's name is always complete. On Linux, the two directories exchange their names in
+one step. On other systems, there is a moment without any directory of this name. A killed save leaves a directory behind; the
+next save removes it.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ def check_archive(
     """Read every record and compare it with its checksum.
 
     Args:
-        path, key: for the error; without a key, it names the record.
-        offset: where the archive begins in the file at the path. None: it is the whole file.
+        path, key: the file and the entry that an error names. Without a key, the error names the record.
+        offset: the byte at which the archive begins in the file at `path`. None: the archive is the whole file.
 
     Raises:
-        CheckpointError: a record is not as it was written, or the archive is none.
+        CheckpointError: a record differs from what torch.save wrote, or the file is not a zip archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -73,13 +75,13 @@ def load_archive(
     offset: int | None = None,
     check: bool = True,
 ) -> Any:
-    """Load an archive with `torch.load(weights_only=True)`, which runs no code in it.
+    """Load an archive with `torch.load(weights_only=True)`, which runs no code from the archive.
 
     Args:
-        options: for torch.load. path, key, offset: as for `check_archive`, which is called first if `check`.
+        options: for torch.load. path, key, offset: as for `check_archive`. check: call `check_archive` first.
 
     Raises:
-        CheckpointError: it is damaged, or made of more than weights_only=True allows; none of it was run.
+        CheckpointError: the archive is damaged, or contains something that weights_only=True does not allow. No code of it has run.
     """
     if check:
         check_archive(file, path, key, offset)
@@ -98,8 +100,8 @@ def load_archive(
 
 
 def _calls_in(file: Path | IO[bytes]) -> list[str]:
-    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
-    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
+    """Return the names of the classes and functions that loading the file would call, without those that torch considers safe."""
+    with contextlib.suppress(Exception):  # the file may be damaged in any way
         if not isinstance(file, Path):
             file.seek(0)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
@@ -107,7 +109,7 @@ def _calls_in(file: Path | IO[bytes]) -> list[str]:
 
 
 def loading_error(tree: Any) -> Exception | None:
-    """Why `torch.load` would not take it with weights_only=True, once saved; None if it would."""
+    """Save `tree` and load it with weights_only=True, in memory. Return the error; None if it can be loaded."""
     file = io.BytesIO()
     try:
         torch.save(tree, file)
@@ -125,13 +127,13 @@ def loading_error(tree: Any) -> Exception | None:
 def replaced(
     target: Path, agreement: Agreement, check: Callable[[], None], complete: Callable[[Path], None]
 ) -> Iterator[tuple[Path, str]]:
-    """A new directory beside `target`, and the id of the save. When all ranks have written there, it gets the name `target`.
+    """Provide a new directory beside `target`, and the id of the save. When all ranks have written there, the directory is renamed.
 
-    If a rank raises, what has the name `target` is what it was, and the new directory is removed.
+    It then has the name `target`. If a rank raises an error, `target` stays as it was, and the new directory is removed.
 
     Args:
-        check: called on the first rank before anything is made; raises if `target` must not be replaced.
-        complete: called there with the new directory before it gets its name.
+        check: called on the first rank before the directory is made; raises if `target` must not be replaced.
+        complete: called on the first rank with the new directory, just before it gets its name.
     """
 
     def begin() -> str:
@@ -157,29 +159,29 @@ def replaced(
 
 
 def name_beside(target: Path, save_id: str) -> Path:
-    """The folder into which a save writes before it gets the name `target`; `save_id`: 32 hexadecimal digits."""
+    """Return the path of the directory that a save writes before it renames it to `target`; `save_id` has 32 hexadecimal digits."""
     return target.with_name(f".{target.name}.{save_id}.saving")
 
 
 def left_beside(target: Path) -> list[str]:
-    """Names of directories that saves to `target` left beside it when they were killed."""
+    """Return the names of the directories that killed saves left beside `target`."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
     there = os.listdir(target.parent) if target.parent.is_dir() else []
     return [name for name in there if pattern.fullmatch(name)]
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """Give a complete directory the name `target`, and remove what had it before."""
+    """Rename a complete directory to `target`, and remove the old `target`."""
     sync_directory(new)
     _rename(new, target, aside=new.with_suffix(".previous"))
-    with contextlib.suppress(OSError):  # it is in place either way
+    with contextlib.suppress(OSError):  # the directory has its name even if this fails
         sync_directory(target.parent)
     for name in left_beside(target):
         shutil.rmtree(target.parent / name, ignore_errors=True)
 
 
 def _rename(new: Path, target: Path, aside: Path) -> None:
-    """`new` gets the name `target`. What had it before has the name `new` or `aside` afterwards."""
+    """Rename `new` to `target`. The old `target` is then called `new` or `aside`."""
     if not target.exists():
         os.rename(new, target)
         return
@@ -194,7 +196,7 @@ def _rename(new: Path, target: Path, aside: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False, and nothing done, where the system has no such call."""
+    """Swap two names in one step. Return False, without any change, if the system cannot do this."""
     at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)

@@ -1,12 +1,12 @@
 """Saving while training goes on.
 
-Training waits only for the copy. A thread does the rest, exactly as `save` would. One save is under way at a time: a call
-waits until the previous save has ended. So memory holds one copy, and saves end in order.
+Training waits only for the copy. A thread does the rest, exactly as `save` would. Only one save runs at a time: a call
+waits until the previous save has ended. So memory holds one copy, and saves end in the order in which they began.
 
 Note [Failures find a listener]
     A save that fails in the background fails on all ranks, and the program must learn of it. `wait` raises the error. Without
     a call of `wait`, the next save raises it. Without a next save, the end of the process reports it: `launch` calls
-    `finish_saves` on its ranks, and any other interpreter exits with a message on standard error and the status 1.
+    `finish_saves` on its ranks. Any other interpreter prints a message on standard error and exits with status 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SaveHandle:
             self._state_dict = None  # its buffers are free for the next
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """True once the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> str:
@@ -77,12 +77,12 @@ class SaveHandle:
         return self._save_id
 
     def failed(self) -> bool:
-        """Wait for the end; return whether it was an error."""
+        """Wait for the end of the save. Return True if it failed."""
         self._thread.join()
         return self._error is not None
 
     def unheard_error(self) -> BaseException | None:
-        """Wait for the end; return its error if no `wait` has raised it."""
+        """Wait for the end of the save. Return its error if no call of `wait` has raised it, else None."""
         self._thread.join()
         return None if self._heard else self._error
 
@@ -137,11 +137,11 @@ class SaveQueue:
             return Unstaged(error)
 
     def begin(self, agreement: Agreement, staged: Any, target: Target) -> SaveHandle:
-        """Start the thread of a save; `staged`: what `stage` returned."""
+        """Start the thread of a save; `staged` is the result of `stage`."""
         return SaveHandle(agreement, staged, target)
 
     def end_before(self, agreement: Agreement) -> None:
-        """Wait for the save that is under way. If it failed, and a rank has not seen its error, raise the error on all ranks.
+        """Wait for the previous save. If it failed, and a rank has not raised its error yet, raise the error on all ranks.
 
         A save fails on all ranks or on none. So the ranks need to ask each other only after a failure.
         """
@@ -149,7 +149,7 @@ class SaveQueue:
             agreement.step("ending the save before", self.finish)
 
     def finish(self) -> None:
-        """Wait for the save that is under way; raise its error if no `wait` has."""
+        """Wait for the last save. Raise its error if no call of `wait` has raised it."""
         if self.last is not None and self.last.unheard_error() is not None:
             self.last.wait()
 
@@ -158,10 +158,10 @@ queue = SaveQueue()
 
 
 def finish_saves() -> None:
-    """Wait for the save that is under way.
+    """Wait for the last save of this process.
 
     Raises:
-        Its error, if nobody waited for it.
+        The error of this save, if no call of `wait` has raised it.
     """
     queue.finish()
 
@@ -175,7 +175,7 @@ def _report_at_exit() -> None:
 
 
 def _exit_with(status: int) -> None:
-    """End the process with this status, which a handler of `atexit` cannot set, after all other handlers have run."""
+    """Run all other `atexit` handlers, then end the process with this status. An `atexit` handler cannot set the status otherwise."""
     atexit.unregister(_report_at_exit)
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Files of a save, written and read block by block, each block with its checksum.
 
-CRC-32 finds every error of a single bit and every burst of up to 32, and misses one of four billion others; it runs at a
-good part of the speed of memory, and it is in every Python. It is no protection against malice: anyone who can write the
-files can write the checksums, too. The protection against malice is another one: no code in the files is ever run.
+CRC-32 finds every error of a single bit and every burst of up to 32 bits. It misses about one of four billion other errors. Its
+speed is a good part of the speed of memory, and every Python has it. It does not protect against an attacker, who can change the
+checksums together with the files. The protection against attackers is that no code in the files ever runs.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import NamedTuple
 from hwfsdp.checkpoint.manifest import BLOCK_BYTES
 from hwfsdp.checkpoint.messages import damaged
 
-_WRITE_BYTES = 8 * BLOCK_BYTES  # of one call; in between, others may stop us
+_WRITE_BYTES = 8 * BLOCK_BYTES  # per call; between two calls, `check` may stop the writing
 
 
 class Extent(NamedTuple):
-    """Bytes of a file: where they begin, and what gives them."""
+    """A range of bytes of a file: the byte at which it begins, and the function that returns its data."""
 
     at: int
     data: Callable[[], memoryview]
 
 
 def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
-    """CRC-32 of each block."""
+    """Return the CRC-32 of each block."""
     return [zlib.crc32(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
 
 
 def write_file(
     path: Path, header: bytes, extents: Iterable[Extent], check: Callable[[], None]
 ) -> list[list[int]]:
-    """Write a new file and bring it to the disk; return the checksums of each extent.
+    """Write a new file and bring it to the disk. Return the checksums of each extent.
 
     Args:
-        extents: in the order of the file, with gaps of zeros between them.
-        check: called now and then; may raise to stop.
+        extents: in the order of the file. Gaps between them are filled with zeros.
+        check: called now and then; may raise an error to stop the writing.
 
     Raises:
-        OSError: whatever keeps the bytes from the disk.
+        OSError: the bytes could not be brought to the disk.
     """
     checksums = []
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -62,7 +62,7 @@ def write_file(
             end = extent.at + len(data)
         os.fsync(fd)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a descriptor has no name
+        error.filename = error.filename or str(path)  # an error of a descriptor names no file
         raise
     finally:
         os.close(fd)
@@ -89,10 +89,10 @@ def sync_directory(path: Path) -> None:
 
 
 def open_file(path: Path, nbytes: int | None = None) -> int:
-    """A descriptor of a regular file, never reached through a link, of this size.
+    """Return a descriptor of a regular file. The path must not be a symbolic link.
 
     Raises:
-        CheckpointError: it is missing, something else, or of another size.
+        CheckpointError: the file is missing, is not a regular file, or does not have `nbytes` bytes (None: any size).
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -111,10 +111,10 @@ def open_file(path: Path, nbytes: int | None = None) -> int:
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
-    """All bytes of a file of at most `limit` bytes.
+    """Return all bytes of a file of at most `limit` bytes.
 
     Raises:
-        CheckpointError: it is missing, too large, or cannot be read.
+        CheckpointError: the file is missing, too large, or cannot be read.
     """
     fd = open_file(path)
     try:
@@ -129,10 +129,10 @@ def read_small_file(path: Path, limit: int) -> bytes:
 
 
 def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None = None) -> None:
-    """Fill the memory from the file, beginning at byte `at`.
+    """Fill the memory `into` from the file, beginning at byte `at` of the file.
 
     Raises:
-        CheckpointError: the file ends before, or the disk fails.
+        CheckpointError: the file is too short, or the disk fails.
     """
     done = 0
     while done < len(into):
@@ -146,10 +146,11 @@ def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None
 
 
 class BlockReader(NamedTuple):
-    """Reads blocks of one chunk, none without its checksum.
+    """A reader for the blocks of one chunk. It compares each block with its checksum.
 
     Attributes:
-        fd, path: of the file. at: byte at which the chunk begins. nbytes: of the chunk. key: for messages.
+        fd, path: the file. at: the byte of the file at which the chunk begins. nbytes: the size of the chunk.
+        crc32: the checksum of each block. key: the entry that an error names.
     """
 
     fd: int
@@ -161,15 +162,15 @@ class BlockReader(NamedTuple):
     key: str
 
     def covering(self, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the chunk [from, to) that hold these, in whole blocks."""
+        """Return the range [from, to) of whole blocks that holds the bytes `start` to `stop` of the chunk."""
         blocks = start // self.block_bytes, -(-stop // self.block_bytes)
         return blocks[0] * self.block_bytes, min(blocks[1] * self.block_bytes, self.nbytes)
 
     def read(self, into: memoryview, start: int) -> None:
-        """Fill the memory with whole blocks, the first of which begins at byte `start` of the chunk.
+        """Fill the memory with whole blocks. The first block begins at byte `start` of the chunk.
 
         Raises:
-            CheckpointError: a block is not what was written; the message names file, key and offset.
+            CheckpointError: a block differs from what was written. The message names file, key and offset.
         """
         read_exactly(self.fd, into, self.at + start, self.path, self.key)
         for done in range(0, len(into), self.block_bytes):

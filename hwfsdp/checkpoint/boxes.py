@@ -1,7 +1,7 @@
 """Boxes: parts of a tensor, as offsets and shapes. Integers only.
 
-A checkpoint holds a tensor in chunks, boxes that some rank had; a rank that loads it needs a box of its own. This module
-says whether chunks make up the whole, what two boxes share, and how to go through a large box in small pieces.
+A checkpoint holds a tensor in chunks. Each chunk is a box that a saving rank had. A rank that loads the tensor needs another
+box. This module tells whether chunks make up the whole tensor, which elements two boxes share, and how to split a large box.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that cut the box out of the whole."""
+        """The slices that cut the box out of the whole tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.shape))
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that contains a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -117,7 +117,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbors along each dim, in row-major order."""
+    """Return the distance in elements between neighbors along each dim, in row-major order."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -126,14 +126,14 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """The elements from the first to the last of a box, in the row-major order of a tensor of this shape: [from, to)."""
+    """Return the range [from, to) from the first to the last element of a box, in the row-major order of a tensor of this shape."""
     strides = strides_of(shape)
     first = sum(start * step for start, step in zip(box.offset, strides))
     return first, first + sum((n - 1) * step for n, step in zip(box.shape, strides)) + 1
 
 
 def slices_of(box: Box, parts: int) -> list[Box]:
-    """The box cut along its first dim of several elements, into this many parts or as many as there are elements."""
+    """Cut a box into at most `parts` boxes, along its first dim that has more than one element."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if dim is None or parts < 2:
         return [box]
@@ -147,7 +147,7 @@ def slices_of(box: Box, parts: int) -> list[Box]:
 
 
 def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """The box in pieces whose spans have `limit` elements at most, halving it along its outermost dim."""
+    """Yield the box in pieces whose spans have at most `limit` elements. Each cut halves a piece along its outermost dim."""
     first, last = span_of(box, shape)
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if last - first <= limit or dim is None:

@@ -1,4 +1,4 @@
-"""The commands of `hwfsdp checkpoint`: inspect, verify, convert. Each returns the exit status."""
+"""The commands of `hwfsdp checkpoint`: inspect, verify, convert. Each function returns the exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwfsdp.checkpoint.store import Inspection, inspect, verify
 
 
 def show_inspection(path: Path, as_json: bool) -> int:
-    """List what is in a checkpoint, and the saves beside it."""
+    """Print the contents of a checkpoint, and the list of its saves."""
     found = inspect(path)
     if as_json:
         print(json.dumps(_as_json(found), indent=2))
@@ -52,7 +52,7 @@ def _short(key: str) -> str:
 
 
 def verify_all(path: Path, as_json: bool) -> int:
-    """Read every byte; raise what is wrong."""
+    """Read every byte of a checkpoint. Raise an error if something is wrong."""
     found = verify(path)
     if as_json:
         print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))

@@ -1,21 +1,21 @@
-"""From one format to another.
+"""Conversion of checkpoints from one format to another.
 
     convert("runs/checkpoint", "model.safetensors", to="safetensors")
 
     store        ours: a directory with CURRENT
     part         PART_000.pt and so on (see `parts`)
     dcp          torch's: a directory with .metadata
-    safetensors  one file; what is not a tensor goes into its header, as JSON
+    safetensors  one file; values that are not tensors go into its header, as JSON
 
-One process reads the source, tensor by tensor, into files that are mapped into memory beside the target, and writes the
-target from there. So a checkpoint may be larger than memory; the disk needs room for one more copy of it.
+One process reads the source, one tensor at a time, into files beside the target. These files are mapped into memory. Then it
+writes the target from them. So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
 
 Note [What formats cannot say]
-    PART knows one model, one optimizer, and others: a state dict with the key "model" is taken apart accordingly ("optim"
-    is an optimizer's, too), any other one is taken to be a model's. DCP writes the int keys of dicts as strings; those of
-    an optimizer's state become ints again. A safetensors file of someone else is a flat dict. From our own, everything
-    comes back as it was, tied tensors, empty containers (behind the others) and types of values included; the header has
-    checksums, too.
+    PART has a place for models, for optimizers, and for other entries. A state dict with the key "model" is split in this way;
+    its entry "optimizer" or "optim" becomes the optimizer. Any other state dict is written as one model.
+    DCP writes the int keys of dicts as strings. When we read them, the keys of an optimizer's state become ints again.
+    A safetensors file from another program is read as a flat dict. A safetensors file of ours returns everything as it was: tied
+    tensors, types of containers and values, and empty containers, which come after the others. Its header also has checksums.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion: the old format, the number of tensors, and their bytes."""
+    """A finished conversion: the format of the source, the number of tensors, and their bytes."""
 
     source_format: str
     tensors: int
@@ -59,10 +59,10 @@ class Conversion:
 
 
 def format_of(path: Path) -> str:
-    """The format of the checkpoint at `path`.
+    """Return the format of the checkpoint at `path`.
 
     Raises:
-        UsageError: there is none that this module reads.
+        UsageError: there is no checkpoint in a format that this module reads.
     """
     signs = {"store": saves.CURRENT, "dcp": dcp_metadata.METADATA, "part": "PART_000.pt"}
     found = [name for name, sign in signs.items() if os.path.lexists(path / sign)]
@@ -80,16 +80,16 @@ def format_of(path: Path) -> str:
 def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, to: str, overwrite: bool = False
 ) -> Conversion:
-    """Write what is in one checkpoint as another, of another format (or the same).
+    """Read one checkpoint and write its contents as another one, in another format or the same.
 
     Args:
-        source: of any format; which one, is seen from its files.
-        to: "store", "part", "dcp" or "safetensors".
-        overwrite: there may be a checkpoint of that format already, which is replaced when the new one is complete.
+        source: a checkpoint of any format. The function recognizes the format by the files.
+        to: the format of the target: "store", "part", "dcp" or "safetensors".
+        overwrite: if the target is a checkpoint of this format, replace it as soon as the new one is complete.
 
     Raises:
-        UsageError: no source, a target that is there, or something that the target's format cannot hold.
-        CheckpointError: the source is damaged. The target is what it was.
+        UsageError: there is no source, the target exists already, or the target's format cannot hold an entry.
+        CheckpointError: the source is damaged. The target stays as it was.
     """
     source, target = Path(source), Path(target)
     if to not in _WRITERS:
@@ -123,7 +123,7 @@ class _Rooms:
 
 
 def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
-    """The containers around leaves. A container of unknown kind becomes a dict."""
+    """Build the containers around leaves. A container of unknown kind becomes a dict."""
     children: dict[KeyPath, dict[Any, None]] = {(): {}}
     for path in [*leaves, *kinds]:
         for n in range(len(path)):
@@ -166,7 +166,7 @@ def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     state = parts.load(source, mmap=True, map_location="cpu")
-    own = {"__nshards__", "__version__"}  # of the format, and no part of the state
+    own = {"__nshards__", "__version__"}  # keys of the format, not of the state
     return {k: v for k, v in state.items() if k not in own and not (k == "optimizer" and v == [])}
 
 
@@ -184,7 +184,7 @@ def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 
 def _with_int_keys(tree: Any) -> Any:
-    """The same, with ints as keys of an optimizer's state (Note [What formats cannot say])."""
+    """Return the same tree, with ints as keys of an optimizer's state (Note [What formats cannot say])."""
     if not isinstance(tree, dict):
         return tree
     if {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict):
@@ -196,7 +196,7 @@ def _with_int_keys(tree: Any) -> Any:
 def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     try:
         with safetensors.safe_open(str(source), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
             text = (file.metadata() or {}).get(_HEADER)
     except (safetensors.SafetensorError, OSError) as error:
         raise damaged(source, "a safetensors file", str(error), remedy="Write it again.") from error
@@ -232,7 +232,7 @@ def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
-    description = describe(state, 1).description  # refuses what JSON and dense tensors cannot hold
+    description = describe(state, 1).description  # raises for values that JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}
     values = {leaf.path: leaf.value for leaf in leaves_of(state)}
     tensors: dict[str, Tensor] = {}
@@ -258,7 +258,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
             os.fsync(file.fileno())
         os.replace(draft, target)
         sync_directory(target.parent)
-    except KeyError as error:  # what the library raises for a dtype that the format does not have
+    except KeyError as error:  # safetensors raises it for a dtype that the format does not have
         expected, remedy = "dtypes that safetensors has", "Cast such tensors first."
         raise refusal(target, expected, str(error), remedy) from error
     finally:

@@ -1,27 +1,26 @@
 """Checkpoints of torch's DCP (`torch.distributed.checkpoint`), written and read.
 
-    save(state_dict, path)       what torch.distributed.checkpoint.load can read
-    load(state_dict, path)       what torch.distributed.checkpoint.save has written
+    save(state_dict, path)       torch.distributed.checkpoint.load can read the result
+    load(state_dict, path)       reads a checkpoint that torch.distributed.checkpoint.save has written
 
-DCP's own writer makes the files. This module tells it which boxes to write, and reads them itself. What DCP would do
-silently does not happen, or is an error:
+DCP's own writer makes the files. This module tells the writer which boxes to write, and reads the files itself. Several things
+that DCP does silently do not happen here, or are errors:
 
-    which box of a tensor a rank holds is computed by `layout`, not by torch, which errs for strided uneven cuts
-    shapes and dtypes are compared; DCP casts, float to int, too
-    keys on one side only are errors; DCP ignores what it was not asked for
+    `layout` computes the box of a tensor that a rank holds; torch computes it wrongly for strided uneven cuts
+    shapes and dtypes are compared; DCP casts, even from float to int
+    a key on only one side is an error; DCP ignores keys of the checkpoint that the state dict does not have
     a directory appears when it is complete; DCP overwrites a checkpoint file by file
     nothing in a checkpoint is run (`dcp_metadata`); DCP unpickles the metadata and all values
     checksums are compared; DCP reads over flipped bits
-    a tensor on the meta device gets memory where it is; DCP loads into another one, which the model does not have
+    a tensor on the meta device gets memory in place; DCP loads into another tensor, which the model does not have
 
-All is checked before anything changes, and ranks agree on it: an error on one is raised on all.
+This module checks everything before it changes anything. Ranks agree on the result: an error on one rank is raised on all.
 
-Keys are DCP's: paths of dict keys and list positions, joined by dots; a list is taken apart only if a tensor or a
-dict is in it. Everything else is a value, stored as it is, and found again under the same path. So dicts with int
-keys, as optimizers have, come back with int keys.
+Keys are DCP's keys: paths of dict keys and list positions, joined by dots. A list is taken apart only if a tensor or a dict is
+in it. Everything else is a value. It is stored unchanged, and found again under the same path. So dicts with int keys, such as
+an optimizer's state, come back with int keys.
 
-Left out: empty dicts, which DCP does not store, `ShardedTensor`, and objects with a `state_dict` method in the state
-dict.
+Left out: empty dicts, which DCP does not store, `ShardedTensor`, and objects with a `state_dict` method in the state dict.
 """
 
 from __future__ import annotations
@@ -68,23 +67,24 @@ def save(
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a DCP checkpoint. A collective over the group, or for one process alone if there is none.
+    """Write a DCP checkpoint. A collective over the group; without a process group, one process calls it alone.
 
-    The directory is written beside `path`, on disk (fsync) before it gets that name; until then, whatever happens, `path`
-    is what it was. With `overwrite` the old checkpoint and the new one exchange their names. A process that is killed
+    The directory is written beside `path`. It is on the disk (fsync) before it gets the name `path`. Until then, `path` stays as it
+    was, whatever happens. With `overwrite`, the old checkpoint and the new one exchange their names. A process that is killed
     leaves a hidden directory beside `path`, which the next save removes.
 
     Args:
-        state_dict: tensors, DTensors of any layout, and values that `torch.load(weights_only=True)` takes. What is not a
-            DTensor is written as one of the ranks has it. Ranks may have different keys.
-        path: a directory on a file system that all ranks share; does not exist, or is empty.
+        state_dict: tensors, DTensors of any layout, and values that `torch.load(weights_only=True)` accepts. For an entry that
+            is not a DTensor, the copy of one rank is written. Ranks may have different keys.
+        path: a directory on a file system that all ranks share. It must not exist, or must be empty.
         overwrite: replace a DCP checkpoint at `path`.
 
     Raises:
-        UsageError: `path` exists; a tensor on the meta device or not dense, a value that could not be loaded again, a
-            DTensor whose local shape is not what its placements say, or a key that has other shapes or dtypes on
-            another rank. UnsupportedError: a `Partial` placement or a ShardedTensor. CheckpointError: writing failed.
-            The same on all ranks; `path` is what it was.
+        UsageError: `path` exists; a tensor is on the meta device or not dense; a value could not be loaded again; a DTensor's
+            local shape differs from the shape that its placements give; or a key has other shapes or dtypes on another rank.
+        UnsupportedError: a `Partial` placement or a ShardedTensor.
+        CheckpointError: writing failed.
+        All ranks raise the same error, and `path` stays as it was.
     """
     target = Path(os.path.realpath(path))
     agreement = Agreement(process_group, _WHAT)
@@ -114,22 +114,23 @@ def load(
 ) -> None:
     """Read a DCP checkpoint into the tensors of `state_dict`, in place. A collective over the group, if there is one.
 
-    It may have been written by any number of ranks, with any layout. Each rank reads the chunks it has elements of,
-    twice: to check them, which takes the memory of one chunk, then to copy them.
+    Any number of ranks may have written the checkpoint, with any layout. Each rank reads the chunks that contain some of its
+    elements, twice: first to check them, which takes the memory of one chunk, then to copy them.
 
     Args:
-        state_dict: tensors are written where they are; other values are replaced. Or a module, for its state dict.
+        state_dict: tensors are filled in place; other values are replaced. It may also be a module, which stands for its state
+            dict.
         path: the directory.
-        strict: the keys of the checkpoint and of all ranks together must be the same. Otherwise what one side
-            alone has is left out.
-        device, model: for what is on the meta device; see `store.load`.
+        strict: the checkpoint must have the same keys as all ranks together. Otherwise, keys on only one side are ignored.
+        device, model: for tensors on the meta device; see `store.load`.
 
     Raises:
-        UsageError: keys that one side alone has (`strict`); a shape or dtype differs, a tensor faces a value; a tensor
-            that cannot be written to, or one on the meta device that the checkpoint does not have, `strict` or not.
-            UnsupportedError: a `Partial` placement, or what `meta.init_state_dict` raises it for, as StateError.
-            CheckpointError: the checkpoint is missing, damaged, or asks for code to be run (see `dcp_metadata`).
-            The same on all ranks. Nothing was changed then, unless the checkpoint is changed by others meanwhile.
+        UsageError: a key is on only one side (with `strict`); a shape or dtype differs; one side has a tensor and the other a
+            value; a tensor cannot be written to; or a tensor on the meta device is not in the checkpoint, with or without
+            `strict`.
+        UnsupportedError, StateError: a `Partial` placement (UnsupportedError), or an error of `meta.init_state_dict`.
+        CheckpointError: the checkpoint is missing, is damaged, or asks for code to be run (see `dcp_metadata`).
+        All ranks raise the same error. Then nothing was changed, unless another process changed the checkpoint during the load.
     """
     agreement = Agreement(process_group, _WHAT)
     with NewMemory(state_dict, device, model) as target:
@@ -143,12 +144,12 @@ def load(
 
 
 def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
-    """DCP's key of every entry."""
+    """Return the entries by DCP's keys."""
     entries: dict[str, Leaf] = {}
 
     def visit(path: KeyPath, value: Any) -> None:
         if isinstance(value, Mapping):
-            return  # an empty one
+            return  # it is empty
         name = ".".join(map(str, path))
         if name in entries:
             got = f"{name!r}; {show(entries[name].path)} has the same name"
@@ -165,7 +166,7 @@ def kind_of(value: Any) -> str:
 
 
 def _check_entry(path: KeyPath, value: Any, state_dict: dict[Any, Any]) -> None:
-    """Raise unless the value can be replaced: its container must be mutable."""
+    """Raise an error unless the entry can be saved or replaced: a tensor must be dense and have data, a value needs a mutable container."""
     if not isinstance(value, Tensor):
         check_can_change(path, state_dict)
         return
@@ -179,7 +180,7 @@ def _check_entry(path: KeyPath, value: Any, state_dict: dict[Any, Any]) -> None:
 
 
 def _check_storable(path: KeyPath, value: Any) -> None:
-    """Raise unless it is a value that can be loaded again."""
+    """Raise an error unless the value can be loaded again."""
     error = loading_error(value)
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
         error = TypeError("a tensor in a container that DCP does not look into")
@@ -190,7 +191,7 @@ def _check_storable(path: KeyPath, value: Any) -> None:
 
 
 def _check_same(kinds: list[dict[str, str]]) -> list[None]:
-    """Raise if a key is not the same tensor, or a value, on all ranks that have it; otherwise there is nothing to answer."""
+    """Raise an error if a key has another shape, dtype or kind on another rank. Otherwise, return None for each rank."""
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(kinds):
         for key, kind in theirs.items():
@@ -213,13 +214,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.ProcessGroup | None) -> None:
-    """Let DCP write the files. Turn its errors, which all ranks get, into ours."""
+    """Let DCP write the files. Convert DCP's errors, which all ranks get, into our errors."""
     writer = FileSystemWriter(draft, sync_files=True, thread_count=1, overwrite=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process
             dcp_save(state_dict, storage_writer=writer, planner=_BoxPlanner(), process_group=group)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         failures = getattr(error, "failures", None) or {}
         rank, cause = next(((f"rank {rank}: ", cause) for rank, (cause, _) in failures.items()), ("", error))
         got, remedy = rank + told(cause)[:300], "Look at the disk, and at the ranks' tracebacks."
@@ -227,9 +228,9 @@ def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.Proce
 
 
 class _BoxPlanner(DefaultSavePlanner):
-    """Tells DCP which boxes this rank writes, as `layout` knows them; parts without elements are not written.
+    """Tells DCP which boxes this rank writes, as computed by `layout`. It skips parts without elements.
 
-    DCP's own asks torch where a DTensor's local part lies in the whole, which is wrong for some strided and uneven cuts.
+    DCP's own planner asks torch for the place of a DTensor's local part. The answer is wrong for some strided and uneven cuts.
     """
 
     def __init__(self) -> None:
@@ -253,7 +254,7 @@ def _write_items(key: str, value: Any) -> list[WriteItem]:
     if not isinstance(value, Tensor):
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
     box = box_of(value)
-    if value.numel() == 0:  # written nevertheless, once: its shape has to be known
+    if value.numel() == 0:  # written once nevertheless: a load needs its shape
         box = Box((0,) * value.ndim, tuple(value.shape))
     if box is None:
         return []
@@ -267,7 +268,7 @@ def _write_items(key: str, value: Any) -> list[WriteItem]:
 
 
 def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slices]]:
-    """Every chunk that this rank needs something of: which elements of its part of the target are which of the chunk."""
+    """Yield each chunk that shares elements with this rank's part of the target: the chunk, the slices of the part, and of the chunk."""
     box = box_of(target)
     for blob in stored.blobs:
         both = intersection(box, blob.box) if box and blob.box else None
@@ -276,10 +277,11 @@ def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slic
 
 
 class _Loading:
-    """The entries that this rank wants, the entries that exist, and the way from one to the other.
+    """A load on one rank: the entries that this rank wants, the stored entries, and the steps from one to the other.
 
     Attributes:
-        entries: of the state dict, by key. manifest: of the checkpoint. values: what is no tensor, by path, read already.
+        entries: the entries of the state dict, by key. manifest: the contents of the checkpoint.
+        values: the values that are not tensors, by path; they are read before anything changes.
     """
 
     manifest: Manifest
@@ -290,7 +292,7 @@ class _Loading:
         self.values: dict[KeyPath, Any] = {}
 
     def prepare(self) -> tuple[list[str], str]:
-        """Return the keys and the digest of the metadata."""
+        """Give memory to tensors on meta, check the entries and read the metadata. Return this rank's keys and the metadata's digest."""
         self.memory.give()
         self.entries = entries_of(self.state_dict)
         for path, value in self.entries.values():
@@ -301,7 +303,7 @@ class _Loading:
         return sorted(self.entries), self.manifest.digest
 
     def check_keys(self, strict: bool, known: list[Any]) -> list[None]:
-        """Raise unless all ranks see one checkpoint and, if `strict`, it has their keys; `known`: what `prepare` returned."""
+        """Raise an error unless all ranks see one checkpoint. With `strict`, also compare its keys; `known`: the results of `prepare`."""
         if len({digest for _, digest in known}) > 1:
             remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
             raise damaged(self.directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
@@ -316,7 +318,7 @@ class _Loading:
         return [None] * len(known)
 
     def check_parts(self) -> None:
-        """Compare every entry with what is stored, then read all that is no tensor, and check all that is."""
+        """Compare every entry with the stored entry. Then read all values that are not tensors, and check the chunks of all tensors."""
         stored = self.manifest.entries
         self.entries = {key: entry for key, entry in self.entries.items() if key in stored}
         self.memory.check_loaded({entry.path for entry in self.entries.values()})

@@ -1,12 +1,12 @@
-"""A checkpoint of torch's DCP, read without trusting it.
+"""The metadata of a checkpoint of torch's DCP, read without trust.
 
-Such a checkpoint is a directory: a file `.metadata`, and files of *blobs*, one blob for each chunk of a tensor and for
-each value that is no tensor. The metadata is a pickle, and a pickle is a program: loading a crafted one runs its author's
-code. So `read_metadata` uses an unpickler that knows only the few classes of DCP's metadata. Its result is checked, too:
-chunks must tile their tensors, and blobs must lie in files of this directory.
+Such a checkpoint is a directory with a file `.metadata` and files of *blobs*. There is one blob for each chunk of a tensor, and
+one for each value that is not a tensor. The metadata is a pickle, and a pickle is a program: a crafted pickle runs its author's
+code when it is loaded. So `read_metadata` uses an unpickler that knows only the few classes of DCP's metadata. Its result is
+checked, too: chunks must tile their tensors, and blobs must lie in files of this directory.
 
-Blobs are zip files made by `torch.save`. They carry checksums, which `torch.load` ignores; here they are compared
-(`read_value`, `read_chunk`), so a flipped bit is an error and not a weight. Both are read with `weights_only=True`.
+Blobs are zip files made by `torch.save`. They carry checksums, which `torch.load` ignores. `read_value` and `read_chunk` compare
+them, so a flipped bit causes an error instead of a wrong weight. Both read with `weights_only=True`.
 
 Left out: checkpoints from before torch 2.1, whose metadata has other classes, and experimental transforms of blobs.
 """
@@ -53,7 +53,7 @@ _ALLOWED = {
 
 
 class Blob(NamedTuple):
-    """The place of a chunk or a value: `length` bytes from `offset` on, in a file; and which part of its tensor a chunk is."""
+    """The place of a chunk or value: `length` bytes of a file, from `offset` on. `box` is the chunk's part of its tensor, or None."""
 
     file: Path
     offset: int
@@ -62,7 +62,7 @@ class Blob(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The entry under a key: a tensor and its chunks, or a value (`dtype` is None), which is one blob."""
+    """The entry under a key: a tensor and its chunks, or a value. A value has one blob, and its `dtype` is None."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -76,8 +76,8 @@ class Manifest(NamedTuple):
     """The checked metadata of a checkpoint.
 
     Attributes:
-        paths: DCP's note of how keys came from paths in the state dict, if it has one.
-        digest: of the metadata, to compare between ranks.
+        paths: DCP's record of the path in the state dict behind each key; empty if there is none.
+        digest: the SHA-256 of the metadata, which ranks compare.
     """
 
     entries: dict[str, Stored]
@@ -86,10 +86,10 @@ class Manifest(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes stand-ins for the objects of DCP's metadata classes, and nothing of any other class."""
+    """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A new class each time: a pickle may change what it is given."""
+        """Return a new class each time, because a pickle may change the classes that it gets."""
         if name not in _ALLOWED.get(module, ()):
             raise _Refused(f"{module}.{name}, which was not run")
         if module == "torch":  # dtypes and torch.Size, which have no attributes to change
@@ -98,13 +98,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _StandIn:
-    """The fields of one object of DCP's metadata."""
+    """A stand-in for an object of DCP's metadata: it has the fields of the object."""
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # TensorProperties has a tuple, which begins with the dtype; the other classes have their fields by name
+        # The state of TensorProperties is a tuple that begins with the dtype. Other states are dicts.
         vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else state)
 
 
@@ -113,18 +113,18 @@ def _kind_of(thing: Any) -> str:
 
 
 class _Refused(Exception):
-    """A class or function that the metadata may not load."""
+    """The metadata asks for a class or function that it may not load."""
 
 
 def read_metadata(directory: Path) -> Manifest:
-    """What is in the checkpoint.
+    """Read and check the list of the checkpoint's contents.
 
     Args:
         directory: as DCP's `FileSystemWriter` leaves it.
 
     Raises:
-        CheckpointError: there is no metadata; it asks for anything but DCP's own classes, and none of it was run; it
-            is damaged; chunks overlap, leave gaps or exceed their tensor; a blob is missing, or not in the directory.
+        CheckpointError: there is no metadata; it asks for other classes than DCP's own, none of which was run; it is damaged;
+            chunks overlap, leave gaps or exceed their tensor; or a blob is missing or outside the directory.
     """
     path = directory / METADATA
     try:
@@ -145,14 +145,14 @@ def read_metadata(directory: Path) -> Manifest:
         raise damaged(path, "DCP's Metadata", type(metadata).__name__)
     try:
         entries = _entries_of(path, metadata)
-    except (AttributeError, TypeError, ValueError, KeyError) as error:  # crafted, or cut short
+    except (AttributeError, TypeError, ValueError, KeyError) as error:  # the file is crafted or cut short
         raise damaged(path, "the fields of DCP's metadata", told(error)) from error
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     return Manifest(entries, paths, hashlib.sha256(data).hexdigest())
 
 
 def write_digest(directory: Path) -> None:
-    """Write a checksum of the metadata, which has none itself, to a file that torch ignores."""
+    """Write a checksum of the metadata into a file that torch ignores. The metadata itself has no checksum."""
     (directory / DIGEST).write_text(hashlib.sha256((directory / METADATA).read_bytes()).hexdigest() + "\n")
 
 
@@ -160,7 +160,7 @@ def _check_digest(path: Path, data: bytes) -> None:
     try:
         expected = (path.parent / DIGEST).read_text().strip()
     except FileNotFoundError:
-        return  # written by torch
+        return  # torch wrote this checkpoint
     except (OSError, ValueError) as error:
         raise damaged(path.parent / DIGEST, "a SHA-256", told(error)) from error
     found = hashlib.sha256(data).hexdigest()
@@ -171,7 +171,7 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse what makes an unpickler reserve memory out of proportion: memo indexes that no pickle would use."""
+    """Refuse a memo index that no normal pickle has. It would make the unpickler reserve far too much memory."""
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > (position or 0):
             raise ValueError(f"the memo index {argument} at byte {position}")
@@ -181,8 +181,8 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _entries_of(path: Path, metadata: Any) -> dict[str, Stored]:
-    """Every tensor and value, once the metadata turned out to be consistent."""
-    # the index of a value has no offset
+    """Return every tensor and value. Raise an error if the metadata is not consistent."""
+    # The index of a value has no offset.
     places = {
         (_of(str, index.fqn), getattr(index, "offset", None)): info
         for index, info in metadata.storage_data.items()
@@ -236,7 +236,7 @@ def _blob(path: Path, key: str, info: Any, box: Box | None) -> Blob:
 
 
 def _check_places(entries: dict[str, Stored]) -> None:
-    """Blobs lie in files that are there, and no two of them share a byte."""
+    """Raise an error unless every blob lies in an existing file and no two blobs share a byte."""
     places = [(str(blob.file), blob, key) for key, stored in entries.items() for blob in stored.blobs]
     file, end = None, 0
     for _, blob, key in sorted(places, key=lambda place: (place[0], place[1].offset)):
@@ -258,22 +258,23 @@ def _check_places(entries: dict[str, Stored]) -> None:
 
 
 def read_value(key: str, stored: Stored) -> Any:
-    """The value, which is no tensor, under this key.
+    """Read the value under this key; it is not a tensor.
 
     Raises:
-        CheckpointError: it is damaged, or made of more than `torch.load(weights_only=True)` allows; none of it was run.
+        CheckpointError: the blob is damaged, or contains something that `torch.load(weights_only=True)` does not allow. No code of
+            it has run.
     """
     return _read(stored.blobs[0], key)
 
 
 def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
-    """A chunk of the tensor under this key, on the CPU.
+    """Read a chunk of the tensor under this key, to the CPU.
 
     Args:
-        check: only compare checksums; the tensors returned are on the meta device.
+        check: only compare checksums, and return a tensor on the meta device.
 
     Raises:
-        CheckpointError: a checksum is wrong, or it is no tensor, or one of another shape or dtype than the metadata says.
+        CheckpointError: a checksum is wrong, or the blob is not a tensor with the shape and dtype that the metadata says.
     """
     found = _read(blob, key, check, "meta" if check else "cpu")
     expected = f"{stored.dtype} {list(blob.box.shape if blob.box else ())}"
@@ -285,7 +286,7 @@ def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
 
 
 def _read(blob: Blob, key: str, check: bool = True, location: str = "cpu") -> Any:
-    """Load a blob, an archive that has not changed, with `torch.load`."""
+    """Load a blob with `torch.load`. With `check`, first compare its checksums."""
     try:
         with blob.file.open("rb") as file:
             file.seek(blob.offset)

@@ -1,19 +1,20 @@
 """Whole tensors into shards.
 
-`broadcast_state_dict` starts from one rank that has a full state dict, `distribute_state_dict` from ranks that all
-have it. Both fill a state dict whose tensors are sharded, or not, in whatever way: each rank cuts its part out of
-the whole, at the extent that `layout` gives it. Entries are matched by their paths, so nested state dicts, those of
-optimizers for example, need not be flattened.
+`broadcast_state_dict` starts from one rank that has a full state dict. `distribute_state_dict` starts from ranks that all have
+it. Both fill a state dict whose tensors may be sharded in any way, or not at all. Each rank cuts its part out of the whole
+tensor; `layout` gives the extent of the part. Entries are matched by their paths. So nested state dicts, such as an optimizer's,
+need not be flattened.
 
 Note [Agreeing before moving]
     If a rank found out halfway that a shape does not fit, it would leave the other ranks in a collective, and all ranks
     with a mixture of two models. So `broadcast_state_dict` has three phases. *Plan*: the source announces paths, shapes and
     dtypes, and sends all values that are not tensors. *Agree*: each rank compares the plan with its own state dict, and tells
-    all others which entries do not fit. If any rank, the source included, has such an entry, every rank raises the same
+    all others which entries do not fit. If any rank, including the source, has such an entry, every rank raises the same
     error, and nothing has changed. *Move*: tensors travel one at a time, through a buffer as large as the largest tensor.
     A rank needs no other memory besides its own state dict.
 
-Left out: tensors that no rank has asked for travel, too. Gradients that are still to be summed (`Partial`) cannot be filled.
+Left out: tensors that no rank has asked for travel, too. DTensors with a `Partial` placement, whose values are not summed yet,
+cannot be filled.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import shard_of
 
-Plan = dict[KeyPath, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
+Plan = dict[KeyPath, Any]  # by path: a TensorInfo, an EmptyContainer, or the value itself
 
 
 class TensorInfo(NamedTuple):
@@ -78,21 +79,22 @@ def broadcast_state_dict(
 ) -> None:
     """Fill every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
 
-    A collective over `pg`. Tensors with memory of their own are written where they are. Those on the meta device are
-    replaced, as are plain ones that are on another kind of device than `device`; plain 0-d ones then go to the CPU,
-    where optimizers count their steps. Entries that are not tensors take rank 0's value. What one side alone has is
-    left as it is. The outermost dict stays the same object, containers inside are replaced by new ones.
+    A collective over `pg`. Tensors with memory of their own are filled in place. Tensors on the meta device are replaced. So are
+    plain tensors on another kind of device than `device`. Plain 0-d tensors that are replaced go to the CPU, because optimizers
+    count their steps there. Entries that are not tensors get the value of rank 0. Entries on only one side stay as they are. The
+    outermost dict stays the same object; the containers inside are replaced by new ones.
 
     Args:
-        full_state_dict: whole tensors; of other ranks than 0 it is not looked at.
-        strict: keys of dicts that rank 0 does not have are removed from `local_state_dict`.
-        cpu_offload: tensors of `local_state_dict` that were filled move to the CPU.
-        cast: tensors keep their dtype where rank 0 has another one; the values become what it can hold.
+        full_state_dict: whole tensors. Only rank 0 reads this argument.
+        strict: remove from `local_state_dict` the keys of dicts that rank 0 does not have.
+        cpu_offload: move the filled tensors of `local_state_dict` to the CPU.
+        cast: allow another dtype on rank 0. Each tensor keeps its dtype, and values are converted to it.
 
     Raises:
-        UsageError: on all ranks, if on any of them a shape or, unless `cast`, a dtype differs, a tensor faces what is none, a DTensor
-            is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or what cannot be pickled.
-        UnsupportedError: likewise, for a `Partial` placement or a ShardedTensor.
+        UsageError: on all ranks, if on any of them a shape differs, a dtype differs (without `cast`), a tensor meets another
+            value, a DTensor is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or a value that cannot be
+            pickled.
+        UnsupportedError: on all ranks, if any of them has a `Partial` placement or a ShardedTensor.
         StateError: there is no process group.
     """
     if not dist.is_initialized():
@@ -123,16 +125,17 @@ def distribute_state_dict(
     *,
     cast: bool = False,
 ) -> None:
-    """Fill `local_state_dict` from the `full_state_dict` that this rank has, in place, as `broadcast_state_dict` does.
+    """Fill `local_state_dict` from this rank's `full_state_dict`, in place. The rules are those of `broadcast_state_dict`.
 
-    No communication, and no tensor shares memory with the full one. What dicts and lists of the full one alone have is
-    added where no tensor in it could be cut: values that are no tensors, and 0-d tensors, on the CPU.
+    There is no communication. No tensor shares memory with the full state dict. The function also adds entries that only the dicts
+    and lists of the full state dict have, if no tensor in them could be sharded: values that are not tensors, and 0-d tensors, which
+    go to the CPU.
 
     Args:
-        pg: without effect, as in torch. cast: as in `broadcast_state_dict`.
+        pg: has no effect, as in torch. cast: as in `broadcast_state_dict`.
 
     Raises:
-        UsageError, UnsupportedError: as `broadcast_state_dict`, but on this rank only; nothing was touched.
+        UsageError, UnsupportedError: as `broadcast_state_dict`, but only on this rank. Nothing was changed.
     """
     plan = _plan_of(full_state_dict)
     check_plan(plan, local_state_dict, cast)
@@ -162,7 +165,7 @@ def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
 def _send_plan(
     agreement: Agreement, full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | None
 ) -> Plan:
-    """The plan of the rank that has the full state dict, on every rank; its error, on every rank, if it has none."""
+    """Return the plan of rank 0, which has the full state dict, on every rank. If rank 0 fails, raise its error on every rank."""
     plan: list[Any] = [None]
 
     def prepare() -> None:
@@ -190,10 +193,11 @@ def _check_pickles(plan: Plan) -> None:
 
 
 def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None = None) -> None:
-    """Raise unless everything in the plan that this rank has a place for fits there.
+    """Raise an error unless each entry of the plan fits this rank's entry at the same path, if there is one.
 
     Args:
-        cast: whether in any dtype. None: it must fit, and the caller has no such option to recommend.
+        cast: True: any dtype fits. False: the dtype must be the same; the error recommends cast=True. None: the dtype must be the
+            same, and the caller has no such option.
     """
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}
@@ -240,14 +244,14 @@ def _check_kind(path: KeyPath, coming: TensorInfo, place: Tensor, cast: bool | N
 
 
 def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """The device of tensors while they travel: `device`, if the group can move tensors there."""
+    """Return the device on which tensors travel: `device` if the group can move tensors there, else a device of the group's backend."""
     group = pg if pg is not None else dist.group.WORLD
     kinds = device_types(group) if group is not None else []
     return device if device.type in kinds or not kinds else torch.device(kinds[0])
 
 
 def _buffer_for(plan: Plan, source: dict[KeyPath, Any], way: torch.device) -> Tensor:
-    """Memory, as bytes, for the largest tensor of the plan; on the source, for the largest that cannot be sent in place."""
+    """Allocate a buffer, in bytes, for the largest tensor of the plan. The source does not count tensors that it can send in place."""
     infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
     sizes = [
         info.nbytes
@@ -265,7 +269,10 @@ def _lies_ready(tensor: Tensor, way: torch.device) -> bool:
 def _broadcast(
     tensor: Tensor | None, info: TensorInfo, buffer: Tensor, pg: dist.ProcessGroup | None
 ) -> Tensor:
-    """The tensor of rank 0, there, or in the buffer, which the next one overwrites; as bytes, whatever the dtype."""
+    """Return the tensor of rank 0, on every rank. Other ranks get it in the buffer, which the next call overwrites.
+
+    The tensor is sent as bytes, so its dtype does not matter.
+    """
     flat = buffer[: info.nbytes]
     if tensor is not None and _lies_ready(tensor, buffer.device):
         flat = bytes_of(tensor)
@@ -283,9 +290,9 @@ def _fill(
     device: torch.device,
     cpu_offload: bool,
 ) -> None:
-    """Receive every tensor of the plan in its order, and put what this rank has a place for there."""
+    """Receive every tensor of the plan, in the plan's order. Store the entries for which this rank has a place."""
     places = dict(leaves_of(local_state_dict))
-    written: dict[int, Tensor] = {}  # by the id of its place: tied tensors stay tied
+    written: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied tensors stay tied
     filled: dict[KeyPath, Any] = {}
     for path, coming in plan.items():
         if isinstance(coming, TensorInfo):
@@ -298,7 +305,7 @@ def _fill(
             filled[path] = coming
 
     def fill_in(path: KeyPath, leaf: Any, _: Any) -> Any:
-        # an empty container gets a copy, to which entries may be added
+        # An empty container is copied, because entries may be added to it.
         empty = isinstance(leaf, MutableMapping | list)
         return filled[path] if path in filled else copy.copy(leaf) if empty else leaf
 
@@ -308,7 +315,7 @@ def _fill(
 
 
 def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
-    """Write this rank's values into `place`, and return it; or return another tensor with these values."""
+    """Write this rank's values into `place` and return it. If that is not possible, return a new tensor with these values."""
     part = whole
     if isinstance(place, DTensor):
         if place.device_mesh.get_coordinate() is None:
@@ -326,12 +333,12 @@ def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_to(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy, never a view: a part of a tensor would keep the whole alive."""
+    """Return a contiguous copy, never a view: a view of a part would keep the whole tensor alive."""
     return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
 
 
 def _add_missing(full: Any, local: Any) -> None:
-    """Add to dicts and list what only the full ones have, unless a tensor in it would have to be cut."""
+    """Add to dicts and lists the entries that only the full ones have, unless an entry contains a tensor that could be sharded."""
     theirs, mine = items_of(full) or {}, items_of(local)
     if mine is None:
         return
@@ -351,7 +358,7 @@ def _alone(_: KeyPath, leaf: Any, __: Any) -> Any:
 
 
 def _prune(tree: Any, plan: Plan, at: KeyPath = ()) -> None:
-    """Remove the keys of dicts under which the plan has nothing."""
+    """Remove the keys of dicts that are not in the plan."""
     known = {path[: len(at) + 1] for path in plan if path[: len(at)] == at}
     items = items_of(tree) or {}
     for key, child in items.items():

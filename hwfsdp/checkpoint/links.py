@@ -1,9 +1,9 @@
-"""The connection that carries messages of an agreement between two ranks (see `agreement`): threads that send and listen over gloo.
+"""The connection that carries an agreement's messages between two ranks (see `agreement`): threads that send and listen over gloo.
 
 Note [One message after another]
-    A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
-    this one still travel. Two threads that send to one rank, or two that listen to it, would mix the halves of two
-    messages. So each waits for the one before it.
+    Each message is sent as two: its size, then its bytes. After a step has failed, ranks go on to the next step while messages
+    of the failed step still travel. If two threads sent to one rank at the same time, or listened to one rank, they would mix
+    the halves of two messages. So each thread waits for the thread before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hwfsdp.errors import CheckpointError, UnsupportedError, in_one_line
 
 
 def go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
-    """A thread that does its part when the earlier one has ended. See note [One message after another]."""
+    """Start a thread that calls `do` as soon as the earlier thread has ended. See note [One message after another]."""
 
     def go() -> None:
         if earlier is not None:
@@ -43,7 +43,7 @@ def tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> N
         send_bytes(group, torch.tensor([len(message)]).view(torch.uint8), rank, tag)
         send_bytes(group, torch.frombuffer(message, dtype=torch.uint8), rank, tag)
     except RuntimeError:
-        pass  # that rank has died; who waits for it next will say so
+        pass  # that rank has died; the next thread that waits for it reports this
 
 
 def hear(
@@ -64,7 +64,7 @@ def hear(
 
 
 class Link(NamedTuple):
-    """The group that carries a group's messages (None: the group itself), and numbers for the tags of its agreements."""
+    """The group that carries the messages of a group (None: the group itself), and the numbers for the tags of its agreements."""
 
     carrier: dist.ProcessGroup | None
     numbers: count[int]
@@ -74,10 +74,10 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link] = weakref.WeakKeyDict
 
 
 def link_of(group: dist.ProcessGroup) -> Link:
-    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
+    """Return the link of a group. A group that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
 
-    So does one whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL): the check counts messages
-    as collectives, and ranks do not send equally many.
+    A group whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL) also gets a gloo group. This check
+    counts messages as collectives, and ranks send different numbers of messages.
     """
     if group not in _links:
         carrier = None

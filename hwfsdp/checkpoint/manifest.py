@@ -1,4 +1,4 @@
-"""The manifest of a save: what is in it, and where. JSON, and read with suspicion.
+"""The manifest of a save: the list of its contents and their places. It is JSON, and the reader does not trust it.
 
     {"format": "hwfsdp checkpoint", "version": 1, "save": "000002-5e0c9f1a", "block_bytes": 1048576,
      "files": [{"name": "00000.bin", "bytes": 4194368}, …],
@@ -8,13 +8,13 @@
                  {"path": ["optim", "lr"], "value": 0.001}, …],
      "sha256": "…"}
 
-The last field is the hash of everything before it, so a manifest vouches for itself, and for every block of every file
-through the checksums of the blocks. `save` is also in the name of the directory, in the first bytes of every file, and
-in `CURRENT`: files of two saves cannot be mixed.
+The last field is the hash of everything before it. So the hash protects the manifest itself and, through the checksums of the
+blocks, every block of every file. `save` is also in the name of the directory, in the first bytes of every file, and in
+`CURRENT`. So files of two saves cannot be mixed.
 
-A manifest that passes its hash may still have been made by someone else. So nothing in it is believed before it has been
-checked: paths are made here and not taken from it, chunks tile their tensors and do not overlap in their files, keys
-come once.
+A manifest with a correct hash may still come from an attacker. So this module checks everything before it is used. It makes the
+file names itself and does not take them from the manifest. It checks that chunks tile their tensors, that chunks do not overlap
+in their files, and that no key comes twice.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hwfsdp.checkpoint.messages import KeyPath, damaged, show
 from hwfsdp.checkpoint.values import decode, dtype_named
 
 FORMAT, VERSION = "hwfsdp checkpoint", 1
-BLOCK_BYTES = 1 << 20  # a checksum each
-ALIGNMENT = 64  # bytes; of the first byte of every chunk
-LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # bytes of a manifest, of a block
+BLOCK_BYTES = 1 << 20  # each block has a checksum
+ALIGNMENT = 64  # bytes; every chunk begins at a multiple
+LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # most bytes of a manifest, of a block
 SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
 _HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
 KINDS = ("dict", "list", "tuple")
@@ -47,8 +47,8 @@ class Chunk(NamedTuple):
     """A part of a tensor and the bytes that hold it, row-major.
 
     Attributes:
-        file: index into the manifest's files. at: byte at which the chunk begins there.
-        box: which part. crc32: of each block of `BLOCK_BYTES`, the last of which may be shorter.
+        file: index into the manifest's files. at: the byte of the file at which the chunk begins.
+        box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
     """
 
     file: int
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its chunks tile it. `same_as`: the path of another one that it is one object with."""
+    """A tensor; its chunks tile it. `same_as`: the path of another entry whose tensor was the same object at the save, or None."""
 
     path: KeyPath
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """Something that is not a tensor; `json_value` is what `values.encode` made of it."""
+    """A value that is not a tensor; `json_value` is the result of `values.encode`."""
 
     path: KeyPath
     json_value: Any
@@ -98,11 +98,11 @@ class DataFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a save but the bytes.
+    """The description of a save: everything but the bytes of the tensors.
 
     Attributes:
-        containers: path to kind ("dict", "list", "tuple") of what held the entries.
-        digest: SHA-256 of the text, in hex; "" before it is written.
+        containers: by path, the kind of each container ("dict", "list", "tuple").
+        digest: the SHA-256 of the text, in hex; "" before the manifest is written.
     """
 
     save_id: str
@@ -113,19 +113,19 @@ class Manifest:
     digest: str = field(default="", compare=False)
 
     def tensors(self) -> Iterator[TensorEntry]:
-        """The tensors that have chunks of their own."""
+        """Yield the tensors that list their own chunks."""
         for entry in self.entries.values():
             if isinstance(entry, TensorEntry) and entry.same_as is None:
                 yield entry
 
     def tensor(self, path: KeyPath) -> TensorEntry:
-        """The entry at the path of a tensor."""
+        """Return the entry of the tensor at this path."""
         entry = self.entries[path]
         assert isinstance(entry, TensorEntry)
         return entry
 
     def with_chunks(self, chunks_of: Callable[[TensorEntry], Iterable[Chunk]]) -> Manifest:
-        """The same with other chunks for each tensor."""
+        """Return a copy with other chunks for each tensor."""
         entries = {
             path: replace(entry, chunks=tuple(chunks_of(entry))) if isinstance(entry, TensorEntry) else entry
             for path, entry in self.entries.items()
@@ -133,12 +133,12 @@ class Manifest:
         return replace(self, entries=entries)
 
     def chunks_of(self, entry: TensorEntry) -> tuple[Chunk, ...]:
-        """The chunks of a tensor, wherever they are listed."""
+        """Return the chunks of a tensor. If the tensor is the same as another one, the other entry lists them."""
         return entry.chunks if entry.same_as is None else self.tensor(entry.same_as).chunks
 
 
 def header_of(save_id: str, file: int) -> bytes:
-    """The first `ALIGNMENT` bytes of a file of a save."""
+    """Return the first `ALIGNMENT` bytes of a file of a save."""
     return f"hwfsdp data {VERSION} {save_id} {file:05d}".encode().ljust(ALIGNMENT - 1) + b"\n"
 
 
@@ -150,7 +150,7 @@ def name_of(file: int) -> str:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as it is written; ends with its own hash."""
+    """Return the text of the manifest, as it is written. It ends with its own hash."""
     tree = {
         "format": FORMAT,
         "version": VERSION,
@@ -187,13 +187,13 @@ def _chunk_as_json(chunk: Chunk) -> dict[str, Any]:
 
 
 def from_bytes(data: bytes, file: Path) -> Manifest:
-    """The manifest that these bytes are, every word of it checked.
+    """Parse a manifest and check every field.
 
     Args:
-        file: where they are from; the directory that holds it is named as the save.
+        file: the file that the bytes are from. Its directory has the name of the save.
 
     Raises:
-        CheckpointError: it is damaged, of another version, or describes what cannot be.
+        CheckpointError: the manifest is damaged, is of another version, or contradicts itself.
     """
     tree = parse_json(data, file)
     found = _HASH.search(data)
@@ -212,16 +212,16 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
 
 
 def parse_json(data: bytes, file: Path) -> Any:
-    """An object of this format and version, from JSON in which no key comes twice.
+    """Parse an object of this format and version. No key of the JSON may come twice.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the data is something else.
     """
     if data[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise damaged(file, "JSON", "a pickle, which is never opened", 0)
     try:
         tree = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # what is no UTF-8 and no JSON, too
+    except (ValueError, RecursionError) as error:  # also for data that is not UTF-8
         offset = getattr(error, "pos", getattr(error, "start", 0))
         raise damaged(file, "JSON", f"{' '.join(str(error).split())}", offset) from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
@@ -246,14 +246,14 @@ def _no_constant(name: str) -> Any:
 
 
 def _brief(value: Any) -> str:
-    """A value of JSON in a few words, however large or deep it is."""
+    """Describe a JSON value in a few words, however large or deep the value is."""
     if isinstance(value, dict):
         return f"one with {_brief(value.get('format'))}" if "format" in value else "one without"
     return type(value).__name__ if isinstance(value, list) else repr(value)[:60]
 
 
 class _Reader:
-    """Turns JSON into a manifest. Whatever it meets that is of the wrong type raises KeyError, TypeError or ValueError."""
+    """Turns JSON into a manifest. A value of the wrong type raises KeyError, TypeError or ValueError."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -297,7 +297,7 @@ class _Reader:
         return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
 
     def check_tree(self, manifest: Manifest) -> None:
-        """Every entry and container is inside containers, down to the outermost one."""
+        """Raise an error unless every entry and container is inside a container, up to the outermost one."""
         for path, kind in manifest.containers.items():
             if kind not in KINDS:
                 raise ValueError(f"{show(path)}, a {kind[:40]!r}")
@@ -308,7 +308,7 @@ class _Reader:
             raise ValueError("a container that is an entry, too, or no outermost dict")
 
     def check_tensors(self, manifest: Manifest) -> None:
-        """Chunks tile their tensors, share no byte of their files, and leave none but to be aligned."""
+        """Raise an error unless chunks tile their tensors, share no byte of a file, and leave gaps only for alignment."""
         used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
         for entry in manifest.entries.values():
             if isinstance(entry, TensorEntry) and entry.same_as is not None:

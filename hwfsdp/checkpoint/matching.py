@@ -1,7 +1,7 @@
-"""A saved state dict and one to be loaded into: whether they fit, which bytes are needed, and where they go.
+"""A saved state dict and a state dict to fill: do they fit, which bytes does this rank need, and where do the bytes go?
 
-`match` compares keys, shapes and dtypes and touches nothing. `needs_of` says what this rank needs of which chunk, and
-`reading` reads that into new memory. `fill` puts the values in place; by then nothing can go wrong any more.
+`match` compares keys, shapes and dtypes, and changes nothing. `needs_of` lists the part of each chunk that this rank needs, and
+`reading` reads these parts into new memory. `fill` puts the values in place. All checks have been done before `fill`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Match:
     """The entries to read, and their places.
 
     Attributes:
-        tensors: path to the target of every tensor of which this rank has a part.
-        values: path to the new value of everything else.
+        tensors: by path, each target tensor of which this rank has a part.
+        values: by path, the new value of each entry that is not a tensor.
         fresh: paths of targets that hold no values yet, because they were on the meta device.
     """
 
@@ -42,7 +42,7 @@ class Match:
 
 
 def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool) -> Match:
-    """What loading will do.
+    """Compare the state dict with the save, and list what a load has to do.
 
     Raises:
         UsageError: the state dict and the save do not fit; see `store.load`.
@@ -70,7 +70,7 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
 
 
 def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Manifest) -> None:
-    """Dicts face dicts, sequences face sequences; no container faces a leaf."""
+    """Raise an error if a dict meets a sequence, or a container meets a leaf."""
     known: dict[KeyPath, Any] = {(): state_dict}
     for path in leaves:
         for n in range(1, len(path)):
@@ -109,7 +109,7 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
 
 
 def check_can_change(path: KeyPath, state_dict: Any) -> None:
-    """Raise if the value at `path` can be given to no container: a tuple is made again, and given to the one above."""
+    """Raise an error if no container can take a new value at `path`. A tuple is made again, and the container above takes the new one."""
     above, holder, at = state_dict, state_dict, ()
     for n, key in enumerate(path):
         if not isinstance(above, tuple):
@@ -138,12 +138,12 @@ def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bo
 
 
 def _kind_of(dtype: torch.dtype) -> int:
-    """bool, int, float, complex: each can hold the values of those before it, more or less precisely."""
+    """Return 0 for bool, 1 for int, 2 for float, 3 for complex. Each kind can hold the values of lower kinds, with limited precision."""
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
 
 
 def _check_ties(found: Match) -> None:
-    """Raise if one tensor of the target would get two different contents."""
+    """Raise an error if one target tensor would get two different contents."""
     first: dict[Any, KeyPath] = {}
     for path, target in found.tensors.items():
         other = first.setdefault(identity_of(target), path)
@@ -208,15 +208,15 @@ def needs_of(matched: Match) -> Iterator[Need]:
 
 @torch.no_grad()
 def fill(state_dict: Any, match: Match, parts: dict[KeyPath, Tensor]) -> None:
-    """Put the parts into the tensors of the target, and the values where they belong."""
+    """Put the parts into the tensors of the state dict, and the values into their containers."""
     for path, part in parts.items():
-        if identity_of(part_of(match.tensors[path])) != identity_of(part):  # was it not read in place?
+        if identity_of(part_of(match.tensors[path])) != identity_of(part):  # equal: it was read in place
             part_of(match.tensors[path]).copy_(part)
     put(state_dict, (), match.values)
 
 
 def put(tree: Any, path: KeyPath, values: dict[KeyPath, Any]) -> Any:
-    """The container with new values in it: itself, or another one if it cannot be changed."""
+    """Put new values into the container, and return it. If it cannot be changed, return a new container."""
     items = items_of(tree) or {}
     new = {}
     for key, child in items.items():

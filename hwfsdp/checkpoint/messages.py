@@ -1,7 +1,7 @@
-"""The errors of checkpoints, and how they name what they are about.
+"""The errors of checkpoints, and how they name their subjects.
 
-An error is about an entry of a state dict (by its path of keys), about a place in a file, or about an argument. There is one
-function for each: `refuse` for entries and arguments, `damaged` for files.
+The subject of an error is an entry of a state dict (named by its path of keys), a place in a file, or an argument. There is one
+function for each kind of subject: `refuse` for entries and arguments, `damaged` for files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from hwfsdp.errors import CheckpointError, FSDPError, UsageError, in_one_line
 
 KeyPath = tuple[Any, ...]  # the keys that lead to an entry of a state dict
-_SHOWN = 4  # names in a message; the rest is counted
+_SHOWN = 4  # most names in a message; the others are only counted
 
 
 class Attribute(str):
@@ -21,7 +21,7 @@ class Attribute(str):
 
 
 def show(path: KeyPath) -> str:
-    """The path as one would index it: state_dict['state'][0]['exp_avg']."""
+    """Return the path as Python code would index it: state_dict['state'][0]['exp_avg']."""
     return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
 
 
@@ -32,7 +32,7 @@ def refusal(
     remedy: str = "Compare the model with the one that the values come from.",
     kind: type[FSDPError] = UsageError,
 ) -> FSDPError:
-    """The error about an entry, an argument or a directory. A path of keys is shown as one would index it."""
+    """Make the error for an entry, an argument or a directory. A path of keys is shown as Python code would index it."""
     named = show(subject) if isinstance(subject, tuple) else str(subject)
     return kind(named, expected=expected, got=got, remedy=remedy)
 
@@ -44,7 +44,7 @@ def refuse(
     remedy: str = "Compare the model with the one that the values come from.",
     kind: type[FSDPError] = UsageError,
 ) -> NoReturn:
-    """Raise the `refusal`."""
+    """Raise the error that `refusal` makes."""
     raise refusal(subject, expected, got, remedy, kind)
 
 
@@ -56,10 +56,10 @@ def damaged(
     key: str | None = None,
     remedy: str = "Load another checkpoint. If there are other saves beside it, load one of them by its own path.",
 ) -> CheckpointError:
-    """The error for a file that is not what it should be, whatever its format.
+    """Make the error for a file that is not as expected, in any format.
 
     Args:
-        offset: the byte at which the damage is, or begins. key: the entry concerned, as one would index it.
+        offset: the byte at which the damage is or begins. key: the entry concerned, as Python code would index it.
     """
     subject = str(file) if offset is None else f"{file}, byte {offset}"
     error = CheckpointError(
@@ -69,11 +69,11 @@ def damaged(
 
 
 def told(error: BaseException) -> str:
-    """An error of Python, torch or the disk, in one line."""
+    """Describe an error of Python, torch or the disk in one line."""
     return in_one_line(f"{type(error).__name__}: {error}")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

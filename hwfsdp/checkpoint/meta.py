@@ -1,34 +1,34 @@
 """From the meta device straight into shards.
 
-A model that is built and sharded on the meta device costs nothing. It still needs memory for this rank's shards, and values
+A model that is built and sharded on the meta device needs no memory. Then it needs memory for this rank's shards, and values
 from a checkpoint. So:
 
     with torch.device("meta"):
         model = GPT(config)
     fully_shard(model)
-    state_dict = init_meta_model(model)        memory, for what a checkpoint holds
-    load(state_dict, path)                     values, written where the model has them
-    check_materialized(model, optimizer)       nothing was forgotten
+    state_dict = init_meta_model(model)        allocate memory for the entries of a checkpoint
+    load(state_dict, path)                     write the values into the model's tensors
+    check_materialized(model, optimizer)       check that nothing was forgotten
 
-`load(model, path)` does the middle two at once, and leaves the model on the meta device if it fails.
+`load(model, path)` does the two steps in the middle at once. If it fails, it leaves the model on the meta device.
 
-`init_optimizer_state` is the same for an optimizer: the state that it would have after a step, to load into.
+`init_optimizer_state` does the same for an optimizer: it makes the state that the optimizer would have after a step, to load
+into.
 
 Note [The same objects]
-    Who holds a parameter, an optimizer for example, must go on holding the right one. So tensors are not replaced in
-    the places where they are found: the new tensor and the old one exchange what they are (`swap_tensors`). But a
-    state dict does not hold the model's tensors, it holds detached ones, which have nothing in common with them except
-    the storage. On the meta device a storage is a name without memory, and names are enough: every storage becomes
-    one new block of memory, and every tensor a view into the block that stands for its storage, with the strides and
-    the offset that it had. Tied weights stay tied, a slice stays a slice, and entries of a state dict, given the model
-    (`model=`), stay views of its parameters.
+    An optimizer, or any other code that holds a parameter, must go on holding the right one. So we do not put new tensors in
+    the places of old ones. Instead, the new tensor and the old tensor exchange their contents (`swap_tensors`). But a state dict
+    does not hold the model's tensors. It holds detached tensors, which share only the storage with them. On the meta device, a
+    storage has an identity but no memory, and the identity is enough: every storage becomes one new block of memory. Every
+    tensor becomes a view of the block for its storage, with the same strides and offset as before. So tied weights stay tied,
+    and a slice stays a slice. If the model is given (`model=`), entries of a state dict stay views of its parameters.
 
 Note [Whose shape]
-    The local shape of a DTensor is computed here (`layout`), because a DTensor that was made on the meta device may have
-    torch's, which is wrong where cuts are strided and uneven. Such a tensor gets memory of its own.
+    This module computes the local shape of a DTensor with `layout`. A DTensor that was made on the meta device may have torch's
+    local shape, which is wrong where cuts are strided and uneven. Such a tensor gets memory of its own.
 
-Left out: values. Non-persistent buffers have none in any checkpoint; they stay on the meta device, where
-`check_materialized` finds them, instead of being given memory that holds nothing.
+Left out: values. No checkpoint has values for non-persistent buffers. They stay on the meta device, where `check_materialized`
+finds them. Memory without values would hide them.
 """
 
 from __future__ import annotations
@@ -66,40 +66,41 @@ def init_state_dict(
     *,
     model: nn.Module | None = None,
 ) -> StateDict:
-    """Give every tensor on the meta device memory, in place; what the memory holds is undefined until it is loaded.
+    """Give memory to every tensor on the meta device, in place. The memory holds undefined values until the tensors are loaded.
 
-    No communication. Tensors stay the same objects, in the state dict and in whatever else holds them (Note [The same
-    objects]). Shapes, dtypes, strides, placements and `requires_grad` stay, gradients on the meta device do not.
-    Tensors elsewhere are not touched.
+    There is no communication. Tensors stay the same objects, in the state dict and in every other place that holds them (Note [The
+    same objects]). Shapes, dtypes, strides, placements and `requires_grad` stay the same; gradients on the meta device are dropped.
+    Tensors on other devices are not changed.
 
     Args:
-        state_dict: nested or not; tensors and DTensors, cut evenly or not.
-        device: where the memory is. By default each DTensor's goes to its mesh's kind of device, in host memory if
-            FSDP offloads it, and all other memory to the kind of device that the DTensors are on.
-        model: the one whose `state_dict()` it is. Its parameters and buffers that share storage with entries get their
-            memory, too, and entries are views of it. With `model.state_dict(keep_vars=True)` entries are the
-            parameters themselves, and the model need not be given.
+        state_dict: may be nested; has tensors and DTensors, which may be cut unevenly.
+        device: where the memory is. By default, a DTensor gets memory on its mesh's kind of device, or in host memory if FSDP
+            offloads it. All other tensors get memory on the kind of device that the DTensors are on.
+        model: the model whose `state_dict()` this is. Its parameters and buffers that share storage with entries get memory,
+            too, and the entries are views of it. With `model.state_dict(keep_vars=True)`, the entries are the parameters
+            themselves, and this argument is not needed.
 
     Returns:
         `state_dict`.
 
     Raises:
-        UsageError: the device is meta, or a parameter is lazy. UnsupportedError: a tensor that is sparse or a
-            ShardedTensor, or the detached entry of a parameter that is a tensor subclass. StateError: something holds
-            a weak reference to a tensor. Nothing was touched then.
+        UsageError: the device is meta, or a parameter is lazy.
+        UnsupportedError: a tensor is sparse or a ShardedTensor, or an entry is detached from a parameter that is a tensor subclass.
+        StateError: there is a weak reference to a tensor.
+        In all cases, nothing was changed.
     """
     _init(state_dict, device, model)
     return state_dict
 
 
 class NewMemory:
-    """A state dict to load into, or a module's. What is on the meta device gets memory, as `init_state_dict` gives it.
+    """A state dict to load into, given directly or as a module. Tensors on meta get memory, as in `init_state_dict`.
 
-    Within the context, an error puts everything back on the meta device. At the end of it, a module gets what its state
-    dict holds besides tensors.
+    If an error leaves the context, all these tensors go back to the meta device. At the end of the context, a module gets the
+    entries of its state dict that are not tensors.
 
     Attributes:
-        state_dict: to load into. paths: of the entries that got memory; they hold nothing before they are loaded.
+        state_dict: the state dict to load into. paths: the entries that got memory; they hold no values before the load.
     """
 
     def __init__(self, target: Any, device: torch.device | str | None, model: nn.Module | None) -> None:
@@ -120,21 +121,21 @@ class NewMemory:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Give it, once; raise what `init_state_dict` raises."""
+        """Give memory to the tensors on meta, once. Raise the errors of `init_state_dict`."""
         on_meta = [path for path, v in leaves_of(self.state_dict) if isinstance(v, Tensor) and v.is_meta]
         if on_meta:
             self._rooms, self.paths = _init(self.state_dict, self._device, self._model), on_meta
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Put everything back on the meta device, as it was."""
+        """Put all these tensors back on the meta device, as they were."""
         if self._rooms is not None:
             self._rooms.take_back()
             for group in _groups_of(self._model):
                 group.adopt_registered()
 
     def check_loaded(self, found: Container[Any]) -> None:
-        """Raise if something on the meta device is not among the paths that a checkpoint has."""
+        """Raise an error if an entry that was on the meta device is not among the paths of the checkpoint."""
         missing = [show(path) for path in self.paths if path not in found]
         if missing:
             expected = "values for everything in the state dict that is on the meta device"
@@ -162,23 +163,23 @@ def _init(state_dict: Any, device: torch.device | str | None, model: nn.Module |
 
 
 def init_meta_model(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
-    """Give the model's parameters and persistent buffers on the meta device memory, for a checkpoint to be loaded into.
+    """Give memory to the model's parameters and persistent buffers on the meta device, so that a checkpoint can be loaded.
 
     Args:
-        model: sharded or not. Buffers that are not persistent are left where they are, since no checkpoint has them.
+        model: sharded or not. Non-persistent buffers stay on the meta device, because no checkpoint has them.
         device: see `init_state_dict`.
 
     Returns:
-        `model.state_dict()`. What is copied into its tensors is in the model.
+        `model.state_dict()`. A value that is copied into one of its tensors is in the model.
 
     Raises:
-        What `init_state_dict` does.
+        The errors of `init_state_dict`.
     """
     return init_state_dict(model.state_dict(), device, model=model)
 
 
 def _sharing_storage(model: nn.Module | None, entries: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers on meta, by fqn, whose storage is one of the entries' storages."""
+    """Return the parameters and buffers on meta, by fqn, that share storage with an entry."""
     if model is None:
         return {}
     for group in _groups_of(model):
@@ -195,7 +196,7 @@ def _groups_of(model: nn.Module | None) -> Iterator[ParamGroup]:
 
 
 def _is_subclass(tensor: Tensor) -> bool:
-    """Whether the memory belongs to tensors inside the tensor, not to the tensor."""
+    """True if the memory belongs to tensors inside the tensor, and not to the tensor itself."""
     memory = memory_of(tensor)
     return not (type(memory) is Tensor or isinstance(memory, nn.Parameter))
 
@@ -232,7 +233,7 @@ def _check_connected(entries: dict[str, Tensor], of_model: dict[str, Tensor]) ->
 
 
 class _Rooms:
-    """New memory for what is on meta: a block for each storage (Note [The same objects])."""
+    """New memory for tensors on meta: one block for each storage (Note [The same objects])."""
 
     def __init__(self, device: torch.device | str | None, tensors: list[Tensor]) -> None:
         self.device = None if device is None else torch.device(device)
@@ -240,11 +241,12 @@ class _Rooms:
         default = torch.get_default_device()
         self.elsewhere = torch.device(kinds[0] if kinds else "cpu" if default.type == "meta" else default)
         self.blocks: dict[int, torch.UntypedStorage] = {}
-        # What is known by identity has to live. Of each tensor what it was before, in the order of the exchanges.
+        # Each tensor and its former contents, in the order of the exchanges. Keep both alive: `blocks` knows
+        # storages by their identity.
         self.exchanged: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, tensor: Tensor, is_offloaded: bool = False) -> None:
-        """Give the tensor memory, if it has none."""
+        """Give memory to the tensor if it is on the meta device."""
         if not tensor.is_meta:
             return
         device = self.device or (torch.device("cpu") if is_offloaded else self._home(tensor))
@@ -260,7 +262,7 @@ class _Rooms:
         self.exchanged.append((tensor, new))
 
     def take_back(self) -> None:
-        """Make every tensor what it was before."""
+        """Undo all exchanges, the last one first."""
         while self.exchanged:
             torch.utils.swap_tensors(*self.exchanged.pop())
 
@@ -297,7 +299,7 @@ class _Rooms:
 
 
 def _exchange_groups(model: nn.Module | None, wanted: set[int], rooms: _Rooms) -> None:
-    """Parameters of FSDP groups, group by group: where a group moves its rows into padded memory, that is the block."""
+    """Give memory to the parameters of FSDP groups, group by group. If a group moves its rows into padded memory, use this as the block."""
     for group in _groups_of(model):
         params = [p.sharded_param for p in group.params if id(p.sharded_param) in wanted]
         keys = {id(param): _key(param) for param in params if not _is_subclass(param)}
@@ -313,14 +315,14 @@ def _exchange_groups(model: nn.Module | None, wanted: set[int], rooms: _Rooms) -
 
 
 def check_materialized(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Raise if something of the model is on the meta device, or if the optimizer would update something else.
+    """Raise an error if a tensor of the model is on the meta device, or if the optimizer would update other tensors than the model's.
 
-    Looks at parameters, buffers (persistent or not) and tensors that are plain attributes of modules; of the optimizer at
-    the parameters in its groups, and at its state.
+    The check covers parameters, buffers (persistent or not), and tensors that are plain attributes of modules. For the optimizer, it
+    covers the parameters in its groups, and its state.
 
     Raises:
-        StateError: names the first few and how to initialize them, and counts the rest; or an optimizer's group and
-            the index in it of a parameter that the model does not have (any more).
+        StateError: for the model, it names the first few tensors, says how to initialize them, and counts the rest. For the
+            optimizer, it names the group and the index of each parameter that the model does not have (any more).
     """
     found = _left_on_meta(model)
     if found:
@@ -336,7 +338,7 @@ _COMPUTE = "No checkpoint has non-persistent buffers and attributes: compute the
 
 
 def _left_on_meta(model: nn.Module) -> list[tuple[str, str]]:
-    """Each tensor on the meta device, by its fqn, and what to do about it."""
+    """Return each tensor on the meta device: its kind and fqn, and the remedy."""
     found = [(f"parameter {n!r}", _LOAD) for n, p in model.named_parameters() if p.is_meta]
     on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()} if on_meta else set()
@@ -357,7 +359,7 @@ def _counted(names: list[str]) -> str:
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     fsdp_params = [p for group in _groups_of(model) for p in group.params]
     known = {id(param) for param in model.parameters()}
-    known -= {id(p.places[0].registered()) for p in fsdp_params}  # may be the whole one, just now
+    known -= {id(p.places[0].registered()) for p in fsdp_params}  # unsharded, this is the full parameter
     known |= {id(p.sharded_param) for p in fsdp_params}
     stale, states = [], []
     for number, group in enumerate(optimizer.param_groups):

@@ -17,13 +17,13 @@ from hwfsdp.checkpoint.messages import Attribute, KeyPath, refusal
 from hwfsdp.compat import IS_PARAMETER
 from hwfsdp.errors import FSDPError
 
-# what a deep copy returns as it is
+# A deep copy returns objects of these types without a copy.
 ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
 ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, types.CodeType, ref)
 
 
 class Found(NamedTuple):
-    """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
+    """An object in a state dict, and one path to it. `certain` is False if a `__deepcopy__` decides whether the object is copied."""
 
     path: KeyPath
     value: Any
@@ -31,8 +31,8 @@ class Found(NamedTuple):
 
 
 def objects_in(tree: Any) -> Iterator[Found]:
-    """All objects that a deep copy of `tree` would copy, each once, an object before its parts."""
-    seen: dict[int, Any] = {}  # holds what it knows by id, so ids stay valid
+    """Yield all objects that a deep copy of `tree` would copy. Each object comes once, before its parts."""
+    seen: dict[int, Any] = {}  # by id; it keeps the objects alive, so that ids stay valid
     todo = [Found((), tree)]
     while todo:
         path, value, certain = found = todo.pop()
@@ -55,14 +55,14 @@ Parts = list[tuple[KeyPath, Any]]
 
 
 def _parts_of(value: Any) -> Parts:
-    """The parts that `copy.deepcopy` copies with a value, and the steps to each."""
+    """Return the parts of a value that `copy.deepcopy` copies with it, and the steps of the path to each part."""
     if isinstance(value, type):
         return []
     if isinstance(value, Tensor):
         return attributes_of(value)
     if isinstance(value, tuple) or type(value) in (dict, list, set, frozenset):
         return _items_of(value) + attributes_of(value)
-    if getattr(value, "__deepcopy__", None) is not None:  # does what it likes, with these probably
+    if getattr(value, "__deepcopy__", None) is not None:  # it may do anything; probably it copies these parts
         return _items_of(value) + attributes_of(value)
     reduce = copyreg.dispatch_table.get(type(value))
     reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
@@ -88,7 +88,7 @@ def _items_of(value: Any) -> Parts:
 
 
 def attributes_of(value: Any) -> Parts:
-    """The entries of the object's `__dict__`, and of its slots that are not torch's."""
+    """Return the entries of the object's `__dict__`, and the values of its slots, except torch's own."""
     classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
     members = [(name, member) for kind in classes for name, member in vars(kind).items()]
     slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
@@ -98,7 +98,7 @@ def attributes_of(value: Any) -> Parts:
 
 
 def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> FSDPError:
-    """The error that names the innermost object in `tree` that cannot be copied."""
+    """Make the error that names the innermost object in `tree` that cannot be copied."""
     path: KeyPath = ()
     found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
     for steps, value, _ in objects_in(tree):

@@ -1,8 +1,8 @@
 """The state that a fresh optimizer will have, so that a checkpoint can be loaded into it.
 
 Note [One parameter at a time]
-    Which state an optimizer keeps, only its step knows. So a step is made, with gradients that are zero, for each
-    parameter alone: a copy of one parameter is all that has to be kept to put its bits back afterwards.
+    Only the step of an optimizer knows which state the optimizer keeps. So we make a step with gradients that are zero. We make
+    it for each parameter alone. So we need a copy of only one parameter to restore its bits afterwards.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hwfsdp.errors import FSDPError, UnsupportedError
 def init_optimizer_state(optimizer: Optimizer) -> None:
     """Give a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
 
-    Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
-    counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.
-    No communication, unless the optimizer's step communicates. The state of parameters on the meta device is there, too.
+    Every parameter that requires grad and has no state yet gets state (Note [One parameter at a time]): moments are zero, and counts
+    of steps are zero. Parameters keep every bit, gradients and groups stay the same, and hooks are not called. There is no
+    communication, unless the optimizer's step communicates. The state of parameters on the meta device is on the meta device, too.
 
     Args:
-        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
+        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any other optimizer whose step skips parameters without gradients.
 
     Raises:
-        UnsupportedError: the step needs a closure (LBFGS does), or refuses dense gradients of zeros.
-            The optimizer is as it was then.
+        UnsupportedError: the step needs a closure (as LBFGS does), or refuses dense gradients of zeros.
+            Then the optimizer stays as it was.
     """
     step = _plain_step(optimizer)
     pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
@@ -65,7 +65,7 @@ def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of the optimizer's class, without what torch wraps around it to call hooks."""
+    """Return the step of the optimizer's class, without torch's wrapper that calls hooks."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -93,7 +93,7 @@ def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str,
 
 @contextmanager
 def _only(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[None]:
-    """The optimizer has this parameter only, with a gradient of zeros, and does not decay it."""
+    """Within this context, the optimizer has only this parameter, with a gradient of zeros and without weight decay."""
     groups, params, grad = optimizer.param_groups, group["params"], param.grad
     decay = group.get("weight_decay")
     zeros = torch.zeros_like(part_of(param))

@@ -1,12 +1,12 @@
-"""The files of a PART checkpoint, read with every check there is.
+"""The files of a PART checkpoint, read with all possible checks.
 
 Note [What the checks see]
-    A part is a zip archive. Each of its records has a CRC-32, which torch writes and does not read. It is compared before
-    anything is loaded. It does not cover the structure of the archive. So records must be as torch writes them (see
-    `archives`); any other change makes the archive unreadable, or changes no loaded value. Deliberate damage is not
+    A part is a zip archive. torch writes a CRC-32 for each of its records, but does not compare it. We compare it before we load
+    anything. The CRC-32 does not cover the structure of the archive. So records must be as torch writes them (see `archives`).
+    Any other change of the structure makes the archive unreadable, or changes no loaded value. Deliberate damage is not
     detected, since an attacker can change the CRC, too. But it cannot run code: `weights_only=True` is not optional.
 
-Left out: files that torch.save wrote before it wrote zip archives, and those written with CRCs turned off.
+Left out: files that torch.save wrote before it used zip archives, and files that were written with CRCs turned off.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def part_name(rank: int) -> str:
 
 
 def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any]) -> Contents:
-    """All parts of a checkpoint, each read once, and what they hold together; see `parts.load`.
+    """Read all parts of a checkpoint, each once, and return their contents together; see `parts.load`.
 
     Args:
-        nthreads: parts read at a time; 0: without threads. options: for torch.load.
+        nthreads: the number of parts that are read at the same time; 0: no threads. options: for torch.load.
     """
     _check_options(nthreads, options)
     directory = Path(fname)
@@ -75,7 +75,7 @@ def _check_options(nthreads: int, options: Mapping[str, Any]) -> None:
 
 
 def _parts_in(directory: Path) -> dict[int, Path]:
-    """Path of each part that is there, by rank; part 0 is."""
+    """Return the path of each part in the directory, by rank. Part 0 must exist."""
     if not directory.is_dir():
         target = Path(os.path.realpath(directory))
         before = [name for name in left_beside(target) if name.endswith(".previous")]
@@ -98,7 +98,7 @@ def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise if the directory holds something that a new save would remove."""
+    """Raise an error if the directory holds a file that a new save would remove and that is not a part."""
     foreign = None
     if target.is_dir():
         foreign = next((name for name in sorted(os.listdir(target)) if not _PART.fullmatch(name)), None)
@@ -113,7 +113,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def check_part(part: Any, file: str) -> None:
-    """Raise CheckpointError unless it is built like a part. Entries that two parts share are compared later."""
+    """Raise CheckpointError unless `part` has the structure of a part. Later, `merge` compares entries that two parts share."""
     _expect(isinstance(part, dict), file, (), "a dict", part)
     version, count = part.get(VERSION_KEY), part.get(COUNT_KEY)
     if not isinstance(version, str) or version != VERSION:
@@ -131,7 +131,7 @@ def check_part(part: Any, file: str) -> None:
 
 
 def _expect(fits: bool, file: str, path: KeyPath, expected: str, value: Any) -> None:
-    """Raise unless the value at this path of a part fits."""
+    """Raise an error for the value at this path of a part, unless it fits."""
     if not fits:
         raise damaged(file, expected, _brief(value), key=show(path) if path else None)
 

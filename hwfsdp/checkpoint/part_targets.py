@@ -1,17 +1,17 @@
 """The sources and targets of a PART checkpoint: modules, optimizers, and their state dicts.
 
-Loading has two phases. Making a `Loading` holds what was saved against what is there, and touches nothing. Its `fill`
-then puts one tensor after the other in its place: a whole one is made, cut, and let go. What was read may lie in a file
-that is mapped into memory, so everything is copied.
+Loading has two phases. Making a `Loading` compares the saved entries with the targets, and changes no value. Then its `fill` puts
+one tensor after the other in its place: it makes a whole tensor, cuts it, and releases it. What was read may lie in a file that is
+mapped into memory, so everything is copied.
 
-A model has a place for every entry: the tensors of its state dict. An optimizer that has not stepped yet has none, so
-the state of a parameter is cut like the parameter, if it has the parameter's shape. What the optimizer does have
-decides otherwise, so states of other shapes that are sharded want an optimizer that has stepped once.
+A model has a place for every entry: the tensors of its state dict. An optimizer that has made no step yet has no places. So the
+state of a parameter is cut like the parameter, if it has the parameter's shape. If the optimizer has state already, the state is
+cut like the existing state. So sharded states of other shapes need an optimizer that has made one step.
 
-What is on the meta device gets memory in place, as `meta` gives it, so an optimizer that was made over such parameters
-has the right ones afterwards.
+Tensors on the meta device get memory in place (see `meta`). So an optimizer that was made over such parameters has the right
+parameters afterwards.
 
-Left out: tensors in lists in the state of an optimizer, which stay whole.
+Left out: tensors in lists in the state of an optimizer. They stay whole.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hwfsdp.layout.extents import shard_of
 
 
 def several(value: Any) -> list[Any]:
-    """One or many as a list; [] for None."""
+    """Return one object or many as a list; [] for None."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def state_of(value: Any, what: str) -> dict[Any, Any]:
-    """The state dict of a module or optimizer, or of a mapping the same entries; a dict that may be changed."""
+    """Return a dict with the state dict of a module or optimizer, or with the entries of a mapping. The caller may change the dict."""
     if isinstance(value, Mapping):
         return dict(value)
     if not callable(getattr(value, "state_dict", None)) or isinstance(value, type):
@@ -59,8 +59,8 @@ def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer o
 class Loading:
     """The entries to load, and their places on this rank.
 
-    Making it checks everything, and changes nothing, except that models on the meta device get memory, so that it is known
-    how their optimizers' states are cut. They keep it if the context `held` ends without an error.
+    The constructor checks everything. It changes nothing, except that models on the meta device get memory, because the cuts of
+    their optimizers' states must be known. They keep the memory if the context `held` ends without an error.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Loading:
         ]
 
     def fill(self) -> None:
-        """Put everything in its place; modules get the rest of their state dicts when the context ends."""
+        """Put all values in their places. A module gets the entries that are not tensors when the context `held` ends."""
         for module, memory, entries in zip(self.modules, self.memories, self.contents.models):
             places = memory.state_dict
             for name, entry in entries.items():
@@ -101,7 +101,7 @@ class Loading:
             state.fill()
 
     def _filled(self, entry: Any, place: Any) -> Any:
-        """The place, holding this rank's values of the entry."""
+        """Fill the place with this rank's values of the entry, and return it."""
         value = whole_entry(entry)
         if not isinstance(place, Tensor):
             return kept(value, True)
@@ -117,7 +117,7 @@ def _check_count(what: str, given: int, saved: int) -> None:
 
 
 def _check_places(path: KeyPath, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
-    """Raise unless the model has a place for every entry, and an entry for every place, of the same kind."""
+    """Raise an error unless the model has a place for every entry and an entry for every place, of the same kind."""
     missing = [name for name in places if name not in entries]
     unknown = [name for name in entries if name not in places]
     if missing or unknown:
@@ -140,7 +140,7 @@ def _info(entry: Any) -> Any:
 
 
 class _OptimizerPlaces:
-    """The state of an optimizer as it was saved, and how it is cut for the one that takes it."""
+    """The saved state of an optimizer, and how it is cut for the target optimizer."""
 
     def __init__(self, path: KeyPath, saved: dict[str, Any], target: Any) -> None:
         self.path, self.saved, self.target = path, saved, target
@@ -172,12 +172,12 @@ class _OptimizerPlaces:
             )
 
     def _place(self, index: Any, key: Any) -> Any:
-        """The optimizer's present value at this place."""
+        """Return the optimizer's present value at this place; None if there is none."""
         held = getattr(self.target, "state", {}).get(self.params.get(index), {})
         return held.get(key) if isinstance(held, Mapping) else None
 
     def _like(self, index: Any, key: Any, value: Any) -> DTensor | None:
-        """The DTensor that is cut like the value; None if the value stays whole."""
+        """Return a DTensor that is cut as the value must be cut; None if the value stays whole."""
         place, param = self._place(index, key), self.params.get(index)
         if isinstance(place, Tensor):
             return place if isinstance(place, DTensor) else None
@@ -206,7 +206,7 @@ class _OptimizerPlaces:
 
 
 def buffers_of(module: Any) -> set[str]:
-    """Names of its buffers. Some may be missing in its state dict, because they are not persistent; the caller ignores these."""
+    """Return the names of the module's buffers, including non-persistent ones, which its state dict does not have."""
     if not isinstance(module, nn.Module):
         return set()
     return {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -228,7 +228,7 @@ def check_tensor(path: KeyPath, tensor: Tensor, ranks: list[int]) -> None:
 
 
 def describe_entry(value: Any) -> str:
-    """A description of an entry: everything in which ranks must agree."""
+    """Describe everything about an entry that must be the same on all ranks."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
     text = f"{value.dtype} {list(value.shape)} {value.layout}"
@@ -236,7 +236,7 @@ def describe_entry(value: Any) -> str:
 
 
 def check_loadable(path: KeyPath, tree: Any) -> None:
-    """Raise if torch.load with weights_only=True would not take it; tensors are taken out first."""
+    """Raise an error if torch.load with weights_only=True would not accept the tree. Tensors are taken out before the test."""
     error = loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
     if error is None:
         return

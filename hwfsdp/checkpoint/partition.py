@@ -1,6 +1,6 @@
-"""The contents of each part of a PART checkpoint, and the way from parts to the whole. No files here; see `parts`.
+"""The contents of each part of a PART checkpoint, and the way from parts to whole entries. No files here; see `parts`.
 
-A part is a dict. That of rank r of n, in a save of one model and one optimizer:
+A part is a dict. This is the part of rank r of n, in a save of one model and one optimizer:
 
     "__nshards__"   n
     "__version__"   "2.0.0"
@@ -9,17 +9,17 @@ A part is a dict. That of rank r of n, in a save of one model and one optimizer:
                       {(param index, key): (torch.Size, chunk [k])})]
     any other       the user's, in part 0 only
 
-A *large* tensor is cut: its elements, in row-major order, go to the ranks in chunks as `torch.chunk` makes them. All
-other entries stay whole, and are dealt out, the largest first, each to the rank that has the fewest bytes so far; the
-state of one parameter (what is not cut of it) stays together. Buffers are rank 0's.
+A *large* tensor is cut: its elements, in row-major order, are divided among the ranks in chunks, as `torch.chunk` makes them. All
+other entries stay whole. They are assigned to ranks, the largest first, each to the rank that has the fewest bytes so far. The
+state of one parameter stays together, except for tensors that are cut. Rank 0 writes the buffers.
 
 Note [Whoever holds it]
-    Readers take an entry from the part that has it, and so do not repeat that arithmetic. What they do check is that
-    every entry is in one part only, and that the chunks of a tensor add up to its size. A part without a chunk of a
-    tensor, and one with an empty chunk, mean the same: there were fewer chunks than ranks. A whole entry that all parts
-    lack is not noticed; nothing in the format lists them.
+    Readers take an entry from the part that has it. So they need not know which rank had to write it. They do check that every
+    entry is in one part only, and that the chunks of a tensor add up to its size. A part without a chunk of a tensor means the
+    same as a part with an empty chunk: there were fewer chunks than ranks. If a whole entry is missing in all parts, no reader
+    notices, because nothing in the format lists the entries.
 
-Left out: sharing. Tied weights are two entries with the same values.
+Left out: shared memory. Tied weights are two entries with the same values.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ RESERVED = ("model", "optimizer", COUNT_KEY, VERSION_KEY, ID_KEY)
 
 
 class Deal(NamedTuple):
-    """The division of entries among ranks: `holders` of whole entries, by name or param index, and `cut`, the keys of those in chunks."""
+    """The division of entries among ranks: `holders` has the rank of each whole entry, `cut` has the keys of the entries in chunks.
+
+    For a model, the keys are names. For an optimizer, `holders` has param indices, and `cut` has pairs (param index, key).
+    """
 
     holders: dict[Any, int]
     cut: set[Any]
 
 
 def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
-    """The rank for each entry: the largest first, each to the rank with the least load, the lowest of several.
+    """Choose a rank for each entry: the largest entry first, each to the rank with the least load; the lowest rank if loads are equal.
 
     Args:
         sizes: bytes by key. loads: bytes that each rank has already; the bytes of the entries are added.
@@ -73,13 +76,13 @@ def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
 
 
 def bytes_in(tree: Any) -> int:
-    """Bytes of the tensors in it, whole ones."""
+    """Return the bytes of the tensors in the tree. A DTensor counts as a whole."""
     tensors = [leaf.value for leaf in leaves_of(tree) if isinstance(leaf.value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def is_large(value: Any, large_bytes: int) -> bool:
-    """Whether it is a dense tensor of more bytes than that."""
+    """True if the value is a dense tensor of more bytes than `large_bytes`."""
     is_dense = isinstance(value, Tensor) and value.layout == torch.strided
     return is_dense and value.numel() * value.element_size() > large_bytes
 
@@ -87,7 +90,7 @@ def is_large(value: Any, large_bytes: int) -> bool:
 def deal_model(
     state: Mapping[str, Any], buffers: Collection[str], loads: list[int], large_bytes: int
 ) -> Deal:
-    """Deals out a model's state dict; `buffers` are rank 0's, whatever their size."""
+    """Divide a model's state dict among ranks. Rank 0 gets all `buffers`, whatever their size."""
     cut = {name for name, value in state.items() if name not in buffers and is_large(value, large_bytes)}
     whole = {name: bytes_in(value) for name, value in state.items() if name not in cut}
     mine = {name: 0 for name in whole if name in buffers}
@@ -96,7 +99,7 @@ def deal_model(
 
 
 def deal_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Deal:
-    """Deals out the "state" of an optimizer's state dict; `cut` has (param index, key)."""
+    """Divide the "state" of an optimizer's state dict among ranks; `cut` has pairs (param index, key)."""
     cut, sizes = set(), {}
     for index, entry in state.items():
         items = entry.items() if isinstance(entry, Mapping) else ()
@@ -110,7 +113,7 @@ def deal_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int)
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, row-major, with memory of its own; a view would bring all of its storage into the file."""
+    """Return a copy on the CPU, row-major, with memory of its own. A view would bring all of its storage into the file."""
     plain = tensor.detach()
     if plain.layout == torch.strided:
         plain = plain.resolve_conj().resolve_neg().contiguous()
@@ -118,14 +121,14 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def chunk_of(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
-    """The size of a tensor and this rank's run of its elements, [k], in row-major order; a DTensor is gathered."""
+    """Return the size of a tensor and this rank's chunk of its elements, [k], in row-major order. A DTensor is gathered first."""
     whole = whole_of(value) if isinstance(value, DTensor) else value
     start, length = chunk_extent(whole.numel(), world_size, rank)
     return whole.shape, own(whole.reshape(-1)[start : start + length])
 
 
 def kept(value: Any, keep: bool) -> Any:
-    """The value with tensors that are this part's own. DTensors in it are gathered, also where it is not kept."""
+    """Return the value with copies of its tensors; without `keep`, with None for each leaf. DTensors are gathered in both cases."""
 
     def take(_: KeyPath, leaf: Any, __: Any) -> Any:
         whole = whole_of(leaf) if isinstance(leaf, DTensor) else leaf
@@ -137,7 +140,7 @@ def kept(value: Any, keep: bool) -> Any:
 def part_of_model(
     state: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's part of a model. DTensors are gathered one at a time, in the order of the state dict, by all ranks."""
+    """Return this rank's part of a model: whole entries, chunks. All ranks gather DTensors one at a time, in the state dict's order."""
     whole: OrderedDict[str, Any] = OrderedDict()
     chunks: dict[str, Any] = {}
     for name, value in state.items():
@@ -153,7 +156,7 @@ def part_of_model(
 def part_of_optimizer(
     state_dict: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
 ) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """This rank's part of an optimizer: some of its state, and everything else."""
+    """Return this rank's part of an optimizer: its share of the state and all other entries; chunks."""
     chunks: dict[Any, Any] = {}
     state: OrderedDict[Any, Any] = OrderedDict()
     for index, entry in state_dict["state"].items():
@@ -173,10 +176,10 @@ def part_of_optimizer(
 
 
 class Cut:
-    """A tensor that is in chunks still.
+    """A tensor whose chunks are not put together yet.
 
     Attributes:
-        shape, dtype: of the whole.
+        shape, dtype: of the whole tensor.
     """
 
     def __init__(self, size: Sequence[int], chunks: list[Tensor]) -> None:
@@ -184,14 +187,14 @@ class Cut:
         self.chunks = [chunk for chunk in chunks if chunk.numel()] or chunks[:1]
 
     def whole(self) -> Tensor:
-        """The tensor, on the device of its first chunk; a view of the chunk if there is only one."""
+        """Return the tensor, on the device of its first chunk. If there is only one chunk, it is a view of the chunk."""
         first = self.chunks[0]
         rest = [chunk.to(first.device) for chunk in self.chunks[1:]]
         return (torch.cat([first, *rest]) if rest else first).detach().view(self.shape)
 
 
 def whole_entry(entry: Any) -> Any:
-    """The entry, with its chunks put together if it is a `Cut`."""
+    """Return the entry. If it is a `Cut`, put its chunks together."""
     return entry.whole() if isinstance(entry, Cut) else entry
 
 
@@ -206,12 +209,12 @@ class Contents(NamedTuple):
 
 
 class _Entries:
-    """The entries of all models, and of the state of all optimizers, by their paths, as the parts come."""
+    """Collects the entries of all models and of the states of all optimizers, by their paths, part by part."""
 
     def __init__(self) -> None:
         self.whole: dict[KeyPath, Any] = {}
         self.chunks: dict[KeyPath, list[tuple[Sequence[int], Tensor]]] = {}
-        self.files: dict[KeyPath, str] = {}  # where each came from first
+        self.files: dict[KeyPath, str] = {}  # the first file that has the entry
 
     def add_part(self, part: dict[str, Any], file: str) -> None:
         for i, (whole, chunks) in enumerate(part["model"]):
@@ -232,7 +235,7 @@ class _Entries:
         self.whole[path], self.files[path] = value, file
 
     def add_state(self, path: KeyPath, entry: Any, file: str) -> None:
-        """A parameter's state is one entry per key; what is no dict, or an empty one, is an entry itself."""
+        """Add a parameter's state, one entry for each key. A state that is not a dict, or is an empty dict, is one entry."""
         if not isinstance(entry, dict):
             self.add(path, entry, file)
         elif not entry:
@@ -243,7 +246,7 @@ class _Entries:
 
     def add_chunk(self, path: KeyPath, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
         if path in self.whole:
-            self.add(path, None, file)  # which refuses it
+            self.add(path, None, file)  # this raises the error
         before = self.chunks.setdefault(path, [])
         kind, first = ((tuple(size), values.dtype) for size, values in (chunk, (before or [chunk])[0]))
         if kind != first:
@@ -253,7 +256,7 @@ class _Entries:
         self.files.setdefault(path, file)
 
     def all(self) -> dict[KeyPath, Any]:
-        """Every entry by its path; raises if chunks do not add up."""
+        """Return every entry by its path. Raise an error if chunks do not add up."""
         cut = {}
         for path, chunks in self.chunks.items():
             size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
@@ -265,10 +268,13 @@ class _Entries:
 
 
 def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
-    """The contents of all parts, by file and in rank order, which `part_files.check_part` has accepted.
+    """Put the contents of all parts together.
+
+    Args:
+        parts: the parts by file, in the order of ranks. `part_files.check_part` has accepted each of them.
 
     Raises:
-        CheckpointError: they are not parts of one save, or an entry is in two of them, or incomplete.
+        CheckpointError: they are not parts of one save, an entry is in two of them, or an entry is incomplete.
     """
     (first_file, first), *_ = parts.items()
     found = _Entries()
@@ -294,7 +300,7 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
 
 
 def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: dict[str, Any]) -> None:
-    """Raise if what is the same in all parts of a save differs between these two."""
+    """Raise an error if two parts differ in something that is the same in all parts of a save."""
     what: dict[str, tuple[Hashable, Hashable]] = {
         show((COUNT_KEY,)): (first[COUNT_KEY], part[COUNT_KEY]),
         show((ID_KEY,)): (first.get(ID_KEY), part.get(ID_KEY)),

@@ -4,18 +4,18 @@
     load("ckpt")                                           # anywhere: {"model": …, "optimizer": …, "step": 7}
     load_into("ckpt", model, optimizer)                    # on every rank: into shards
 
-Other programs write and read it, too. What a part holds is in `partition`. Sharded models are written as whole tensors,
-so that any reader can take them; to that end DTensors are gathered one at a time, and a rank needs memory for its part
-and one tensor besides. `load_into` maps the files into memory, and makes whole only what it is cutting.
+Other programs write and read this format, too. `partition` describes the contents of a part. Sharded models are written as whole
+tensors, so that any reader can load them. For this, DTensors are gathered one at a time. A rank needs memory for its part and for
+one more tensor. `load_into` maps the files into memory, and makes a whole tensor only for the entry that it is cutting.
 
 Note [One save or the other]
-    The ranks write into a new directory beside the old one. When all of them have, rank 0 exchanges the two, in one step
-    on Linux. Elsewhere there is a moment at which nothing has the name, and `load` says where the old one is. A rank that
-    fails while it writes tells the others; all raise its error, and the old checkpoint is as it was. Since the
-    directory is replaced, nothing stale can be left in it, and it must hold nothing but parts. Each save has an id, in
-    every part under a key that other readers do not look at, so that parts of two saves do not mix.
+    The ranks write into a new directory beside the old one. When all of them have finished, rank 0 exchanges the two
+    directories, in one step on Linux. On other systems, there is a moment at which no directory has the name; then `load` says
+    where the old one is. A rank that fails while it writes tells the others. All ranks raise its error, and the old checkpoint
+    stays as it was. The directory is replaced as a whole. So no old part can be left in it, and it may hold nothing but parts.
+    Each save has an id, which every part holds under a key that other readers ignore. So parts of two saves do not mix.
 
-What damage is noticed, and what is not, is said in `part_files`; what can be loaded into what, in `part_targets`.
+`part_files` describes which damage is noticed. `part_targets` describes which checkpoint can be loaded into which target.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hwfsdp.checkpoint.part_targets import (
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.errors import CheckpointError
 
-LARGE_BYTES = 256 * 2**20  # tensors of more are cut
+LARGE_BYTES = 256 * 2**20  # larger tensors are cut
 
 
 @torch.no_grad()
@@ -62,23 +62,23 @@ def save(
     others: Mapping[Any, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint of one part per rank of the group; of one part without a process group.
+    """Write a checkpoint with one part per rank of the group. Without a process group, write one part.
 
-    A collective over `group`. Every rank has the same models and optimizers, sharded or not. Tensors are written as
-    plain ones, on the CPU.
+    A collective over `group`. Every rank has the same models and optimizers, sharded or not. Tensors are written as plain tensors,
+    on the CPU.
 
     Args:
-        fname: the directory. One that is there is replaced, and must hold nothing but parts.
-        model: a module or its state dict, or a list or tuple of them. A list of one is loaded as that one.
+        fname: the directory. An existing directory is replaced, and may hold nothing but parts.
+        model: a module or its state dict, or a list or tuple of them. A list of one is loaded as this one.
         optimizer: an optimizer or its state dict, or a list or tuple of them.
-        others: more entries; rank 0's are saved. Values must be such that torch.load accepts with
-            weights_only=True, without DTensors.
+        others: more entries; rank 0's entries are saved. torch.load must accept the values with weights_only=True. DTensors are
+            not allowed.
 
     Raises:
-        UsageError: on all ranks, if on any of them an argument is not like that, or the entries differ between ranks; a
-            WrongTypeError, which is a TypeError, too, if it is an argument's type.
-        UnsupportedError: likewise, for a ShardedTensor.
-        CheckpointError: on all ranks, if one could not write. What was there before is as it was.
+        UsageError: on all ranks, if an argument of any rank does not fit the description above, or if the entries differ between
+            ranks. If an argument has a wrong type, it is a WrongTypeError, which is also a TypeError.
+        UnsupportedError: on all ranks, for a ShardedTensor.
+        CheckpointError: on all ranks, if one rank could not write. An existing checkpoint stays as it was.
     """
     target, agreement = Path(os.path.realpath(fname)), _agreement(group)
     mine = _Save(agreement, group)
@@ -93,24 +93,24 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     """Read a checkpoint of any number of parts, in any process.
 
     Args:
-        nthreads: how many parts are read at a time. 0: one after the other, without a thread.
+        nthreads: the number of parts that are read at the same time. 0: one after the other, without a thread.
         kwargs: for torch.load, for example map_location or mmap.
 
     Returns:
-        "model": {name: tensor}; "optimizer": its state dict, or [] if there is none; each a list if there are several.
-        The others, and the format's own "__nshards__" and "__version__".
+        "model": {name: tensor}. "optimizer": its state dict, or [] if there is none. Each is a list if there are several. The
+        other entries of the checkpoint, and the format's own "__nshards__" and "__version__".
 
     Raises:
-        UsageError: an argument, weights_only=False for example.
-        CheckpointError: a part is missing, stale, damaged, of another save or version, or holds what cannot be loaded
-            safely; or an entry is in two parts, or incomplete.
+        UsageError: an argument is wrong, for example weights_only=False.
+        CheckpointError: a part is missing, stale, damaged, or of another save or version; a part holds a value that cannot be
+            loaded safely; an entry is in two parts, or incomplete.
     """
     contents = read(fname, nthreads, kwargs)
     states = [optimizer["state"].values() for optimizer in contents.optimizers]
     dicts = [entry for state in states for entry in state if isinstance(entry, dict)]
     for entries in (*contents.models, *dicts):
         for key, entry in entries.items():
-            entries[key] = partition.whole_entry(entry)  # in place, so that the chunks can go
+            entries[key] = partition.whole_entry(entry)  # in place, so that the chunks are freed
     head = {partition.COUNT_KEY: contents.part_count, partition.VERSION_KEY: partition.VERSION}
     return head | {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
 
@@ -129,24 +129,24 @@ def load_into(
     nthreads: int = 8,
     device: torch.device | None = None,
 ) -> dict[Any, Any]:
-    """Load models and optimizers, sharded or not, each rank its shards; the checkpoint is of any number of ranks.
+    """Load models and optimizers, sharded or not. Each rank loads its shards. Any number of ranks may have saved the checkpoint.
 
-    A collective over `group`; alone without a process group. Every rank reads every part.
+    A collective over `group`; without a process group, one process calls it alone. Every rank reads every part.
 
     Args:
-        model: a module or a state dict to fill, or a list or tuple of them, as many as were saved. None: models stay
-            as they are.
-        optimizer: likewise, of optimizers over the same parameters. A state that the checkpoint has, and the
-            optimizer not yet, is sharded like its parameter if it has the same shape.
-        device: where what is on the meta device gets memory; see `meta.init_state_dict`.
+        model: a module or a state dict to fill, or a list or tuple of them, as many as were saved. None: models stay as they
+            are.
+        optimizer: an optimizer over the same parameters, or a list or tuple of them, as many as were saved. None: as for
+            `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, provided that it
+            has the same shape.
+        device: where tensors on the meta device get memory; see `meta.init_state_dict`.
 
     Returns:
-        The others of the checkpoint.
+        The other entries of the checkpoint.
 
     Raises:
-        UsageError: on all ranks, if on any of them keys, shapes or dtypes differ, or an argument is of no use. Nothing
-            was loaded.
-        CheckpointError: on all ranks, for what `load` raises it for, or if ranks read different saves.
+        UsageError: on all ranks, if on any of them keys, shapes or dtypes differ, or an argument is wrong. Nothing was loaded.
+        CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
     agreement, loading = _agreement(group), list[Loading]()
     with ExitStack() as held:
@@ -175,7 +175,7 @@ def _agreement(group: Any) -> Agreement:
 
 
 def _check_same(plans: list[Any]) -> list[None]:
-    """Raise for the first entry that is not the same on all ranks; otherwise there is nothing to answer."""
+    """Raise an error for the first entry that differs between ranks. Otherwise, return None for each rank."""
     for rank, plan in enumerate(plans):
         mine, theirs = dict(plans[0]), dict(plan)
         for key in (*mine, *theirs):
@@ -193,7 +193,7 @@ def _check_same(plans: list[Any]) -> list[None]:
 
 
 class _Save:
-    """One save on one rank; its steps in the order of the methods."""
+    """One save on one rank. Its methods are the steps, in this order."""
 
     def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
         self.rank, self.ranks = agreement.rank, [0]
@@ -209,7 +209,7 @@ class _Save:
         return {"model": self.models, "optimizer": self.optimizers}
 
     def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> list[tuple[str, str]]:
-        """Check the entries to save, and divide them among the ranks. Return all on which ranks must agree, in order."""
+        """Check the entries to save, and divide them among the ranks. Return a list of everything that must be the same on all ranks."""
         if model is None:
             refuse_kind("model", model)
         modules = several(model)
@@ -251,7 +251,7 @@ class _Save:
         check_loadable((), {**self.tree, **self.others})
 
     def part(self, save_id: str) -> dict[Any, Any]:
-        """This rank's part; DTensors are gathered, by all ranks."""
+        """Make this rank's part. All ranks gather DTensors in it."""
         head = {partition.COUNT_KEY: len(self.ranks), partition.VERSION_KEY: partition.VERSION}
         part: dict[Any, Any] = {**head, partition.ID_KEY: save_id}
         models, optimizers = zip(self.models, self.deals[0]), zip(self.optimizers, self.deals[1])
@@ -276,7 +276,7 @@ class _Save:
             torch.serialization.set_crc32_options(with_crcs)
 
     def check_complete(self, directory: Path) -> None:
-        """Raise unless every rank's part is in the directory."""
+        """Raise an error unless every rank's part is in the directory."""
         for rank in range(len(self.ranks)):
             path = directory / part_name(rank)
             if not path.is_file():

@@ -1,8 +1,8 @@
 """The plan of a save: each rank's part of a state dict, and the whole that the parts make up.
 
-Every rank describes what it has (`describe`), as JSON. The leader compares the descriptions, since a checkpoint holds one
-state dict and not one for each rank, and gives every box to one of the ranks that have it (`divide`): the largest first,
-each to the rank with the fewest bytes so far. The outcome is the manifest, but for the checksums.
+Every rank describes its tensors and values as JSON (`describe`). The leader compares the descriptions, since a checkpoint holds
+one state dict and not one for each rank. Then it assigns every box to one of the ranks that have it (`divide`): the largest box
+first, each to the rank with the fewest bytes so far. The result is the manifest, still without checksums.
 
 Note [Replicas are compared]
     If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
@@ -46,21 +46,21 @@ class LocalParts:
     """This rank's parts of a state dict.
 
     Attributes:
-        description: of everything, as JSON, for the leader.
-        tensors: by path, the tensors of which this rank has a part: the part, and its box.
+        description: everything that the leader needs to know, as JSON.
+        tensors: by path, for each tensor of which this rank has a part: the part and its box.
     """
 
     description: dict[str, Any]
     tensors: dict[KeyPath, tuple[Tensor, Box]]
 
     def bytes_of(self, path: KeyPath, box: Box) -> memoryview:
-        """The bytes of a box within the part that this rank has."""
+        """Return the bytes of a box that lies within this rank's part."""
         part, outer = self.tensors[path]
         return view_bytes(part[within(box, outer).slices])
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The values, row-major, as bytes on the CPU: of the tensor itself where they lie like that, or of a copy."""
+    """Return the values as bytes on the CPU, row-major. If the tensor's memory has this order already, it is a view; else a copy."""
     data = bytes_of(tensor.cpu())
     return data.numpy().data
 
@@ -97,11 +97,11 @@ def box_of(tensor: Tensor) -> Box | None:
 
 
 def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
-    """This rank's part of a state dict.
+    """Describe this rank's part of a state dict.
 
     Raises:
-        UsageError: a key, value or tensor that a checkpoint cannot hold; the message names it.
-        UnsupportedError: a tensor of a kind that is not strided, or that has no memory of its own.
+        UsageError: a checkpoint cannot hold a key, value or tensor; the message names it.
+        UnsupportedError: a tensor is not strided, or has no memory of its own.
     """
     if not isinstance(state_dict, Mapping):
         refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
@@ -126,7 +126,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
         dtype = str(value.dtype).removeprefix("torch.")
         entry: dict[str, Any] = {"path": path, "dtype": dtype, "shape": list(value.shape), "box": box}
         if box is not None:
-            tensors[path] = part, box  # also of an alias: it may be none on other ranks
+            tensors[path] = part, box  # for an alias, too: on other ranks it may be a separate tensor
             if memory in first:
                 entry = {**first[memory], "path": path, "alias": first[memory]["path"]}
             else:
@@ -155,7 +155,7 @@ def _encoded(path: KeyPath, value: Any) -> Any:
     try:
         json_value = encode(value)
         if isinstance(json_value, int):
-            str(json_value)  # Python neither writes nor reads very long ones
+            str(json_value)  # raises for very long ints: Python neither writes nor reads them
         return json_value
     except (TypeError, ValueError) as error:
         got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
@@ -165,7 +165,7 @@ def _encoded(path: KeyPath, value: Any) -> Any:
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
-    """Whether another rank may have the same box."""
+    """True if another rank may have the same box."""
     if not isinstance(tensor, DTensor):
         return world_size > 1
     mesh = tensor.device_mesh
@@ -177,11 +177,11 @@ def _has_replicas(tensor: Tensor, world_size: int) -> bool:
 
 
 def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
-    """The manifest of what all ranks have together, rank i writing file i; without checksums.
+    """Make the manifest of everything that the ranks have together, without checksums. Rank i writes file i.
 
     Raises:
-        UsageError: the ranks do not have the same keys, values, shapes and dtypes, or copies of a tensor differ, or the
-            parts do not make up a tensor. The message names key and ranks.
+        UsageError: the ranks have different keys, values, shapes or dtypes; copies of a tensor differ; or the parts do not make
+            up a tensor. The message names key and ranks.
     """
     for rank, other in enumerate(descriptions[1:], 1):
         _check_alike(descriptions[0], other, rank)
@@ -202,7 +202,7 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
 
 
 def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
-    """The path of the tensor that has the same memory on every rank that has a part of it."""
+    """Return the path of another tensor that has the same memory, if this is so on every rank that has a part of it; else None."""
     aliases = {
         tuple(entry["alias"]) if "alias" in entry else None for entry in by_rank if entry["box"] is not None
     }
@@ -210,7 +210,7 @@ def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
 
 
 def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    """Raise unless both ranks have the same entries, but for which boxes."""
+    """Raise an error unless both ranks have the same entries. Only the boxes may differ."""
     mine = {tuple(entry["path"]): entry for entry in first["entries"]}
     theirs = {tuple(entry["path"]): entry for entry in other["entries"]}
     for path in [p for p in mine if p not in theirs] + [p for p in theirs if p not in mine]:
@@ -282,7 +282,7 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
 
 
 def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], world_size: int) -> Manifest:
-    """The manifest with a place in some rank's file for every box; large ones are shared out among their holders."""
+    """Return the manifest with a place in a rank's file for every box. Large boxes are divided among the ranks that have them."""
 
     def nbytes(item: tuple[KeyPath, Box]) -> int:
         return item[1].numel * manifest.tensor(item[0]).dtype.itemsize
@@ -294,7 +294,8 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
     load = [0] * world_size
     chosen: dict[tuple[KeyPath, Box], int] = {}
     for item in sorted(candidates, key=lambda item: (len(candidates[item]) > 1, -nbytes(item))):
-        chosen[item] = min(candidates[item], key=lambda rank: load[rank])  # sole holders first: no choice
+        # Boxes of a single rank come first, because they leave no choice.
+        chosen[item] = min(candidates[item], key=lambda rank: load[rank])
         load[chosen[item]] += nbytes(item)
     ends = [ALIGNMENT] * world_size
     chunks: dict[KeyPath, list[Chunk]] = {}
@@ -308,7 +309,7 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
 
 
 def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
-    """The contents of each file, in order."""
+    """Return the entries and chunks of each file, in the order of the file."""
     shares: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in manifest.files]
     for entry in manifest.tensors():
         for chunk in entry.chunks:

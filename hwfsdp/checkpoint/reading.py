@@ -1,10 +1,10 @@
-"""Values of a save, read into new memory: no byte without its checksum.
+"""Values of a save, read into new memory. Every byte is compared with its checksum.
 
 Note [From boxes to bytes]
     A chunk lies in its file row by row. A rank needs a box of it, which may be scattered over the chunk, as columns are. So a
     box is halved along its outermost dim until each piece spans few bytes. Then the blocks that hold the span are read and
     checked, and the piece is cut out of them. If a whole chunk goes to one place in memory, for example with the same world
-    size as in the save, it is read there at once.
+    size as in the save, it is read directly into this place.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
 from hwfsdp.checkpoint.views import overlaps_itself, view_of
 
-_PIECE_BYTES = 4 << 20  # of a span that is read at once
+_PIECE_BYTES = 4 << 20  # most bytes of one read
 _THREADS = min(4, os.cpu_count() or 1)
-_CAST_AT_ONCE = 1 << 20  # values
+_CAST_AT_ONCE = 1 << 20  # values that are checked at once after a cast
 
 
 def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[KeyPath, Tensor]:
-    """This rank's part of every tensor, dense, on the CPU, in the dtype of its target.
+    """Read this rank's part of every tensor: dense, on the CPU, in the dtype of its target.
 
     Args:
-        check: called before each piece; may raise to stop.
+        check: called before each piece; may raise an error to stop the reading.
 
     Raises:
         CheckpointError: a file is missing, of another save, cut short, damaged, or cannot be read.
-        UsageError: a value that the target's dtype cannot hold, or values for memory that targets share and that they
-            cannot all hold.
+        UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
     """
     with ExitStack() as opened:
         readers = _Readers(match.manifest, folder, opened)
@@ -62,18 +61,18 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
 
             for _ in pool.map(run, jobs):
                 pass
-    for path in parts:  # one after the other, so that each copy in another dtype is freed before the next
+    for path in parts:  # one after the other, so that the memory of each is freed before the next cast
         parts[path] = _cast(path, parts[path], match.tensors[path].dtype)
     _check_overlaps(match, parts)
     return parts
 
 
 def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
-    """New memory for every part, in the dtype that was saved.
+    """Allocate memory for every part, in the dtype that was saved.
 
-    One piece for all, in large pages where the system has them: to be given 64 MiB in small ones takes as long as to
-    read and check them. Parts that will be cast have memory of their own, which can go one by one. Targets without values
-    are read into where they are.
+    All parts share one piece of memory, in large pages if the system has them: allocating 64 MiB in small pages takes as long as
+    reading and checking 64 MiB. Parts that will be cast get memory of their own, so that each can be freed after its cast. Targets
+    that hold no values yet need no new memory: the values are read directly into them.
     """
     rooms = _rooms_in_place(match)
     together: dict[KeyPath, tuple[int, Box]] = {}
@@ -101,7 +100,7 @@ def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
 
 
 def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
-    """Fresh targets that can be read into: dense, on the CPU, of the saved dtype, and no two that partly overlap."""
+    """Return the fresh targets that values can be read into: dense, on the CPU, of the saved dtype, and not partly overlapping."""
     fresh = {path: part_of(match.tensors[path]) for path in match.fresh & match.tensors.keys()}
     shared = {_storage_of(fresh[paths[0]]) for paths in _overlapping(match, fresh)}
     return {
@@ -113,7 +112,7 @@ def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
 
 
 class _Readers:
-    """Open files of a save, each opened and recognized once."""
+    """Open files of a save. Each file is opened and its header checked once."""
 
     def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
         self.manifest, self.folder, self.opened = manifest, folder, opened
@@ -135,7 +134,7 @@ class _Readers:
 def _jobs(
     reader: BlockReader, chunk: Box, part: Tensor, box: Box, shared: Box
 ) -> Iterator[Callable[[], None]]:
-    """Read what a chunk and this rank's box share into the rank's part (Note [From boxes to bytes])."""
+    """Yield functions that read the elements that a chunk and this rank's box share (Note [From boxes to bytes])."""
     itemsize = part.dtype.itemsize
     first, last = span_of(within(shared, box), box.shape)
     if shared == chunk and last - first == shared.numel:
@@ -149,7 +148,7 @@ def _jobs(
 
 
 def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:
-    """Read one piece, a box within the chunk, into its place."""
+    """Read one piece, which is a box within the chunk, into its place."""
     itemsize = part.dtype.itemsize
     first, last = span_of(piece, chunk.shape)
     start, stop = reader.covering(first * itemsize, last * itemsize)
@@ -166,7 +165,7 @@ def _memory(dense: Tensor) -> memoryview:
 
 
 def _cast(path: KeyPath, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in another dtype; raises if one of them becomes something else than itself, rounded."""
+    """Return the values in another dtype. Raise an error if a value changes by more than rounding."""
     if part.dtype == dtype:
         return part
     cast = part.to(dtype)
@@ -181,7 +180,7 @@ def _cast(path: KeyPath, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lost(values: Tensor, new: Tensor) -> Tensor:
-    """Which values are finite, and in another floating-point dtype infinite, at its limit, or of another sign."""
+    """Find the finite values that the other floating-point dtype cannot hold: they become infinite, stop at its limit, or change sign."""
     wide, limits = torch.complex128 if new.is_complex() else torch.float64, torch.finfo(new.dtype)
     before, after = values.to(wide), new.to(wide)
     if new.is_complex():
@@ -192,15 +191,16 @@ def _lost(values: Tensor, new: Tensor) -> Tensor:
 
 
 def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which integers an integer dtype does not have."""
-    unsigned = values.dtype == torch.uint64  # above 2**63 negative as int64, and in no other dtype
+    """Find the integers that the integer dtype `dtype` cannot hold."""
+    # As int64, a uint64 of 2**63 or more is negative. No other integer dtype holds such values.
+    unsigned = values.dtype == torch.uint64
     whole, limits = values.view(torch.int64) if unsigned else values.long(), torch.iinfo(dtype)
     lowest = 0 if unsigned else limits.min
     return (whole < lowest) | (whole > min(limits.max, torch.iinfo(torch.int64).max))
 
 
 def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
-    """Raise if targets share memory and will not all hold their values. That is tried out, on a copy of that memory."""
+    """Raise an error if targets that share memory would get different values. Try this on a copy of the memory."""
     for paths in _overlapping(found, parts):
         targets = {path: part_of(found.tensors[path]) for path in paths}
         copy = targets[paths[0]].untyped_storage().clone()
@@ -217,7 +217,7 @@ def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
 
 
 def _overlapping(match: Match, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
-    """For each storage in which two elements, of one target or of two, may be in the same place: its distinct targets."""
+    """List the distinct targets of each storage in which two elements, of one target or of two, may be in the same place."""
     by_storage: dict[int, dict[Any, KeyPath]] = {}
     for path in paths:
         local = part_of(match.tensors[path])

@@ -1,12 +1,12 @@
-"""The directory of a checkpoint: its saves, and which of them counts.
+"""The directory of a checkpoint: its saves, and the save that counts.
 
     path/CURRENT                    which save is loaded, and the hash of its manifest
-    path/000002-5e0c9f1a/           one save: a number that grows, and eight random digits
+    path/000002-5e0c9f1a/           one save: a number that grows, and eight random hexadecimal digits
         manifest.json               written last: a save without it was never finished
         00000.bin, 00001.bin, …     the bytes that each rank wrote
 
 A save is written into its own directory, and changes nothing in the directories of other saves. When everything is on the disk,
-`CURRENT` is replaced by a file that names the new save. For every reader this is one step: before it, a load finds the old save,
+`CURRENT` is replaced by a file that names the new save. For every reader this is one step: before it, a load finds the old save;
 after it, the new one. Old saves are removed afterwards.
 
 Note [Who is still writing]
@@ -46,14 +46,14 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Current(NamedTuple):
-    """Which save counts: its directory, and the SHA-256 of its manifest (None: whatever the manifest says itself)."""
+    """The save that counts: its directory, and the SHA-256 of its manifest. None: accept the manifest's own hash."""
 
     folder: Path
     digest: str | None
 
 
 def find_saves(path: Path) -> list[str]:
-    """The ids of the finished saves, oldest first."""
+    """Return the ids of the finished saves, oldest first."""
     if not path.is_dir():
         return []
     ids = [entry.name for entry in path.iterdir() if SAVE_ID.fullmatch(entry.name)]
@@ -63,9 +63,9 @@ def find_saves(path: Path) -> list[str]:
 
 
 def newest(path: Path) -> Path | None:
-    """The path to load from: `path`, if one of its saves counts; else its newest finished save; None if there is none.
+    """Return the path to load from: `path` if one of its saves counts, else its newest finished save; None if it has no finished save.
 
-    A save that is finished and does not count was killed in its last moment, or somebody has lost `CURRENT`.
+    If no save counts although one is finished, a save was killed in its last moment, or somebody has deleted `CURRENT`.
     """
     if os.path.lexists(path / CURRENT):
         return path
@@ -74,7 +74,7 @@ def newest(path: Path) -> Path | None:
 
 
 def find_current(path: Path) -> Current:
-    """The save that counts; `path` may also be the directory of one save.
+    """Find the save that counts. `path` may also be the directory of one save.
 
     Raises:
         UsageError: there is no checkpoint. CheckpointError: `CURRENT` is damaged.
@@ -107,10 +107,10 @@ def _current_bytes(save_id: str, digest: str) -> bytes:
 
 
 def read_manifest(current: Current) -> Manifest:
-    """The manifest of a save.
+    """Read the manifest of a save.
 
     Raises:
-        CheckpointError: it is missing, damaged, or not the one that `CURRENT` was written for.
+        CheckpointError: the manifest is missing or damaged, or is not the one whose hash is in `CURRENT`.
     """
     if current.folder.is_symlink() or not current.folder.is_dir():
         got = "a symbolic link" if current.folder.is_symlink() else "none: it is missing"
@@ -141,7 +141,7 @@ def _kind_of(path: Path) -> str:
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise `UsageError` if a save may not go there."""
+    """Raise `UsageError` if a save may not write to this path."""
     within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
     if within is not None:
         remedy = "Give the directory above it."
@@ -165,7 +165,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a checkpoint's directory (Note [Who is still writing]).
 
     Raises:
-        StateError: another save holds it.
+        StateError: another save holds the lock.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -179,13 +179,14 @@ def locked(path: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+                # To close the descriptor is not enough, because a forked child may have it, too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
 
 def begin(path: Path) -> str:
-    """Make the directory of a new save, after all that are there; return its id."""
+    """Make the directory of a new save. Its number is higher than all others. Return its id."""
     numbers = [int(e.name.split("-")[0]) for e in path.iterdir() if SAVE_ID.fullmatch(e.name)]
     save_id = f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}"
     (path / save_id).mkdir()
@@ -236,7 +237,7 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
 
 
 def _put_back(path: Path, before: bytes | None) -> None:
-    """Undo the last step of a save, as far as a disk allows that has just failed."""
+    """Undo the last step of a save, as far as possible on a disk that has just failed."""
     with suppress(OSError):
         if before is None:
             (path / CURRENT).unlink()
@@ -246,10 +247,11 @@ def _put_back(path: Path, before: bytes | None) -> None:
 
 
 def sweep(path: Path, current: str | None, keep: int) -> None:
-    """Remove what dead saves left, and all finished ones but the newest `keep`, `current` among them.
+    """Remove everything that killed saves left. Of the finished saves, keep the newest `keep`, which include `current`.
 
     Args:
-        current: None: a save is about to begin. What is newer than the one that counts never did, and goes, too.
+        current: the save that has just finished. None: a save is about to begin. Then keep all finished saves, except those newer
+            than the save that counts: they never counted.
     """
     finished, counting = find_saves(path), newest_of(path)
     others = [save_id for save_id in finished if save_id != current]
@@ -270,7 +272,7 @@ def remove(folder: Path) -> None:
 
 
 def newest_of(path: Path) -> str | None:
-    """The id that `CURRENT` names; None if it names none that can be read."""
+    """Return the id of the save that `CURRENT` names; None if `CURRENT` cannot be read."""
     try:
         return find_current(path).folder.name
     except (UsageError, CheckpointError):

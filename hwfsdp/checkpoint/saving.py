@@ -2,7 +2,7 @@
 
     describe → [leader: compare, divide, make a directory] → write → [leader: manifest, CURRENT, sweep]
 
-Square brackets are what the leader decides; at each arrow all ranks have agreed (see `agreement`).
+The steps in square brackets happen on the leader. At each arrow, all ranks have agreed (see `agreement`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hwfsdp.checkpoint.plan import LocalParts, describe, divide, shares_of
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a save; see `store.save`."""
+    """The place of a save, and its options; see `store.save`."""
 
     path: Path
     overwrite: bool = False
@@ -46,23 +46,23 @@ class Target:
 
 
 class Unstaged(NamedTuple):
-    """In place of a state dict of which no copy could be made: why."""
+    """Stands for a state dict that could not be copied; `error` is the reason."""
 
     error: Exception
 
 
 def save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str:
-    """`store.save`, in an agreement that was made before.
+    """Do the work of `store.save`, in an agreement that was made before.
 
     Args:
-        state_dict: or `Unstaged`: then all ranks raise its error.
+        state_dict: the state dict, or an `Unstaged`. Then all ranks raise its error.
     """
     with ExitStack() as held:
         return _Saving(agreement, target, held).run(state_dict)
 
 
 class _Saving:
-    """One save on one rank; the leader's has more to do."""
+    """One save on one rank. The leader also calls `begin` and `finish`."""
 
     def __init__(self, agreement: Agreement, target: Target, held: ExitStack) -> None:
         self.agreement, self.target, self.held = agreement, target, held
@@ -81,25 +81,25 @@ class _Saving:
         try:
             self.agreement.step("writing", lambda: self.write(folder, answer["share"]), self.finish)
         except BaseException:
-            with suppress(OSError):  # what is left will be swept
+            with suppress(OSError):  # the next save removes the rest
                 if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
                     saves.remove(folder)
             raise
         if self.agreement.rank == 0:
-            with suppress(OSError):  # it counts already
+            with suppress(OSError):  # the save counts already
                 saves.sweep(self.target.path, folder.name, self.target.keep or 1)
         return folder.name
 
-    # The leader's parts.
+    # Steps of the leader.
 
     def begin(self, descriptions: list[Any]) -> list[Any]:
         """Make the directory, and tell each rank what to write."""
         path = self.target.path
         self.target.check()
-        manifest = divide(descriptions, "")  # complains before anything is made
+        manifest = divide(descriptions, "")  # raises its errors before any directory is made
         _make_directory(path)
         self.held.enter_context(saves.locked(path))
-        self.target.check()  # again, now that nobody else can save there
+        self.target.check()  # again, because now no other save can write there
         saves.sweep(path, None, 1)
         self.manifest = replace(manifest, save_id=saves.begin(path))
         shares = [
@@ -109,7 +109,7 @@ class _Saving:
         return [{"save": self.manifest.save_id, "share": share} for share in shares]
 
     def finish(self, checksums: list[Any]) -> list[Any]:
-        """Complete the manifest. From here on the save counts."""
+        """Complete the manifest, and let the save count."""
         by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
         for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
             for (_, chunk), of_blocks in zip(share, crc32, strict=True):
@@ -124,14 +124,14 @@ class _Saving:
             expected = f"a manifest of at most {LARGEST:,} bytes"
             got = f"{len(data):,} bytes: too many entries, or too long ones"
             refuse("save", expected, got, "Save long strings and bytes as tensors.")
-        # Read as anyone will read it: every tensor is tiled, every byte is in its place.
+        # Check the manifest as a load does: chunks tile every tensor, every byte is in its place.
         written = from_bytes(data, path / save_id / saves.MANIFEST)
         for file in written.files:
             os.close(blocks.open_file(path / save_id / file.name, file.nbytes))
         saves.finish(path, save_id, data, written.digest)
         return [None] * len(checksums)
 
-    # Every rank's part.
+    # The step of every rank.
 
     def write(self, folder: Path, share: list[Any]) -> list[list[int]]:
         """Write this rank's file; return the checksums of its chunks."""

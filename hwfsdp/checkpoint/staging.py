@@ -4,31 +4,32 @@ An asynchronous save first makes a copy that training can no longer change. This
 training goes on. So training waits only for the staging. From its third use on, a `StateDictStager` allocates nothing, and it
 copies a few large pieces instead of many small ones:
 
-    lay out   where each tensor's elements lie in its storage, and which bytes are copied together
-    lend      memory for them, from an earlier copy that nothing refers to any more
-    copy      one `copy_` for each piece; from CUDA to pinned memory all at once, and then one wait per device
+    lay out   find where each tensor's elements lie in its storage, and which bytes are copied together
+    lend      find memory for them: the buffers of an earlier copy that nothing refers to any more
+    copy      call `copy_` once for each piece; from CUDA to pinned memory all at once, with one wait per device at the end
 
 Note [Lent memory]
-    Buffers belong to the source storage for which they were made: to the object, as long as it lives. An address would not do,
-    because later another storage of another size may have it. A weak dict forgets the buffers together with the source.
+    Buffers belong to the source storage for which they were made: to the object, as long as it lives. An address cannot replace
+    the object, because later another storage of another size may have the same address. A weak dict forgets the buffers together
+    with the source.
 
     A buffer is lent again when nothing except the pool refers to its storage. It is not enough that the staged dict is gone: a
-    view, or an array made of one tensor, may still be there. Of the free buffers, a call keeps those that it needs, and as
+    view, or an array made of one tensor, may still exist. Of the free buffers, a call keeps those that it needs, and as
     many again for a save that is still being written. It releases the rest.
 
 Note [A memo that answers tensors]
-    A deep copy keeps a memo of everything that it has copied, by id, and looks there first. So the copies of the tensors are
-    made before, all together, and put into the memo. Then `copy.deepcopy` builds everything else around them: containers and
-    objects of any class, which may share things and contain themselves. `_parts_of` finds the tensors beforehand: it goes from
+    A deep copy keeps a memo of everything that it has copied, by id, and looks there first. So we first copy all tensors
+    together and put the copies into the memo. Then `copy.deepcopy` builds everything else around them: containers and
+    objects of any class, which may share things and contain themselves. `objects_in` finds the tensors beforehand: it goes from
     an object to everything that `copy.deepcopy` would copy of it, and copies nothing.
 
-    An object may make a new tensor when it gives its state, or copy a tensor without passing the memo on. The id of such a
+    An object may make a new tensor when it returns its state, or copy a tensor without passing the memo on. The id of such a
     tensor is not in the memo. If it is a view that was staged, `_KnownViews` finds the copy. If an object copies a tensor by
     itself, for example with `clone`, we find this tensor in the copy, and move it into staged memory.
 
 Left out: references that Python and torch do not count. Another process may have mapped a staged tensor, or a copy from it to a
-device may still be under way. If the dict was dropped before that was done, it sees the values of the next staging. A tensor that
-is moved afterwards gets new memory each time, and shares it with no tensor that was found before.
+device may still be under way. If the staged dict was dropped before this was done, the process or the copy sees the values of the
+next staging. A tensor that is moved afterwards gets new memory each time. It does not share memory with tensors found before.
 """
 
 from __future__ import annotations
@@ -90,28 +91,28 @@ class StateDictStager:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory kept, lent or not, for sources that are alive."""
+        """The bytes of all buffers, lent or not, whose sources are alive."""
         return sum(buffer.nbytes() for pool in list(self._pools.values()) for buffer in pool)
 
     def close(self) -> None:
-        """Let go of all memory. Lent memory lives as long as it is used. The next `stage` allocates again."""
+        """Release all memory. Lent memory lives as long as it is used. The next `stage` allocates again."""
         with self._lock:
             self._pools.clear()
 
     @torch.no_grad()
     def stage(self, state_dict: T) -> T:
-        """A copy on the CPU that nothing done to `state_dict` later changes; it is complete on return.
+        """Return a copy on the CPU. Later changes to `state_dict` do not change the copy. It is complete on return.
 
         Everything is a deep copy: containers and objects of any class, which may share things and contain themselves.
-        Tensors, wherever they are, keep shape, dtype and values, their class and their attributes; DTensors keep mesh and
-        placements, quantized tensors scales and zero points. Gradients and their history are left behind, and an
-        `nn.Parameter` becomes a plain tensor. Strides are the same, except where Note [Views stay views] says otherwise.
+        Tensors in any place keep shape, dtype and values, their class and their attributes. DTensors keep mesh and placements, and
+        quantized tensors keep scales and zero points. Gradients and their history are not copied, and an `nn.Parameter` becomes a plain
+        tensor. Strides are the same, with the exceptions in Note [Views stay views].
 
         Raises:
-            UsageError: an object that cannot be copied, a tensor without data (on the meta device, freed, or not
-                initialized), or a DTensor whose local shape is not what its placements say.
-            UnsupportedError: a tensor that is sparse, nested, a ShardedTensor, of quantized elements smaller than a byte,
-                or of a subclass that has no memory of its own.
+            UsageError: an object cannot be copied, a tensor has no data (it is on the meta device, freed, or not initialized), or a
+                DTensor's local shape differs from the shape that its placements give.
+            UnsupportedError: a tensor is sparse, nested, a ShardedTensor, has quantized elements smaller than a byte, or is of a
+                subclass that has no memory of its own.
         """
         with self._lock:
             tensors = _checked_tensors_of(state_dict)
@@ -122,7 +123,7 @@ class StateDictStager:
         return result
 
     def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
-        """Move tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
+        """Move the tensors that objects copied by themselves into staged memory (Note [A memo that answers tensors])."""
         known = {storage_key(tensor) for tensor in staged.values()}
         found = []
         for path, value, _ in objects_in(result):
@@ -217,7 +218,7 @@ class StateDictStager:
 
     def _add(self, pool: list[Storage], size: int) -> Storage:
         pool.append(self._allocate(size))
-        # where references cannot be counted, it would never be lent again
+        # If references cannot be counted, the pool never lends this buffer again, so it need not keep it.
         return pool.pop() if is_referred_to_elsewhere(pool, -1) is None else pool[-1]
 
     def _allocate(self, size: int) -> Storage:
@@ -230,21 +231,21 @@ class StateDictStager:
 
 
 def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
-    """All tensors of the state dict, each once, in the order in which they are met."""
+    """Return all tensors of the state dict, each once, in the order in which they are found."""
     tensors = []
     for path, value, certain in objects_in(state_dict):
         if isinstance(value, Tensor):
             try:
                 _check(path, value)
                 tensors.append(value)
-            except FSDPError:  # of an uncertain one, the copy tells
+            except FSDPError:  # an uncertain tensor may not be copied at all; the copy shows it
                 if certain:
                     raise
     return tensors
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """The tensor to copy for this one: for a DTensor its local part, for a quantized tensor its integers."""
+    """Return the tensor whose memory is copied: the local part of a DTensor, the integers of a quantized tensor, or the tensor itself."""
     if tensor.is_quantized and not isinstance(tensor, DTensor):
         offset, stride = int(tensor.storage_offset()), tensor.stride()
         return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
@@ -252,7 +253,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Which storage its memory is in; None if it has no memory of its own."""
+    """Return the key of the storage that holds the tensor's memory; None if the tensor has no memory of its own."""
     dense = tensor.layout == torch.strided and not tensor.is_nested
     return storage_key(_memory_of(tensor)) if dense else None
 
@@ -278,7 +279,7 @@ def _check(path: KeyPath, tensor: Tensor) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has a storage that holds its elements; subclasses may have one for show."""
+    """True if the tensor has a storage that holds its elements. The storage of some subclasses holds nothing."""
     try:
         storage = tensor.untyped_storage()
         return storage.device == tensor.device and (storage.data_ptr() != 0 or storage.nbytes() == 0)
@@ -292,7 +293,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _over(
     storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """A tensor over memory that is there."""
+    """Return a tensor over existing memory."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
@@ -300,22 +301,22 @@ def _over(
 
 
 class _Copy(NamedTuple):
-    """One `copy_` to be made."""
+    """One call of `copy_` to make."""
 
     target: Tensor
     source: Tensor
-    waits: bool  # must not be asynchronous: lazy ones are resolved on the CPU, after they have arrived
+    waits: bool  # must not be asynchronous: the CPU resolves lazy views after the data has arrived
 
 
 def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
-    """Copy the block into the buffer. `tensor` has the block's first view of the source."""
+    """Return the copy of the block into the buffer. `tensor` has the first view of the block, in the source."""
     if not block.closed_up:
         shape, step = [block.nbytes], [1]
         target = _over(buffer, torch.uint8, 0, shape, step)
         return _Copy(target, _over(source, torch.uint8, block.begin, shape, step), waits=False)
     view = block.views[0]
     _, stride = place_of(view, block)
-    # In the order of the target's memory: copies from a device would otherwise go through a temporary on the CPU.
+    # Use the order of the target's memory. Otherwise copies from a device go through a temporary on the CPU.
     order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     shape, step = [view.stored[dim] for dim in order], [stride[dim] for dim in order]
     elements = tensor[tuple(slice(n) for n in view.stored)].permute(order)
@@ -323,7 +324,7 @@ def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> 
 
 
 def _run(copies: list[_Copy], pinned: bool) -> None:
-    """Make the copies, those from CUDA to pinned memory asynchronously, and wait for them."""
+    """Make the copies and wait for them. Copies from CUDA to pinned memory are asynchronous."""
     devices = set()
     try:
         for target, source, waits in copies:
@@ -360,7 +361,7 @@ def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) 
 
 
 def _dressed(part: Tensor, like: Tensor) -> Tensor:
-    """The staged part as a tensor of the same kind."""
+    """Return the staged part as a tensor of the same kind as `like`."""
     if isinstance(like, DTensor):
         return wrap_like(part, like)
     if like.is_quantized:
@@ -369,7 +370,7 @@ def _dressed(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
-    """A deep copy. `memo`, as of `copy.deepcopy`, has the copies of these tensors; they get copies of attributes here."""
+    """Make a deep copy. `memo` is a memo of `copy.deepcopy` that has the copies of these tensors. Copy the tensors' attributes, too."""
     try:
         with _KnownViews(tensors, memo):
             result = copy.deepcopy(value, memo)
@@ -382,7 +383,10 @@ def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
 
 
 class _KnownViews(TorchFunctionMode):
-    """Within it, the deep copy of a tensor that the memo does not know is a staged tensor, if it is an equal view."""
+    """Within this context, a deep copy of a tensor returns the staged tensor of an equal view, if there is one.
+
+    This applies to tensors that are not in the memo.
+    """
 
     def __init__(self, tensors: list[Tensor], memo: dict[int, Any]) -> None:
         super().__init__()

@@ -1,26 +1,26 @@
-"""State dicts gathered, offloaded, copied, compared.
+"""State dicts gathered, offloaded, copied and compared.
 
-`iterate_state_dict` applies one function to every tensor and keeps everything around it; the others are that with
-particular functions. They take and return what torch's private helpers of the same names take and return, except
-that container types survive, and that whatever cannot be done exactly is an error with the path of keys, raised
+`iterate_state_dict` applies one function to every tensor and keeps everything around it. The other functions call it with
+particular functions. Arguments and results are those of torch's private helpers of the same names, with two exceptions:
+container types are kept, and everything that cannot be done exactly is an error. The error has the path of keys, and is raised
 before any tensor has moved.
 
     gather_state_dict             DTensors become whole tensors
-    offload_state_dict_to_cpu     every tensor on the CPU
-    create_cpu_state_dict         room for a copy: the same shapes on the CPU, no values yet
-    copy_state_dict               values into such room
-    check_state_dict_similarity   whether they would fit
+    offload_state_dict_to_cpu     every tensor moves to the CPU
+    create_cpu_state_dict         memory for a copy: the same shapes on the CPU, no values yet
+    copy_state_dict               values into such memory
+    check_state_dict_similarity   tells if the values would fit
 
-What is one object at two places of a state dict is one object at both places of the result.
+If one object is at two places of a state dict, one object is at both places of the result.
 
 Note [Gathering by extents]
-    The ranks along one mesh dim send each other what they have, and then, along the next, what they received: after
-    the mesh dims that cut the tensor, from right to left, each rank holds all shards in row-major order. Shards that
-    are shorter than the first are padded for the way, as collectives want equal sizes. Where each belongs in the
-    whole, `layout` knows, also where cuts are uneven and strided, which is where redistributing in torch goes wrong.
-    Bytes are sent, not numbers, so every dtype can travel over every backend.
+    The ranks along one mesh dim send each other their data. Then the ranks along the next mesh dim send each other the data
+    that they received, and so on. After all mesh dims that cut the tensor, from right to left, each rank holds all shards in
+    row-major order. Collectives need equal sizes, so shards that are shorter than the first are padded before they are sent.
+    `layout` computes the place of each shard in the whole tensor. It is right for uneven strided cuts, too, where torch's
+    redistribution is wrong. We send bytes, not numbers, so every dtype can travel over every backend.
 
-What is done with a `ShardedTensor` is in `tensors`.
+`tensors` describes the treatment of a `ShardedTensor`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from hwfsdp.compat import is_shard, is_sharded_tensor, sharded_tensor_like, wrap
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import local_extent_of, unshard_strided
 
-# (tensor, pg, device, companion or None) → what takes the tensor's place
+# (tensor, pg, device, companion or None) → the replacement of the tensor
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
 
 SIMPLE = (int, float, str, bytes, io.BytesIO, torch.Size, type(None))  # leaves that any checkpoint can hold
@@ -76,20 +76,20 @@ def iterate_state_dict(
     non_blocking: bool = True,
     cast: bool = False,
 ) -> Any:
-    """The state dict with every tensor replaced by what the function for its kind returns.
+    """Return the state dict with each tensor replaced by the result of the function for its kind.
 
     Args:
-        pg, device: handed to the functions. `ranks_only` counts ranks of `pg`.
-        cpu_offload: results go to the CPU. Without effect if there is a companion.
-        companion_obj: a state dict of the same structure. Results are copied into its tensors, which then take their
-            place in what is returned; the functions see them, too.
-        ranks_only: where not empty, the other ranks call the functions as well, but get {} (None for what is no dict).
-        type_check: refuse leaves other than tensors, int, float, str, bytes, BytesIO, torch.Size and None. Otherwise
-            they are deep copies.
-        non_blocking: of the copies into the companion. cast: they may change the dtype.
+        pg, device: passed to the functions. `ranks_only` has ranks of `pg`.
+        cpu_offload: move results to the CPU. It has no effect if there is a companion.
+        companion_obj: a state dict of the same structure. Results are copied into its tensors, and the returned state dict has
+            these tensors. The functions also get them as their last argument.
+        ranks_only: if not empty, the other ranks call the functions, too, but return {} (None if `iter_object` is not a dict).
+        type_check: refuse leaves other than tensors, int, float, str, bytes, BytesIO, torch.Size and None. Without this check,
+            such leaves are deep copies.
+        non_blocking: for the copies into the companion. cast: these copies may change the dtype.
 
     Raises:
-        UsageError: a leaf that the type check refuses, or a container that contains itself; nothing was called yet.
+        UsageError: the type check refuses a leaf, or a container contains itself. No function was called yet.
         CompanionMismatch: the companion has other keys, or a tensor that a result does not fit exactly.
     """
     _check_leaves(iter_object, type_check, needs_data=False)
@@ -115,7 +115,7 @@ def iterate_state_dict(
 
 
 def _is_kept(ranks_only: Sequence[int], pg: dist.ProcessGroup | None) -> bool:
-    """Whether this rank gets the result."""
+    """True if this rank gets the result."""
     if not ranks_only:
         return True
     size = dist.get_world_size(pg)
@@ -149,21 +149,21 @@ def gather_state_dict(
     ranks_only: Sequence[int] = (),
     type_check: bool = True,
 ) -> Any:
-    """The state dict with whole tensors in place of DTensors and ShardedTensors; all else in it is the same object.
+    """Return the state dict with whole tensors in place of DTensors and ShardedTensors. All other leaves are the same objects.
 
-    A collective: every rank of a DTensor's mesh calls it, with the DTensors in the same order. They are gathered one
-    at a time over their own meshes, on the mesh's kind of device.
+    A collective: every rank of a DTensor's mesh calls it, with the DTensors in the same order. DTensors are gathered one at a time
+    over their own meshes, on the mesh's kind of device.
 
     Args:
-        pg: the group in which `ranks_only` counts, and over which ShardedTensors are gathered (None: each over its own).
-        device: where ShardedTensors are while they are gathered. The result is where this rank's shards are. None: a
-            device whose tensors the group moves.
+        pg: the group whose ranks `ranks_only` lists, and over which ShardedTensors are gathered (None: each over its own group).
+        device: where ShardedTensors are gathered. None: a device whose tensors the group can move. The result is on the device of
+            this rank's shards.
         cpu_offload, ranks_only, type_check: see `iterate_state_dict`.
 
     Raises:
-        UsageError: what `iterate_state_dict` does, a tensor on the meta device, a DTensor whose local shape is not
-            what its placements say, or a ShardedTensor on ranks that the group does not have; no collective has run
-            then on this rank.
+        UsageError: for the reasons of `iterate_state_dict`; for a tensor on the meta device, a DTensor whose local shape differs
+            from the shape that its placements give, or a ShardedTensor on ranks outside the group. Then this rank has run no
+            collective.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     for path, value in leaves_of(state_dict):
@@ -182,7 +182,7 @@ def _gathered(tensor: DTensor, *_: Any) -> Tensor:
 
 
 def whole_of(tensor: DTensor) -> Tensor:
-    """The whole of a DTensor, on every rank of its mesh (Note [Gathering by extents]); outside the mesh, its local part."""
+    """Gather a DTensor on every rank of its mesh (Note [Gathering by extents]). A rank outside the mesh returns its local part."""
     mesh = tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         summed = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
@@ -193,7 +193,7 @@ def whole_of(tensor: DTensor) -> Tensor:
     cutting = [dim for dim, placement in enumerate(tensor.placements) if is_shard(placement)]
     if mesh.get_coordinate() is None or not cutting:
         return local
-    # the longest of all
+    # The first shard is the longest.
     first = local_extent_of(tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim)
     padded = local.new_zeros(first.shape)
     padded[tuple(slice(n) for n in local.shape)] = local
@@ -206,7 +206,7 @@ def whole_of(tensor: DTensor) -> Tensor:
 
 
 def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
-    """The parts of the ranks along this mesh dim, [n] each, in the order of the mesh: [size of the mesh dim * n]."""
+    """Gather the parts of the ranks along this mesh dim, [n] each, in the order of the mesh: [size of the mesh dim * n]."""
     group, coordinate = mesh.get_group(dim), list(mesh.get_coordinate() or ())
     received = mine.new_empty(mesh.size(dim) * mine.numel())
     if not received.numel():
@@ -223,13 +223,13 @@ def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
 def offload_state_dict_to_cpu(
     state_dict: dict[Any, Any], *, ranks_only: Sequence[int] = (), type_check: bool = True
 ) -> Any:
-    """The state dict with every tensor on the CPU, DTensors as DTensors; what is there already is the same object.
+    """Return the state dict with every tensor on the CPU. DTensors stay DTensors. A tensor that is on the CPU already is the same object.
 
     Args:
         ranks_only, type_check: see `iterate_state_dict`.
 
     Raises:
-        UsageError: what `iterate_state_dict` does, or a tensor on the meta device.
+        UsageError: for the reasons of `iterate_state_dict`, or for a tensor on the meta device.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     options: dict[str, Any] = {"cpu_offload": True, "ranks_only": ranks_only, "type_check": type_check}
@@ -242,7 +242,7 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _in_other_memory(tensor: Any, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor of the same kind, over what `move` makes of each shard, of the local part, or of the tensor."""
+    """Return a tensor of the same kind. `move` is called on each shard of a ShardedTensor, the local part of a DTensor, or the tensor."""
     if is_sharded_tensor(tensor):
         moved: Tensor = sharded_tensor_like([move(shard) for shard in shards_in(tensor)], tensor)
         return moved
@@ -256,18 +256,17 @@ def _in_other_memory(tensor: Any, move: Callable[[Tensor], Tensor]) -> Tensor:
 def create_cpu_state_dict(
     state_dict: dict[Any, Any], pin_memory: bool = False, share_memory: bool = False
 ) -> Any:
-    """The state dict with new tensors of the same shapes and dtypes on the CPU, for `copy_state_dict` to fill.
+    """Return the state dict with new tensors of the same shapes and dtypes on the CPU, which `copy_state_dict` can fill.
 
-    They are dense, each with memory of its own, and hold nothing in particular. DTensors get a new local part, and
-    ShardedTensors new shards. Other
-    leaves are deep copies if they are not of the types that `iterate_state_dict` accepts.
+    The tensors are dense and have memory of their own; their values are undefined. DTensors get a new local part, and ShardedTensors
+    get new shards. Other leaves are deep copies if they are not of the types that `iterate_state_dict` accepts.
 
     Args:
-        pin_memory: in page-locked memory, from which copies to an accelerator can be asynchronous.
-        share_memory: in memory that child processes see.
+        pin_memory: use page-locked memory. Copies from it to an accelerator can be asynchronous.
+        share_memory: use memory that child processes see.
 
     Raises:
-        StateError: memory to be pinned, but no CUDA device.
+        StateError: `pin_memory` is set, but there is no CUDA device.
     """
     if pin_memory and not torch.cuda.is_available():
         remedy = "Leave pin_memory out; nothing could copy faster."
@@ -285,7 +284,7 @@ def _cpu_room(like: Tensor, pin: bool, share: bool) -> Tensor:
     if share:
         room.share_memory_()
     if pin and share:
-        # shared memory is not the pinning allocator's: it is registered for as long as it lives
+        # The pinning allocator does not own shared memory. So we register the memory for as long as it lives.
         runtime: Any = torch.cuda.cudart()
         storage = room.untyped_storage()
         torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), storage.nbytes(), 1)))
@@ -305,14 +304,14 @@ def copy_state_dict(
     """Copy the values of every tensor into the tensor at the same place in `copy_state_dict`.
 
     Args:
-        cast: the target's dtype may be another one; the values become what it can hold.
+        cast: the target may have another dtype; the values are converted to it.
 
     Returns:
         The containers and other leaves of `state_dict` with the tensors of `copy_state_dict`.
 
     Raises:
-        CompanionMismatch: keys differ, or a shape, a placement, or, unless `cast`, a dtype. Nothing is broadcast or cut.
-        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. Nothing was copied then.
+        CompanionMismatch: keys, a shape, a placement or (without `cast`) a dtype differ. Nothing is broadcast or cut.
+        UsageError: for the reasons of `iterate_state_dict`, or for a tensor on the meta device. Nothing was copied then.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
@@ -333,9 +332,9 @@ def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, cast:
 
 
 def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict: dict[Any, Any]) -> bool:
-    """Whether `copy_state_dict` from one to the other would fit: same keys, shapes, dtypes and placements.
+    """Return True if `copy_state_dict` from one to the other would fit: the same keys, shapes, dtypes and placements.
 
-    Only looks. Values may differ, of tensors and of everything else.
+    It does not compare values, and changes nothing.
 
     Raises:
         UsageError: a container contains itself.
@@ -348,7 +347,7 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
 
 
 def _check_pair(path: KeyPath, value: Any, other: Any, cast: bool = False) -> None:
-    """Raise if one of two leaves is a tensor and the other is not one just like it; with `cast`, but for the dtype."""
+    """Raise an error if only one leaf is a tensor, or if two tensors differ in more than their values. With `cast`, dtypes may differ."""
     if other is ABSENT:
         return
     mine, theirs = describe(value, with_dtype=not cast), describe(other, with_dtype=not cast)
@@ -360,7 +359,7 @@ def _check_pair(path: KeyPath, value: Any, other: Any, cast: bool = False) -> No
 
 
 def describe(leaf: Any, with_dtype: bool = True) -> str:
-    """A description that must match before values are copied unchanged; without the dtype, before they are copied at all."""
+    """Describe everything that must match before values are copied unchanged. Without the dtype: before values are cast."""
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
     if is_sharded_tensor(leaf):

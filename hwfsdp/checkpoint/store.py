@@ -6,25 +6,24 @@
     handle = async_save(state_dict, "runs/checkpoint", keep=3)      # returns when the values are copied
     handle.wait()                                                   # later: the id of the save, or its error
 
-What a save promises: it counts when all of it is on the disk, or not at all, and whatever was there before is untouched
-until then. What a load promises: either every value is what was saved, or an error that says what is wrong where, and
-then not one value of the target has changed. Files hold nothing but numbers and JSON, so no checkpoint can make a
-program run anything.
+A save promises this: it counts when all of it is on the disk, or not at all. Until then, an earlier checkpoint is not changed.
+A load promises this: every value is the saved value. Otherwise it raises an error that says what is wrong and where, and has
+changed no value of the target. Files hold nothing but numbers and JSON, so no checkpoint can make a program run code.
 
-A load on one rank goes from a path to a state dict that is filled; all ranks agree at each arrow (see `agreement`):
+A load on one rank goes from a path to a state dict that is filled. All ranks agree at each arrow (see `agreement`):
 
     [leader: which save] → match the state dict with the manifest → read into new memory → into the state dict
 
 Note [Read first, then write]
-    A damaged block may be the last one that is read. So values go to memory of their own, as much as the rank's part of
-    the state dict, and from there into the target when all ranks have all of theirs. It is the price of a load that
-    happens or does not. What is on the meta device has no values that could be lost: it gets memory, which is read into at
-    once, and goes back to the meta device if the load fails.
+    The last block that is read may be damaged. So a rank reads all values into new memory, as much as its part of the state dict.
+    It copies them into the target when all ranks have read all of theirs. This memory is the price of a load that happens
+    completely or not at all. A tensor on the meta device has no values that could be lost. So it gets memory, and is read
+    directly into it. If the load fails, the tensor goes back to the meta device.
 
 Note [A save that goes while it is read]
-    Another job may save into the same directory, and sweep what is being read. Then something is missing, and another
-    save counts. So after an error about a file, the leader looks again: if the save that counts is another one, that one
-    is loaded; if it is the same, the error stands.
+    Another job may save into the same directory, and remove the save that is being read. Then a file is missing, and another
+    save counts. So after an error about a file, the leader looks again. If another save counts now, all ranks load that one. If
+    it is still the same save, the error is raised.
 """
 
 from __future__ import annotations
@@ -63,28 +62,27 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> str:
-    """Write a state dict; a collective, which every rank of the group calls with the same keys.
+    """Write a state dict. A collective: every rank of the group calls it with the same keys.
 
-    Returns when everything is on the disk. Subclasses of int, float and str are saved as what they are a subclass of.
+    It returns when everything is on the disk. Values of subclasses of int, float and str are saved as int, float and str.
 
     Args:
-        state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int.
-            A DTensor is written by the ranks that have its parts, anything else by one of the ranks, after it was found
-            to be the same on all.
-        path: a directory, on storage that all ranks see. It is made, with its parents.
-        overwrite: there may be a checkpoint already; the new save takes its place when it is complete.
-        keep: how many saves to have in `path`, this one included; older ones are removed. Given, it allows for a checkpoint
-            being there. None: one.
+        state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int. The ranks
+            that have the parts of a DTensor write it. Anything else must be the same on all ranks, and one of them writes it.
+        path: a directory, on storage that all ranks see. The directory and its parents are made if they do not exist.
+        overwrite: replace an existing checkpoint when the new save is complete.
+        keep: the number of saves to keep in `path`, including this one; older ones are removed. A checkpoint may exist already if
+            `keep` is given. None: keep one.
 
     Returns:
-        The id of the save; `path / id` can be loaded, too, as long as it is kept.
+        The id of the save. `path / id` can be loaded, too, as long as this save is kept.
 
     Raises:
-        UsageError: an entry that a checkpoint cannot hold, ranks that differ, or a target that is there already.
-        UnsupportedError: a sparse, quantized or otherwise unusual tensor.
+        UsageError: a checkpoint cannot hold an entry, ranks differ, or the target exists already.
+        UnsupportedError: a tensor is sparse, quantized or otherwise unusual.
         StateError: another process is saving there.
-        CheckpointError: a disk that is full or fails, a rank that raised, died, or hung. The same on all ranks, and what
-            was there before is as it was.
+        CheckpointError: the disk is full or fails, or a rank raised another error, died, or hung. All ranks raise the same error,
+            and an earlier checkpoint stays as it was.
     """
     agreement = Agreement(process_group, "save")
     queue.end_before(agreement)
@@ -99,19 +97,19 @@ def async_save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
-    """`save`, which goes on after the call has returned; a collective, as that is.
+    """Start a `save` that goes on after this call has returned. A collective, like `save`.
 
-    Returns when every tensor is copied to the CPU: changing them does not change the save. The copies' memory, as much as
-    this rank's part of the state dict, is kept for the next call.
+    It returns when every tensor is copied to the CPU. After that, changes to the tensors do not change the save. The memory for the
+    copies is as large as this rank's part of the state dict. It is kept for the next call.
 
     Args:
         As for `save`.
 
     Returns:
-        A handle; its `wait` raises what `save` would have raised.
+        A handle. Its `wait` raises the errors that `save` would have raised.
 
     Raises:
-        The error of the asynchronous save before this one, if nobody waited for it.
+        The error of the previous asynchronous save, if no call of `wait` has raised it.
     """
     return queue.start(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
 
@@ -126,32 +124,33 @@ def load(
     model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Put what was saved into a state dict of the same keys, in place; a collective over the group.
+    """Fill a state dict, in place, with the values that were saved under the same keys. A collective over the group.
 
-    Each rank reads what it needs: of a DTensor the part that it has, at any world size and in any sharding, whatever they
-    were at the save. Other values replace the state dict's values.
+    Each rank reads what it needs. Of a DTensor, it reads its own part, at any world size and in any sharding; both may differ from
+    those of the save. Values that are not tensors are replaced.
 
-    Tensors on the meta device get memory, as `meta.init_state_dict` gives it: of a DTensor for this rank's part only, once
-    for what shares memory, and in place, so that they are loaded wherever they are referred to. A load that fails puts
-    them back.
+    Tensors on the meta device get memory, as in `meta.init_state_dict`: for a DTensor, only for this rank's part; for tensors that
+    share memory, once; and in place, so that they are loaded wherever they are referred to. If the load fails, they go back to the
+    meta device.
 
     Args:
-        state_dict: taken right before; of an optimizer that has made no step yet, after `meta.init_optimizer_state`.
-            `optimizer.load_state_dict` then takes over what is not a tensor, the learning rate for example. Or a module,
-            for its state dict.
-        path: what `save` got, or one save in it.
-        strict: the keys must be the same. Otherwise keys on only one side are left alone.
-        allow_cast: tensors may have another dtype, of the same or a wider kind: precision may be lost, but no value
-            becomes infinite, no fraction and no imaginary part is dropped.
+        state_dict: take it right before the load. If an optimizer has made no step yet, call `meta.init_optimizer_state` first.
+            After the load, `optimizer.load_state_dict` applies values that are not tensors, for example the learning rate.
+            It may also be a module, which stands for its state dict.
+        path: the path that `save` got, or the path of one save in it.
+        strict: the keys must be the same. Otherwise, keys on only one side are ignored.
+        allow_cast: tensors may have another dtype, of the same or a wider kind. Values may lose precision, but no value becomes
+            infinite, and no fraction or imaginary part is dropped.
+        device, model: for tensors on the meta device; see `meta.init_state_dict`.
 
     Returns:
         `state_dict`.
 
     Raises:
-        UsageError: there is no checkpoint, or the state dict does not fit: a key, shape, rank or dtype, a tensor where
-            another value was saved, a tensor without memory.
-        CheckpointError: something in the checkpoint is missing or damaged, with file, key and offset. All ranks raise
-            the same error, and the target is untouched.
+        UsageError: there is no checkpoint, or the state dict does not fit: a key, shape, rank or dtype differs, another kind of
+            value was saved for a tensor, or a tensor has no memory.
+        CheckpointError: something in the checkpoint is missing or damaged; it has file, key and offset. All ranks raise the same
+            error, and the target is not changed.
     """
     with NewMemory(state_dict, device, model) as target:
         request = _Request(target, strict, allow_cast)
@@ -163,7 +162,7 @@ def load(
 
 
 class _Request(NamedTuple):
-    """A request to load."""
+    """The arguments of a load."""
 
     target: NewMemory
     strict: bool
@@ -177,7 +176,7 @@ def _load_current(agreement: Agreement, request: _Request, path: Path) -> None:
             _load_save(agreement, request, path, save_id, digest)
             return
         except CheckpointError as error:
-            if error.file is None:  # a rank is lost, say
+            if error.file is None:  # for example, a rank is lost
                 raise
             before, (save_id, digest) = save_id, _find(agreement, path)
             if save_id == before:
@@ -185,7 +184,7 @@ def _load_current(agreement: Agreement, request: _Request, path: Path) -> None:
 
 
 def _find(agreement: Agreement, path: Path) -> list[Any]:
-    """The id of the save that counts, and the hash of its manifest, as the leader sees them."""
+    """Return the id of the save that counts, and the hash of its manifest, as the leader sees them."""
 
     def choose(_: list[Any]) -> list[Any]:
         current = saves.find_current(path)
@@ -219,7 +218,7 @@ def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str
 
 
 # --- Without loading ---------------------------------------------------------------------------------------
-# Neither function needs the program that wrote the checkpoint, a process group, or more memory than one block.
+# These functions do not need the program that wrote the checkpoint or a process group. They hold one block in memory.
 
 
 @dataclass(frozen=True)
@@ -227,9 +226,9 @@ class Inspection:
     """The contents of a save.
 
     Attributes:
-        path: directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
-        tensors: by key, as one would index it. values: everything else, likewise.
-        nbytes: of all files of the save, the manifest left out. ranks: how many wrote it.
+        path: the directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
+        tensors: by key, as Python code would index the state dict. values: everything else, by the same kind of key.
+        nbytes: the bytes of all files of the save, without the manifest. ranks: the number of ranks that wrote it.
     """
 
     path: Path
@@ -276,11 +275,11 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
     """Read every byte of the save that counts, and compare it with its checksum.
 
     Returns:
-        What `inspect` returns, if all is as it was written.
+        The result of `inspect`, if everything is as it was written.
 
     Raises:
         UsageError: there is no checkpoint.
-        CheckpointError: the first thing that is missing, damaged, or does not belong there, with file, key and offset.
+        CheckpointError: names the first thing that is missing, damaged, or does not belong there, with file, key and offset.
     """
     current = saves.find_current(Path(path).absolute())
     manifest = saves.read_manifest(current)
@@ -308,7 +307,7 @@ def _verify_file(
 
 
 def _verify_chunk(fd: int, path: Path, entry: TensorEntry, chunk: Chunk, block_bytes: int) -> int:
-    """Check every block of a chunk; return the byte after it."""
+    """Check every block of a chunk. Return the offset of the first byte after the chunk."""
     nbytes = chunk.box.numel * entry.dtype.itemsize
     reader = blocks.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
     for start in range(0, nbytes, block_bytes):

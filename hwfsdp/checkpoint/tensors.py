@@ -1,8 +1,9 @@
-"""Questions about a tensor in a state dict: does it have data, which memory and which bytes are this rank's?
+"""Questions about a tensor in a state dict: does it have data, and which memory and which bytes belong to this rank?
 
-A `ShardedTensor`, which torch had before DTensor, says itself which box of the whole each shard is, and which rank has it;
-ranks may have several shards or none. So a gather needs no arithmetic: the ranks of its group send each other all they have
-at once, padded to equal lengths, and each puts every box in its place. What makes one, torch does; `distribute` fills none.
+`ShardedTensor` is torch's class before DTensor. It records for each shard the box of the whole tensor and the rank that has it.
+A rank may have several shards or none. So a gather needs no arithmetic: the ranks of its group send each other all their shards
+at once, padded to equal lengths, and each rank puts every box in its place. Only torch makes ShardedTensors, and `distribute`
+does not fill them.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor with this rank's values: the local part of a DTensor, any other tensor itself."""
+    """Return the tensor with this rank's values: the local part of a DTensor, or any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """The same, without its gradient's history."""
+    """Return the tensor with this rank's values, detached from autograd."""
     return memory_of(tensor).detach()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The values as bytes, in row-major order; a view if they lie like that already."""
+    """Return the values as bytes, in row-major order. If the memory has this order already, the result is a view."""
     dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.view(-1).view(torch.uint8)
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are one place in memory, which cannot be written to."""
+    """True if several elements share one place in memory. Such a tensor cannot be written to."""
     return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))
 
 
 def check_data(path: KeyPath, tensor: Tensor) -> None:
-    """Raise if the values of the tensor cannot be had, or it is a ShardedTensor."""
+    """Raise an error if the values of the tensor are not available, or if it is a ShardedTensor."""
     if is_sharded_tensor(tensor):
         refuse_sharded_tensor(path)
     if is_lazy(tensor):
@@ -67,7 +68,7 @@ def check_data(path: KeyPath, tensor: Tensor) -> None:
             refuse(path, expected, f"{tuple(tensor.to_local().shape)}", remedy)
 
     local = memory_of(tensor)
-    wraps: bool = is_traceable_wrapper_subclass(local)  # a wrapper has no memory of its own
+    wraps: bool = is_traceable_wrapper_subclass(local)  # then the tensor has no memory of its own
     if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
         last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
         if local.untyped_storage().nbytes() < (last + 1) * local.element_size():
@@ -85,14 +86,14 @@ def refuse_sharded_tensor(path: KeyPath) -> NoReturn:
 
 
 def check_no_sum(path: KeyPath, tensor: Tensor) -> None:
-    """Raise if it is a DTensor whose parts are still to be summed."""
+    """Raise an error if the tensor is a DTensor with a `Partial` placement, whose parts are not summed yet."""
     if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
         remedy, got = "Redistribute Partial to Replicate first.", f"{list(tensor.placements)}"
         refuse(path, "placements that say which values a rank has", got, remedy, UnsupportedError)
 
 
 def check_kind(path: KeyPath, tensor: Tensor) -> None:
-    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, or still to be summed."""
+    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, or are not summed yet."""
     inner = part_of(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(inner)
     kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
@@ -109,7 +110,7 @@ def check_kind(path: KeyPath, tensor: Tensor) -> None:
 
 
 def check_writable(path: KeyPath, tensor: Tensor) -> None:
-    """Raise if values cannot be written into this rank's part of the tensor."""
+    """Raise an error if values cannot be written into this rank's part of the tensor."""
     local = part_of(tensor)
     if is_expanded(local):
         refuse(path, "memory for every element", "an expanded tensor", "Pass a clone of it.")
@@ -120,7 +121,7 @@ def check_writable(path: KeyPath, tensor: Tensor) -> None:
 
 @functools.cache
 def _can_be_copied(dtype: torch.dtype) -> bool:
-    """Whether torch has kernels for a dtype; some have a name only."""
+    """True if torch can copy this dtype. Some dtypes have a name but no kernels."""
     one = torch.empty(1, dtype=dtype)
     try:
         torch.empty(1, dtype=dtype).copy_(one)
@@ -130,7 +131,7 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors that must have the same values, at the same place in the whole."""
+    """Return a key. Two tensors with equal keys have the same values in the same memory, at the same place of the whole."""
     part = part_of(tensor)
     place = part.data_ptr(), part.device, tuple(part.shape), part.stride()
     placed: tuple[Any, ...] = ()
@@ -143,14 +144,14 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class OwnedBox(NamedTuple):
-    """A shard's place in the whole, and the rank that has it, as the world counts; -1 if nothing says so."""
+    """A shard's place in the whole, and the global rank that has it; -1 if the metadata names no rank."""
 
     box: Box
     rank: int
 
 
 def boxes_of(tensor: Any) -> list[OwnedBox]:
-    """The shards of all ranks, by their offsets."""
+    """Return the boxes of all shards on all ranks, sorted by offset."""
     boxes = []
     for shard in tensor.metadata().shards_metadata:
         rank = -1 if shard.placement is None else shard.placement.rank()
@@ -159,7 +160,7 @@ def boxes_of(tensor: Any) -> list[OwnedBox]:
 
 
 def shards_in(tensor: Any) -> list[Tensor]:
-    """The local shards of a ShardedTensor, by their offsets; of any other tensor, the tensor."""
+    """Return the local shards of a ShardedTensor, sorted by offset. For any other tensor, return the tensor in a list."""
     if not is_sharded_tensor(tensor):
         return [tensor]
     ordered = sorted(tensor.local_shards(), key=lambda shard: list(shard.metadata.shard_offsets))
@@ -167,7 +168,7 @@ def shards_in(tensor: Any) -> list[Tensor]:
 
 
 def describe_shards(tensor: Any, with_dtype: bool) -> str:
-    """A description that must match before shards are copied unchanged; without the dtype, before they are copied at all."""
+    """Describe everything that must match before shards are copied unchanged. Without the dtype: before values are cast."""
     metadata = tensor.metadata()
     kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
     boxes = [(*box, rank) for box, rank in boxes_of(tensor)]
@@ -175,7 +176,7 @@ def describe_shards(tensor: Any, with_dtype: bool) -> str:
 
 
 def check_owners(path: KeyPath, tensor: Any, pg: dist.ProcessGroup | None) -> None:
-    """Raise UsageError if a rank that the group does not have has a shard."""
+    """Raise UsageError if a rank outside the group has a shard."""
     ranks = dist.get_process_group_ranks(pg or group_of_sharded_tensor(tensor))
     owners = sorted({rank for _, rank in boxes_of(tensor)})
     if not set(owners) <= set(ranks):
@@ -184,10 +185,11 @@ def check_owners(path: KeyPath, tensor: Any, pg: dist.ProcessGroup | None) -> No
 
 
 def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device | None, *_: Any) -> Tensor:
-    """All of a ShardedTensor, on every rank of the group, on the device of this rank's shards, or the CPU if it has none.
+    """Gather a ShardedTensor on every rank of the group. The result is on the device of this rank's shards, or on the CPU without shards.
 
     Args:
-        pg: None: the tensor's own. device: where it is gathered; None: on a device whose tensors the group moves.
+        pg: the group; None: the tensor's own group. device: where the shards are gathered; None: on a device whose tensors the
+            group can move.
     """
     mine = [bytes_of(shard) for shard in shards_in(tensor)]
     group, boxes, metadata = pg or group_of_sharded_tensor(tensor), boxes_of(tensor), tensor.metadata()

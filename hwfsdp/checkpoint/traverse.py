@@ -1,18 +1,18 @@
 """State dicts as leaves at paths.
 
-Containers are mappings, lists, tuples (named ones too) and dataclasses; whatever else is met, a tensor above all, is a
-leaf. A path is the tuple of keys that lead to a leaf: the keys themselves (an int stays an int), positions, names of
-fields. Everything that this package does with state dicts is `map_leaves`, which builds the same containers again
-around new leaves, or `leaves_of`, which lists them. A container that contains itself has no end, and is refused.
+Containers are mappings, lists, tuples (also named tuples) and dataclasses. Everything else is a leaf, for example a tensor. A
+path is the tuple of keys that lead to a leaf: keys of mappings (an int stays an int), positions, names of fields. This package
+goes through state dicts with two functions: `map_leaves` builds the same containers again around new leaves, and `leaves_of`
+lists the leaves. A container that contains itself has no end, so it is refused.
 
-`flatten_state_dict` names leaves by their paths, joined by dots. Those names cannot be taken apart again ("a.0" may be
-a list's or a dict's, of an int or a str), so it also returns how the leaves were held. Without that, paths alone must do,
-and `unflatten_state_dict` guesses, as torch does. Empty containers are leaves of
-the flat dict, because nothing below them would be there to remember them.
+`flatten_state_dict` names leaves by their paths, joined by dots. Such a name alone does not give the path back: "a.0" may belong
+to a list or to a dict, with an int key or a str key. So the function also returns the structure of the containers. If
+`unflatten_state_dict` gets only paths, it guesses the containers, as torch does. Empty containers are leaves of the flat dict.
+Otherwise they would be lost, because they have no leaves.
 
-`torch.Size` is a leaf: it is a tuple, but of ints only.
+`torch.Size` is a leaf, although it is a tuple: it holds only ints.
 
-Left out: sets, whose members have no key, and containers of unknown types, which are leaves.
+Left out: sets, because their members have no keys, and containers of unknown types. Both are leaves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hwfsdp.errors import UsageError
 
 
 class CompanionMismatch(UsageError):
-    """Two state dicts that should be alike differ in keys, kinds, shapes or dtypes; the message says where."""
+    """Two state dicts that should be alike differ in keys, kinds, shapes or dtypes. The message says where."""
 
 
 class _Absent:
-    """Stands for a companion that was not given; None is a value like any other."""
+    """Stands for a companion that was not given. None cannot stand for it, because None is a value like any other."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -45,7 +45,7 @@ ABSENT = _Absent()
 
 
 def brief(value: Any) -> str:
-    """A leaf or container in a few words: its type, and for a tensor its shape and dtype."""
+    """Describe a leaf or container in a few words: its type, and for a tensor its shape and dtype."""
     if isinstance(value, Tensor):
         return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
     items = items_of(value)
@@ -53,7 +53,7 @@ def brief(value: Any) -> str:
 
 
 def items_of(tree: Any) -> dict[Any, Any] | None:
-    """Key to child, in order; None if `tree` is a leaf."""
+    """Return the children by key, in order; None if `tree` is a leaf."""
     if isinstance(tree, Mapping):
         return dict(tree.items())
     if isinstance(tree, list | tuple):
@@ -64,18 +64,18 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
 
 
 def child_of(tree: Any, key: Any) -> Any:
-    """The child of a container under a key that `items_of` has."""
+    """Return the child of a container under one of the keys that `items_of` returns."""
     return tree[key] if isinstance(tree, Mapping | list | tuple) else getattr(tree, key)
 
 
 def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
-    """A new container like `tree`, of the same type, with these children: its own keys in their order, or some of them."""
+    """Return a new container of the same type as `tree` with these children. Their keys are all or some of its keys, in its order."""
     if isinstance(tree, tuple):
         return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         expected, got = "a mapping that items can be assigned to", "one that is read-only"
         refuse(f"a {type(tree).__name__} in a state dict", expected, got, "Make it a dict.")
-    # with its default factory, its attributes, and fields that __init__ does not take
+    # A copy keeps its default factory, its attributes, and fields that __init__ does not take.
     result = copy.copy(tree)
     if isinstance(tree, list):
         result[:] = items.values()
@@ -87,7 +87,7 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
         attributes = getattr(tree, "__dict__", {})
         for key, value in items.items():
             result[key] = value
-            if key in attributes and attributes[key] is tree[key]:  # where items are attributes, too
+            if key in attributes and attributes[key] is tree[key]:  # items of this type are attributes, too
                 setattr(result, key, value)
         return result
     for name, value in items.items():
@@ -108,24 +108,24 @@ class Leaf(NamedTuple):
 def map_leaves(
     fn: Callable[[KeyPath, Any, Any], Any], tree: Any, companion: Any = ABSENT, *, by_path: bool = False
 ) -> Any:
-    """The containers of `tree` again, new ones, with `fn(path, leaf, companion's leaf)` in place of every leaf.
+    """Build the containers of `tree` again, with `fn(path, leaf, companion's leaf)` in place of every leaf.
 
-    What is met again (with the same companion) is not mapped again: the result is one object again, too.
+    An object that is found again (with the same companion) is not mapped again. So the result is one object again, too.
 
     Args:
-        companion: has the same keys; a mapping may have them in another order and be of another type, and a list
-            may stand for a tuple. Leaves of `tree` face whatever the companion has there.
-        by_path: the result of `fn` depends on the path. It is then called for every path, also for paths of empty
-            containers, too, and what was one object is so no longer.
+        companion: has the same keys. A mapping may have them in another order and be of another type, and a list may stand for a
+            tuple. For each leaf of `tree`, `fn` gets the companion's value at the same place.
+        by_path: the result of `fn` depends on the path. Then `fn` is called for every path, also for paths of empty containers, and
+            one object at two paths becomes two results.
 
     Raises:
-        UsageError: a container contains itself. CompanionMismatch: a container faces something else.
+        UsageError: a container contains itself. CompanionMismatch: the companion has no such container at this place, or other keys.
     """
     return _Descent(fn, rebuild, by_path).map((), tree, companion)
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """The leaves, from left to right, empty containers among them; what is shared comes once for each path.
+    """Return the leaves from left to right, including empty containers. A shared object comes once for each path.
 
     Raises:
         UsageError: a container contains itself.
@@ -140,16 +140,17 @@ def traverse_state_dict(
     visitor: Callable[[KeyPath, Any], None],
     keep_traversing: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Call `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
+    """Call `visitor(path, leaf)` for every leaf, from left to right. An empty container is visited as a leaf.
 
     Args:
-        keep_traversing: says of an entry of a list that it makes the list worth going through. If given, lists without such
-            an entry, and without mappings at any depth, are leaves, as are tuples and dataclasses. None: none of them are.
+        keep_traversing: returns True for an entry of a list if the list must be taken apart because of it. If this function is
+            given, a list is a leaf if it has no such entry, and no mapping at any depth. Tuples and dataclasses are always leaves
+            then. None: lists, tuples and dataclasses are all taken apart.
 
     Raises:
         UsageError: a container contains itself.
     """
-    leaves = leaves_of(state_dict)  # also where they are not needed: it refuses cycles
+    leaves = leaves_of(state_dict)  # called in both cases, because it refuses cycles
     if keep_traversing is not None:
         leaves = _leaves_at((), state_dict, keep_traversing)
     for path, value in leaves:
@@ -164,7 +165,7 @@ def _leaves_at(path: KeyPath, tree: Any, keep_traversing: Callable[[Any], bool])
 
 
 def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
-    """Whether it is visited as one leaf."""
+    """True if the tree is visited as one leaf."""
     if isinstance(tree, Mapping) or not isinstance(tree, list):
         return not isinstance(tree, Mapping)
     inner = (isinstance(entry, Mapping | list) and not _is_one(entry, keep_traversing) for entry in tree)
@@ -172,7 +173,7 @@ def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
 
 
 class _Descent:
-    """One way down and up again; see `map_leaves`."""
+    """One pass down through the containers and up again; see `map_leaves`."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class _Descent:
     ) -> None:
         self.fn, self.build, self.by_path = fn, build, by_path
         self.above: dict[int, KeyPath] = {}  # containers that we are inside of
-        # holds what it knows by id, so ids stay valid
+        # The values keep tree and companion alive, so that the ids in the keys stay valid.
         self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def map(self, path: KeyPath, tree: Any, companion: Any) -> Any:
@@ -214,7 +215,7 @@ _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 
 def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
-    """The companions of each child."""
+    """Return the companion of each child."""
     if companion is ABSENT:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
@@ -238,7 +239,7 @@ def _kind(container: Any) -> str:
 
 
 class FlatMapping(dict[str, KeyPath]):
-    """Flat key to path, in order, and how the leaves were held.
+    """The path of each flat key, in order, and the structure of the containers.
 
     Attributes:
         structure: the containers of the state dict, with a slot in place of each leaf. It holds no tensor.
@@ -257,12 +258,12 @@ class _Slot:
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], FlatMapping]:
-    """The leaves by the keys of their paths, joined by dots, and what `unflatten_state_dict` needs to undo that.
+    """Return the leaves by name, and a mapping for `unflatten_state_dict`. A name is the keys of the path, joined by dots.
 
     Leaves are the same objects. Empty containers are leaves here, as copies.
 
     Raises:
-        UsageError: two leaves would have the same key, or a container contains itself.
+        UsageError: two leaves would have the same name, or a container contains itself.
     """
     flat: dict[str, Any] = {}
     mapping = FlatMapping()
@@ -281,19 +282,20 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, KeyPath]) -> Any:
-    """The state dict that `flatten_state_dict` took apart, with the leaves that the flat dict has now.
+    """Build the nested state dict again that `flatten_state_dict` took apart, with the present leaves of the flat dict.
 
-    Container types, int keys, tuples and empty containers are as they were. A container that was met at two paths
-    comes back as two, since its leaves have two names and may differ by now; leaves that are one object stay one.
+    Container types, int keys, tuples and empty containers are the same as before. A container that was at two paths becomes two
+    containers, because its leaves have two names and may now differ. Leaves that are one object stay one object.
 
     Args:
-        state_dict: flat, with any of the mapping's keys. Containers of which it has nothing are left out. In lists and
-            tuples, None stands for an entry that is missing before others; in a named tuple or dataclass, for any.
-        mapping: what `flatten_state_dict` returned. Or a plain dict of paths, such as torch's: it does not say what the
-            containers were, so those whose keys are all ints become lists, and all others dicts.
+        state_dict: the flat dict, with any of the mapping's keys. A container without any leaf in it is left out. In lists and
+            tuples, None takes the place of a missing entry if other entries follow it; in a named tuple or dataclass, of any
+            missing entry.
+        mapping: the second result of `flatten_state_dict`. Or a plain dict of paths, for example torch's. It does not have the types
+            of the containers, so a container whose keys are all ints becomes a list, and any other container becomes a dict.
 
     Raises:
-        UsageError: a key that the mapping does not have, or paths of which one leads through the leaf of another.
+        UsageError: a key is not in the mapping, or one path leads through the leaf of another.
     """
     unknown = sorted(key for key in state_dict if key not in mapping)
     if unknown:
@@ -307,13 +309,13 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Ke
 
 
 class _Branch:
-    """A container of the state dict to be: its children by key, leaves or branches."""
+    """A container of the new state dict: its children by key, which are leaves or branches."""
 
     def __init__(self) -> None:
         self.items: dict[Any, Any] = {}
 
     def grown(self, like: Any) -> Any:
-        """A container with these children, of the type of `like`; of a type that the keys suggest if that is ABSENT."""
+        """Return a container with these children, of the type of `like`. If `like` is ABSENT, the keys decide between list and dict."""
         shape = items_of(like) or {}
         keys = [key for key in shape if key in self.items] + [key for key in self.items if key not in shape]
         items = {key: _grown(self.items[key], shape.get(key, ABSENT)) for key in keys}

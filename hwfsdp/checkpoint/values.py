@@ -1,8 +1,8 @@
 """Values that are not tensors, as JSON and back.
 
-A state dict is full of small things: learning rates, counters, names, flags. Those that JSON has stand for themselves;
-the others become an object that names their type. Whatever is not in the list of types below is refused, because what
-could write it could also run code when it is read.
+A state dict has many small values: learning rates, counters, names, flags. Values of JSON's own types are written as they are.
+Any other value becomes an object that names its type. Types outside the list below are refused, because a format that could
+write them could also run code when it is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# type → what its text says, and back
+# By type, a function that returns the JSON of a value. _READERS has the reverse functions.
 _WRITERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: base64.b64encode(value).decode(),
     bytearray: lambda value: base64.b64encode(value).decode(),
@@ -29,7 +29,7 @@ _WRITERS: dict[type, Callable[[Any], Any]] = {
 
 
 def _constant(kind: type) -> Callable[[Any], Any]:
-    """Read a constant of torch, such as torch.float32, of this type."""
+    """Return a reader for constants of torch of this type, such as torch.float32."""
 
     def read(name: Any) -> Any:
         found = getattr(torch, name, None) if isinstance(name, str) else None
@@ -60,12 +60,12 @@ dtype_named = _constant(torch.dtype)
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON has it.
+    """Return the value as JSON.
 
     Raises:
-        TypeError: it is of no type that a checkpoint can hold.
+        TypeError: a checkpoint cannot hold values of this type.
     """
-    if isinstance(value, enum.Enum):  # which may be an int or a str, too, and would come back as that only
+    if isinstance(value, enum.Enum):  # it may be an int or str, too, and would come back as a plain one
         raise TypeError(type(value).__name__)
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str(value)
@@ -80,10 +80,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(json_value: Any) -> Any:
-    """The value that `encode` wrote.
+    """Return the value that `encode` wrote.
 
     Raises:
-        ValueError: `encode` writes nothing of the kind.
+        ValueError: `encode` writes no such JSON.
     """
     if json_value is None or isinstance(json_value, bool | int | float | str):
         return json_value

@@ -1,12 +1,12 @@
-"""Which bytes of a storage are staged, and together with which: integers only.
+"""Which bytes of a storage are staged, and which of them together: integers only.
 
 Note [Views stay views]
     Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. If more than half
     of the bytes from the first to the last view of a storage are needed, all its views go into one staged storage, with their
     strides and the distances between them. Otherwise each *run* of views whose extents overlap is treated alone, in the same
-    way. A run with more holes than elements, such as two columns of a wide matrix, is separated into views without common
-    elements. A single view with holes that is left is closed up: its elements lie densely, in the same order as before.
-    Several views with holes that have elements in common are copied together with the holes.
+    way. A run with more holes than elements, such as two columns of a wide matrix, is separated into groups of views without
+    common elements. If a group is a single view with holes, it is closed up: its elements lie densely, in the same order as
+    before. Several views with holes that have elements in common are copied together with the holes.
 
     Conjugated and negated views have other values than the memory under them. They are resolved into their own memory.
 """
@@ -35,19 +35,19 @@ class View(NamedTuple):
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Its shape without repetition: expanded dims have size 1."""
+        """The shape without repetition: expanded dims have size 1."""
         if 0 not in self.stride:
             return self.shape
         return tuple(n if step else 1 for n, step in zip(self.shape, self.stride))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, without repetition."""
+        """The bytes of the elements, without repetition."""
         return prod(self.stored) * self.dtype.itemsize
 
 
 class Block(NamedTuple):
-    """The contents of one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
+    """The contents of one staged storage: `nbytes` bytes from byte `begin` on, or the elements of one view, closed up."""
 
     views: list[View]
     begin: int
@@ -63,7 +63,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 def blocks_of(views: list[View]) -> list[Block]:
-    """Say which views of one storage are staged together (Note [Views stay views])."""
+    """Find the views of one storage that are staged together (Note [Views stay views])."""
     blocks = [_close_up(view) for view in views if any(view.lazy)]
     plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
     if len(plain) < 2:
@@ -81,17 +81,17 @@ def blocks_of(views: list[View]) -> list[Block]:
 
 
 def _span(views: Iterable[View]) -> int:
-    """Bytes from the first to the last."""
+    """Return the number of bytes from the first to the last view."""
     return max(view.end for view in views) - min(view.begin for view in views)
 
 
 def _wanted(views: list[View]) -> int:
-    """At most so many of these bytes belong to elements."""
+    """Return an upper bound of the bytes that belong to elements."""
     return min(_span(views), sum(view.nbytes for view in views))
 
 
 def _split(run: list[View]) -> list[Block]:
-    """The run, or if most of it is holes, groups that have no element in common."""
+    """Return the run as one block. If most of it is holes, return groups of views that have no element in common."""
     if len(run) == 1 or 2 * _wanted(run) > _span(run):
         return [_block(run)]
     groups: list[list[View]] = []
@@ -104,7 +104,7 @@ def _split(run: list[View]) -> list[Block]:
 
 
 def _may_share(a: View, b: View) -> bool:
-    """Whether two views may have an element in common; they do not if some pitch keeps them in separate columns."""
+    """True if two views may have an element in common. It is False if some pitch keeps them in separate columns."""
     if a.end <= b.begin or b.end <= a.begin:
         return False
     pitches = {
@@ -117,7 +117,7 @@ def _may_share(a: View, b: View) -> bool:
 
 
 def _width(view: View, pitch: int) -> int:
-    """Bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
+    """Return the bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
     steps = [(n, step * view.dtype.itemsize) for n, step in zip(view.stored, view.stride)]
     return view.dtype.itemsize + sum((n - 1) * step for n, step in steps if step % pitch)
 
@@ -126,7 +126,7 @@ def _block(views: list[View]) -> Block:
     begin, end = min(view.begin for view in views), max(view.end for view in views)
     if len(views) == 1 and views[0].nbytes < end - begin and not overlaps_itself(views[0]):
         return _close_up(views[0])
-    # Offsets are counted in elements, so the largest of them has to fit between the beginning and each view.
+    # torch counts offsets in elements. So the distance to each view must be a multiple of its element's size.
     begin -= begin % max(view.dtype.itemsize for view in views)
     return Block(views, begin, end - begin, closed_up=False)
 
@@ -136,7 +136,7 @@ def _close_up(view: View) -> Block:
 
 
 def overlaps_itself(view: View) -> bool:
-    """Whether two indices may lead to the same element, expanded dims aside."""
+    """True if two indices may lead to the same element. Expanded dims are ignored."""
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(view.stored, view.stride) if n > 1):
         if step <= reach:
