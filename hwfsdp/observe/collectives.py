@@ -28,7 +28,7 @@ from hwfsdp.compat import functional_operators, is_fake_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
-OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # all others run on the stream that calls them: compute
+OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # all others run where Python calls them: compute
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -247,7 +247,7 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
 # --- Functional collectives --------------------------------------------------------------------------------
 
 
-_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each operator has some of these variants
+_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each has some of these variants
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",

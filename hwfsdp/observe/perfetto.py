@@ -198,7 +198,7 @@ def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
         yield from arrows.get(place, ())
 
 
-_INSIDE = 0.05  # µs before the end of a slice, where an arrow touches it: after the end it would touch nothing
+_INSIDE = 0.05  # µs before the end of a slice, where an arrow touches it: after the end it touches nothing
 
 
 def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:

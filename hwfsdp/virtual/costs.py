@@ -134,5 +134,5 @@ def _attention_flops(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
     named = {a.name: a.default for a in arguments_of(op)}
     named |= dict(zip(named, args, strict=False)) | kwargs
     q, k = named["query"].shape, named["key"].shape  # [B, H, T, E]
-    products = 5 if name.endswith("_backward") else 2  # backward: one product of the forward again, and two for each of the forward's two
+    products = 5 if name.endswith("_backward") else 2  # backward: 1 of the forward again, and 2 × 2
     return 2.0 * prod(q) * k[-2] * products, bool(named.get("is_causal"))

@@ -77,7 +77,7 @@ class World:
         self.gpus, self.device = gpus, device
         self.clock, self.allocator = Clock(device), Allocator()
         self.flops = self.attention_flops = 0.0
-        self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of their results
+        self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of results
         self.steps: int | None = None  # within a step of an optimizer: its number of steps, with this one
 
     def span(self, group: dist.ProcessGroup) -> Any:
@@ -139,7 +139,7 @@ class Meter(compat.DispatchMode):
     ) -> Any:
         if DTensor in types:
             self.world.clock.host += self.world.device.dtensor_us
-            return NotImplemented  # DTensor calls operators on its local parts, and the meter sees these calls
+            return NotImplemented  # it calls operators on its local parts, and the meter sees them
         kwargs = kwargs or {}
         if op.namespace == "prim":
             return op(*args, **kwargs)
@@ -151,7 +151,7 @@ class Meter(compat.DispatchMode):
             return op(*args, **kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and world.steps is not None:
             return world.steps  # Note [The count of steps]
-        if op.namespace == "aten" and compat.is_composite(op):  # `torch.inference_mode` does not decompose them
+        if op.namespace == "aten" and compat.is_composite(op):  # not decomposed by `torch.inference_mode`
             with self:
                 return op.decompose(*args, **kwargs)
         out = call(op, args, kwargs)
