@@ -134,5 +134,6 @@ def _attention_flops(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
     named = {a.name: a.default for a in arguments_of(op)}
     named |= dict(zip(named, args, strict=False)) | kwargs
     q, k = named["query"].shape, named["key"].shape  # [B, H, T, E]
-    products = 5 if name.endswith("_backward") else 2  # backward: 1 of the forward again, and 2 × 2
+    # The backward repeats one of the forward's two products, and has two products for each of them.
+    products = 5 if name.endswith("_backward") else 2
     return 2.0 * prod(q) * k[-2] * products, bool(named.get("is_causal"))
