@@ -65,7 +65,7 @@ class Transfer(dist.Work):
 
     Args:
         read: reads the parts of the other ranks.
-        is_over: called when this rank needs nothing more: it has read all parts, the collective failed, or nobody waits for it.
+        is_over: called when this rank needs nothing more: it has read all parts, the collective failed, or the caller dropped this object.
     """
 
     def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Recordings of training steps: events, bytes, and tools that examine both.
 
     Data
-    memory           what is alive, by kind, read from the storages themselves
+    memory           the bytes alive by kind, read from the storages themselves
     places           where in the program an event was issued
     events           the event log: each event with its time and its stream
     validate         checks of values read from a file
@@ -29,5 +29,5 @@
     findings_text    findings as text and JSON
     comparison       two logs side by side, as text and JSON
 
-Nothing here changes what a step computes.
+Nothing here changes the results of a step.
 """

@@ -113,7 +113,7 @@ class EventLog:
             peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
             peak_bytes_by_kind: the most bytes that each kind of memory held at once.
             by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
-            skew_us: mean time between the first rank's begin of a collective and the last rank's begin. skew_max_us: the longest
+            skew_us: mean time from the first rank's start of a collective to the last rank's start. skew_max_us: the longest
                 such time. Both are 0.0 for one rank, and None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
         """
@@ -189,7 +189,7 @@ class EventLog:
 
     @property
     def code(self) -> dict[str, int]:
-        """Return a checksum of each file that events come from: of its text when the log was saved, or else of its text now (`places`)."""
+        """Return the checksum of each file that events come from (`places`): from the time of `save`, or else from now."""
         return self.about.get("code") or checksums(event.code for event in self.events)
 
     def save(self, path: str | Path) -> None:

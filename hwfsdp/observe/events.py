@@ -22,7 +22,7 @@ Note [Order without clocks]
 Note [Clocks]
     A clock is a function from the name of a stream to a `Mark`, the point that the stream has reached. Each set of
     streams (`streams.StreamSet`) has a clock of its own, because two sets have streams of the same name. Code that runs on a
-    set chooses the clock (`scope`, `Stream.run`). The clock that times the begin of an event also times its end. Other code, for
+    set chooses the clock (`scope`, `Stream.run`). The clock that times the start of an event also times its end. Other code, for
     example an optimizer, uses the clock of the newest set, because all sets share the compute stream.
     The time of a mark may not be known yet. The device is asked for its times after the recording, so that recording never makes
     the host wait.
@@ -30,10 +30,10 @@ Note [Clocks]
 Note [Steps of several optimizers]
     A step is a round in which every optimizer steps once. The round ends when the last optimizer has stepped. The recorder knows
     the last optimizer only when the next round begins, because then an optimizer steps again. So steps are counted after the
-    recording. This works for two optimizers side by side, and for one optimizer per parameter that steps in the backward.
+    recording. This works for two optimizers side by side, and for one optimizer per parameter, each of which steps in the backward.
 
 Note [When asynchronous work begins]
-    gloo reports the end of a work, not its begin. Works of one stream run in the order of issue. So a work begins at the later of
+    gloo reports the end of a work, not its start. Works of one stream run in the order of issue. So a work begins at the later of
     two times: when it is issued, or when its predecessor ends.
 """
 
@@ -68,12 +68,12 @@ class Event:
         op: one of `OPS`; stream: one of `STREAMS`; owner: fqn of the parameter group, "" if unknown.
         phase: "forward", "backward", "optimizer" or "".
         step: the number of steps that were finished before this event (Note [Steps of several optimizers]). Steps count from the
-            begin of the recording, or from the begin of the run if the recording got its `first_step`.
+            start of the recording, or from the start of the run if the recording got its `first_step`.
         dtype: dtype of the tensor moved, "" if none.
         bytes: bytes of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor). For an alloc or a
             free, the bytes by which a storage was resized. A dropped flat buffer has 0 bytes and no owner.
-        start_us, dur_us: begin in microseconds since the recording began, and duration in microseconds. In a merged log, times
-            count from the begin of the first recording.
+        start_us, dur_us: start in microseconds since the recording began, and duration in microseconds. In a merged log, times
+            count from the start of the first recording.
         after: seqs of the events that this event waited for on other streams (Note [Order without clocks]).
         reads, writes: numbers of the storages that it reads and writes. Each storage of the recording has its own number
             (`memory.Identities`).
@@ -129,7 +129,7 @@ class Draft:
     """An event that has begun. `close` ends it, and so does the end of a `with` block. It has the fields of `Event` except times.
 
     Attributes:
-        clock: the clock that times the event. begin, end: the marks of its begin and its end. follows_stream: see `Recorder.begin`.
+        clock: the clock that times the event. begin, end: the marks of its start and its end. follows_stream: see `Recorder.begin`.
     """
 
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:

@@ -4,7 +4,7 @@
 | --------- | ------------------------------------------ | --------------------------------------------- |
 | sharded   | the beginning of the log                   | the first copy-in of a gather                 |
 | gathering | the copy-in (without one: the all-gather)  | the end of the copy-out                       |
-| full      | the end of the copy-out                    | the last free of what was allocated before it |
+| full      | the end of the copy-out                    | the free of its last storage of whole memory  |
 | freed     | that free                                  | the next copy-in                              |
 
 An implementation without instruments (`onlooker`) names no group when it allocates and frees, and logs no copy-outs. Then a
@@ -100,7 +100,7 @@ def _begins_gather(event: Event) -> bool:
 def find_reductions(events: Sequence[Event]) -> list[Lifetime]:
     """Find the times in which each group's gradients were reduced. Their state is "reducing".
 
-    A reduction lasts from the copy-in of the gradients to its end. If there is no copy-in, it lasts from its own begin. An
+    A reduction lasts from the copy-in of the gradients to its end. If there is no copy-in, it lasts from its own start. An
     all-reduce over replicas counts separately. The result is sorted by rank and order of issue.
     """
     found: list[Lifetime] = []

@@ -124,7 +124,7 @@ class Onlooker:
             output.register_hook(partial(self._begin_backward, unit))
 
     def _before_backward(self, unit: Unit, grad: Tensor) -> None:
-        """Handle the start of a module's backward. This ends the backwards of other modules, except modules that contain this one."""
+        """Note that a module's backward begins. This ends the backwards of other modules, except modules that contain this one."""
         if unit.module is self.model:
             after_backward(self._end_step)
             if recorder := events.active():

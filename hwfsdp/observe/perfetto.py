@@ -9,7 +9,7 @@ Slices of one track may nest but not partly overlap. An arrow must start inside 
 with `b` ends with an `e` of the same category and id, innermost first, and an id is local to a process.
 
 Note [Times on a grid]
-    The viewer rounds begin and duration separately from µs to whole ns. If a slice ends together with the slice around it, it
+    The viewer rounds start and duration separately from µs to whole ns. If a slice ends together with the slice around it, it
     may then end one nanosecond later, overlap the outer slice in part, and be dropped. So slices are drawn on a grid of 1/8 µs:
     such numbers are exact as floats, and so are their differences and their multiples by 1000. The true times are in the
     arguments. If a slice begins together with the slice around it, it is drawn one step later, so that an arrow can touch the
@@ -170,7 +170,7 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
 
 
 def _on_grid(event: Event) -> Event:
-    """Move begin and end of the event to the grid, up to one step earlier. Nested intervals stay nested, separate ones separate."""
+    """Move start and end of the event to the grid, up to one step earlier. Nested intervals stay nested, separate ones separate."""
     start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
     return replace(event, start_us=start, dur_us=end - start)
 

@@ -14,7 +14,7 @@ Note [One number per stream]
     The past of an event f is all work that has certainly ended when f begins. On each stream, this is all work that ended by
     a certain time *of this stream*. So the past is one time per stream. If f follows several events, it takes the latest of
     their times. Times of different streams are never compared. An event e comes before f if e was issued before f, and ended
-    by the time that the past of f holds for e's stream. For f's own stream, this time is the begin of f. For a stream that f
+    by the time that the past of f holds for e's stream. For f's own stream, this time is the start of f. For a stream that f
     waited for, it is the end of the awaited event. One pass over the events, in order of issue, finds every past.
 
 Note [What must be ordered]

@@ -5,7 +5,7 @@ Each rank times the matrix products of a model, forward and backward, and its ot
 tiny tensor, the same operator on a DTensor, and gathers of two sizes. This takes a few seconds. A busy machine gives worse
 figures.
 
-Note [Rates of what is counted]
+Note [Rates]
     A rate is the count of `costs`, divided by the measured time. The count leaves out some effects of a CPU: the arithmetic of
     GELU takes time, small tensors stay in caches, and a transposed product is slower. The rate includes these effects.
 """

@@ -1,7 +1,7 @@
 """Virtual time: streams and events of a virtual device. Time passes only when an operator is called.
 
 The host issues operators, and streams execute them. Every operator advances the host by the time of its launch. On its stream,
-it begins when the stream is free and the host has issued it, and advances the stream by its cost. An event is a point in a
+the operator begins when the stream is free and the host has issued it. It ends after its cost in time. An event is a point in a
 stream's time. A wait moves a stream's end to this point. A real device does the same. The schedule sees only the interface of
 `streams`, so it overlaps the same work on both. All times are arithmetic on floats: two runs give the same times.
 

@@ -55,7 +55,7 @@ class Simulation:
 
     Attributes:
         tokens_per_second_per_gpu: the speed; None if the number of tokens in the user's own step is not known.
-        step_seconds: seconds from the begin of the step until the host and all streams have finished.
+        step_seconds: seconds from the start of the step until the host and all streams have finished.
         mfu: model FLOPs utilization: 6 FLOPs per parameter and token, and 12 per layer, width, position and token for
             attention, divided by the peak (the definition of PaLM, arXiv:2204.02311, appendix B). None if the number of tokens is
             not known.

@@ -55,7 +55,7 @@ from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.kernels import device_kernels
 from hwfsdp.virtual.topology import collective_us, span_of
 
-_KIND_OF_NAME = {  # begin of an operator's name → the collective; all others cost as much as an all-to-all
+_KIND_OF_NAME = {  # start of an operator's name → the collective; all others cost as much as an all-to-all
     **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
     **{kind: kind for kind in ("reduce_scatter", "broadcast", "send", "recv")},
