@@ -1,9 +1,9 @@
-"""Real collectives between ranks, and which rank is late.
+"""Collectives between ranks, and reports on ranks that hang or diverge.
 
     ring           all-gather and reduce-scatter from send and receive
     shared_memory  collectives between ranks of one machine
-    history        what each rank called last
+    history        the last collectives of each rank
     divergence     the first collective in which ranks differ
 
-A rank of one machine moves bytes through shared memory; every other rank uses `torch.distributed`.
+If all ranks of a group are on one machine, they can move bytes through shared memory. All other groups use `torch.distributed`.
 """

@@ -1,8 +1,8 @@
-"""The point where ranks diverge: the last calls of all ranks, side by side.
+"""The first collective in which ranks diverge, with the last calls of all ranks side by side.
 
-Ranks have to call the same collectives in the same order, in each process group they share. When they do not, no rank can
-say so alone. Given what every rank noted (`history`), this module finds the first collective that some rank called
-differently, or did not call, says it in one sentence, and shows what led to it:
+In each process group, all ranks must call the same collectives in the same order. If they do not, no rank can see this alone.
+From the notes of all ranks (`history`), this module finds the first collective that a rank called differently or did not call.
+It describes this collective in one sentence, and shows the calls before it:
 
     rank 1 called reduce_scatter of 'blocks.2' where ranks 0 and 2 called all_gather of 'blocks.3': collective 17 of ranks 0–2.
 
@@ -11,12 +11,12 @@ differently, or did not call, says it in one sentence, and shows what led to it:
     >  17  all_gather      blocks.3  float32  1,048,576    wait     –  wait
            reduce_scatter  blocks.2  float32  1,048,576       –  wait     –
 
-Rows are numbers in the sequence of one process group. Ranks are columns; those with the same cells share one where a
-line would get too long.
+Each row has the number of a collective in one process group. Each column is a rank. If lines would get too long, ranks with equal
+cells share a column.
 
 Note [Which one is at fault]
-    If one rank misses a call, other ranks wait for it. They miss calls in other process groups, so more ranks wait. So the
-    rank to name first is a rank that waits for nobody. If all ranks wait, they wait in a circle, and the report shows all of it.
+    If one rank misses a call, other ranks wait for it. The waiting ranks miss calls in other process groups, so more ranks wait.
+    So the report first names a rank that does not wait. If all ranks wait, they wait in a circle, and the report shows the circle.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import torch
 
 from hwfsdp.comm.history import Call, State, members_of
 
-_BEFORE, _AFTER = 5, 2  # rows shown around the one where ranks part
-_TABLES = 2  # shown at most
+_BEFORE, _AFTER = 5, 2  # rows shown before and after the row where ranks diverge
+_TABLES = 2  # the most tables to show
 _WIDTH = 100  # characters of a line
 _LONGEST_OWNER = 32  # characters
 _WORDS = {State.DONE: "done", State.OPEN: "open", State.WAIT: "wait", State.FAILED: "fail"}
@@ -53,9 +53,9 @@ class Report(NamedTuple):
     """The facts known about one rank.
 
     Attributes:
-        calls: its last collectives, oldest first (`history.read`); None if it says nothing.
-        left: how it ended, for a sentence that begins with "it", such as "raised KeyError: 'x'"; "" while it runs.
-        place: where it is, or was, in the user's code (`place_in`); "" if that is not known.
+        calls: its last collectives, oldest first (`history.read`); None if the rank gave no report.
+        left: how it ended, as the rest of a sentence that begins with "it", such as "raised KeyError: 'x'"; "" while it runs.
+        place: its current or last line in the user's code (`place_in`); "" if it is not known.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class _Parting(NamedTuple):
     """The first collective of a process group in which its ranks differ.
 
     Attributes:
-        calls: by rank, in rank order; None: not called. Unknown ranks are left out.
+        calls: the call of each rank, in rank order; None if the rank did not call it. Ranks whose calls are not known are left out.
     """
 
     group: str
@@ -77,7 +77,7 @@ class _Parting(NamedTuple):
 
     @property
     def kinds(self) -> dict[tuple[object, ...], list[int]]:
-        """Ranks by what they called: the most common call first; among equally common ones, FSDP's first."""
+        """Return the ranks by the kind of their calls, the most common kind first. If two are equally common, FSDP's call is first."""
         found: dict[tuple[object, ...], list[int]] = {}
         for rank, call in self.calls.items():
             if call is not None:
@@ -99,10 +99,12 @@ class _Parting(NamedTuple):
 
 
 def describe_divergence(reports: Sequence[Report]) -> str:
-    """A sentence that says where ranks diverge, and a table that shows it; "" if they agree and none has left.
+    """Return a sentence that says where ranks diverge, and a table that shows it. Return "" if they agree and none waits.
+
+    If the ranks agree but some of them wait, the sentence and the table are about the collective in which they wait.
 
     Args:
-        reports: of all ranks.
+        reports: the reports of all ranks.
     """
     reports = _comparable(reports)
     by_rank = {report.rank: report for report in reports}
@@ -123,7 +125,7 @@ def describe_divergence(reports: Sequence[Report]) -> str:
 
 
 def _comparable(reports: Sequence[Report]) -> list[Report]:
-    """Leave out the user's own collectives in groups where some ranks recorded, and so noted them, and other ranks did not."""
+    """Leave out the user's own collectives in groups in which only some ranks noted them, because only these ranks recorded."""
     recorded: dict[str, set[bool]] = {}
     for report in reports:
         for group in {call.group for call in report.calls or ()}:
@@ -147,7 +149,8 @@ def _comparable(reports: Sequence[Report]) -> list[Report]:
 
 
 def _kind(call: Call) -> tuple[object, ...]:
-    return call.op, call.owner, call.dtype, 0 if call.op == "all_to_all" else call.nbytes  # which may differ
+    # Ranks may send different numbers of bytes in one all-to-all.
+    return call.op, call.owner, call.dtype, 0 if call.op == "all_to_all" else call.nbytes
 
 
 def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, Call]]]:
@@ -165,7 +168,7 @@ def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, Call]
 
 
 def _is_known(report: Report, group: str, number: int) -> bool:
-    """True if the rank's history goes back to this collective of the group."""
+    """True if the rank's notes go back to this collective of the group."""
     if report.calls is None or not report.calls:
         return report.calls is not None
     of_group = [call.number for call in report.calls if call.group == group]
@@ -185,18 +188,18 @@ def _partings(reports: Sequence[Report]) -> Iterable[_Parting]:
 
 
 def _order(parting: _Parting, by_rank: dict[int, Report]) -> tuple[bool, bool]:
-    """Sort key: the first one is reported (Note [Which one is at fault])."""
+    """Return the sort key of a parting. The smallest one is reported first (Note [Which one is at fault])."""
     at_fault = [rank for rank in parting.missing if _waits_in(by_rank[rank]) is None]
     return len(parting.kinds) < 2, not at_fault
 
 
 def _waits_in(report: Report) -> Call | None:
-    """Return the collective in which a rank waits, or which failed as its last one; None if the rank has ended."""
+    """Return the collective in which a rank waits, or its last collective if this failed; None if the rank has ended."""
     return None if report.left else _stopped_in(report)
 
 
 def _stopped_in(report: Report) -> Call | None:
-    """Return the same as `_waits_in`, even if the rank has ended."""
+    """Return the same call as `_waits_in`, even if the rank has ended."""
     calls = report.calls or []
     done = max((call.serial for call in calls if call.state is State.DONE), default=0)
     stopped = [
@@ -208,13 +211,13 @@ def _stopped_in(report: Report) -> Call | None:
 
 
 def _matters(parting: _Parting, reports: Sequence[Report]) -> bool:
-    """True if a rank stopped there, or later in this process group. Otherwise the ranks went on."""
+    """True if a rank stopped in this collective, or in a later one of this process group. Otherwise the ranks went on."""
     stopped = [call for report in reports if (call := _stopped_in(report)) is not None]
     return any(call.group == parting.group and call.number >= parting.number for call in stopped)
 
 
 def _last_waited_for(reports: Sequence[Report]) -> _Parting | None:
-    """Return the collective in which ranks wait although all of them called it, if there is one."""
+    """Return the collective in which ranks wait although all ranks called it, or None."""
     waiting = [call for report in reports if (call := _waits_in(report)) is not None]
     if not waiting:
         return None
@@ -251,7 +254,7 @@ def _called(parting: _Parting, rank: int, apart: bool) -> str:
 
 
 def _what(call: Call) -> str:
-    """Such as "all_gather of 'blocks.0'"; of the user's own, "all_reduce (yours)"."""
+    """Name a call, such as "all_gather of 'blocks.0'", or "all_reduce (yours)" for the user's own."""
     if call.own_number == 0:
         return f"{call.op} (yours)"
     return f"{call.op} of {call.owner!r}" if call.owner else call.op
@@ -287,7 +290,7 @@ def _sentence_of_wait(parting: _Parting, by_rank: dict[int, Report]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """In words: "rank 1", "ranks 0, 2 and 3", "ranks 0, 2–63"."""
+    """Write ranks in words: "rank 1", "ranks 0, 2 and 3", "ranks 0 and 2–63"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs = _runs(ranks)
@@ -295,7 +298,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _runs(ranks: Sequence[int]) -> list[str]:
-    """Three or more in a row as "first–last"."""
+    """Write three or more consecutive ranks as "first–last", and all others one by one."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -314,7 +317,7 @@ def _group_named(group: str) -> str:
 
 
 class _Row(NamedTuple):
-    """One line: a call, and its progress on each rank that made it."""
+    """One line of the table: a call, and its progress on each rank."""
 
     number: int
     call: Call
@@ -350,7 +353,7 @@ def _window(parting: _Parting) -> range:
 
 
 def _rows_of(number: int, group: str, members: Sequence[int], by_rank: dict[int, Report]) -> list[_Row]:
-    """A line for each different collective that ranks called there."""
+    """Return a row for each different collective that ranks called at this number."""
     calls = {
         rank: call
         for rank in members
@@ -382,7 +385,7 @@ def _described(row: _Row, is_parting: bool) -> tuple[str, ...]:
 
 
 def _aligned(cells: tuple[str, ...], widths: Sequence[int]) -> str:
-    """Text to the left, numbers to the right."""
+    """Align the cells of a line: text to the left, numbers to the right."""
     to_right: list[Callable[[str, int], str]] = [
         str.ljust,
         str.rjust,
@@ -402,7 +405,7 @@ def _equal_columns(members: Sequence[int], rows: Sequence[_Row]) -> list[list[in
 
 
 def _footnotes(tables: Sequence[str], reports: Sequence[Report]) -> list[str]:
-    """The meaning of the words, and the lines where ranks are."""
+    """Return the meaning of the words in the tables, and the lines of code where ranks are."""
     cells = {word for table in tables for line in table.splitlines()[1:] for word in line.split()}
     legend = "; ".join(f"{word}: {text}" for word, text in _LEGEND.items() if word in cells)
     places: dict[str, list[int]] = {}
@@ -421,10 +424,10 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 
 
 def place_in(stack: str, users_only: bool = False) -> str:
-    """The line of the user's code in a printed stack or traceback: "train.py:12, in step"; or "".
+    """Return the line of the user's code in a printed stack or traceback, such as "train.py:12, in step", or "".
 
-    The innermost frame that is not this package's, torch's or the standard library's; if there is none, the innermost,
-    or "" if `users_only`.
+    This is the innermost frame outside of this package, torch and the standard library. If there is none, it is the innermost
+    frame, or "" if `users_only`.
     """
     frames = _FRAME.findall(stack)
     users = [frame for frame in frames if not _is_library(frame[0])]

@@ -1,22 +1,22 @@
-"""The last calls of each rank: a ring of notes about its collectives, always on.
+"""The last collectives of each rank: a ring of notes that is always on.
 
-Ranks that call different collectives wait for each other until the timeout, or fail with an error that knows one side only.
+Ranks that call different collectives wait for each other until the timeout, or fail with an error that shows only one side.
 So each rank notes its calls, and `divergence` compares the notes of all ranks. A note names the collective, its parameter
 group, its process group and its progress (`State`).
 
-FSDP's collectives are noted where they are called (`collectives`). The user's collectives are noted while a recording is
-active. Messages between two ranks are not noted, nor the collectives that hwfsdp uses for its own agreements.
+`collectives` notes FSDP's collectives when it calls them. The user's collectives are noted while a recording is active. Messages
+between two ranks are not noted, and neither are the collectives in which ranks of hwfsdp agree on something.
 
 Note [A ring that outlives its rank]
-    A rank that was killed cannot be asked, and one that hangs may not answer. Under `launch` the ring of each rank lies
-    in a file. The caller passes its path in the environment, so it can read the ring even if the rank is gone. Elsewhere the
-    ring lies in ordinary memory. If a collective fails, the ranks exchange copies through the store of the process group
-    (`exchange`). Under torchrun the store outlives the ranks, so a thread of each rank waits there for questions.
+    A killed rank cannot answer, and a rank that hangs may not answer. Under `launch`, the ring of each rank is in a file. The
+    caller passes the path of this file in the environment, so it can read the ring even if the rank is gone. Without `launch`,
+    the ring is in ordinary memory. If a collective fails, the ranks exchange copies through the store of the process group
+    (`exchange`). Under torchrun, the store outlives the ranks, so a thread of each rank waits at the store for questions.
 
 Note [What a note costs]
-    About 2 µs: a line of text into a slot of fixed size, where the oldest note was; after that one byte whenever its
-    state changes. Nothing is synchronized and nothing is kept alive. So the state is what the host knows without asking:
-    on an accelerator, where nobody waits on the host, a collective stays "open".
+    A note costs about 2 µs. It writes a line of text into a slot of fixed size, over the oldest note, and later one byte at each
+    change of its state. It synchronizes nothing and keeps no object alive. So the state is only what the host already knows. On
+    an accelerator, the host does not wait for collectives, so they stay "open".
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import torch.distributed as dist
 from hwfsdp import compat
 from hwfsdp.observe import events
 
-SLOTS, SLOT = 96, 160  # notes, and bytes of each
+SLOTS, SLOT = 96, 160  # number of notes, and bytes of each
 SIZE = SLOTS * SLOT  # bytes
 PATH = "HWFSDP_HISTORY"  # environment variable: the file that the caller of this rank reads
 _LONGEST_RANKS = 40  # characters
@@ -54,9 +54,9 @@ class State(IntEnum):
     """The progress of a collective, as far as the host knows. The value is its byte in a note.
 
     Attributes:
-        WAIT: called, and the host has not come back: it prepares, issues or waits for it.
-        OPEN: issued; nobody waits for it yet.
-        DONE, FAILED: the host waited for it, and it ended so.
+        WAIT: the call has not returned to the host's program: the host prepares the collective, issues it, or waits for it.
+        OPEN: the collective was issued, and the host does not wait for it yet.
+        DONE, FAILED: the host knows that it ended, with a result or with an error.
     """
 
     WAIT = ord("w")
@@ -66,15 +66,15 @@ class State(IntEnum):
 
 
 class Call(NamedTuple):
-    """A note, read.
+    """A call of a collective, as a note describes it.
 
     Attributes:
         serial: place among all collectives of the rank, from 1. number: place within the process group, from 1.
-        own_number: among FSDP's own of the process group; 0 for the user's.
-        group: the process group, as all its ranks call it (`members_of`).
-        op, dtype: such as "all_gather", "float32". nbytes: of the whole tensor, as in `events`.
+        own_number: place among FSDP's own collectives in the process group, from 1; 0 for the user's own collectives.
+        group: a name of the process group that is the same on all its ranks (`members_of`).
+        op, dtype: such as "all_gather", "float32". nbytes: bytes of the whole tensor, as in `events`.
         owner: fqn of the parameter group, "" for the user's own collectives.
-        sees_users: a recording was active, so the user's own were noted, too.
+        sees_users: True if a recording was active, so that the user's own collectives were noted, too.
     """
 
     serial: int
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
 
 class _Track:
-    """A process group: its name, and the number of collectives called in it."""
+    """A process group: its name, and the number of collectives that this rank has called in it."""
 
     __slots__ = ("group", "label", "called", "called_by_user")
 
@@ -102,7 +102,7 @@ class _Track:
 
 
 class Note:
-    """A collective that was called; it keeps its own state up to date."""
+    """The note of one collective. It updates the state of this collective."""
 
     __slots__ = ("_ring", "_serial")
 
@@ -110,12 +110,12 @@ class Note:
         self._ring, self._serial = ring, serial
 
     def mark(self, state: State) -> None:
-        """Set the state, unless the slot is another note's by now."""
+        """Set the state, unless a newer note has taken the slot."""
         if self._ring.serial - self._serial < SLOTS:
             self._ring.memory[self._serial % SLOTS * SLOT] = state
 
     def watch(self, call: Callable[[], Any]) -> Any:
-        """Call the user's own collective. The user waits for its work."""
+        """Call the user's own collective, and follow its state. The user waits for its work."""
         try:
             work = call()
         except BaseException:
@@ -123,7 +123,7 @@ class Note:
             raise
         self.mark(State.OPEN if isinstance(work, dist.Work) else State.DONE)
         if isinstance(work, dist.Work):
-            with suppress(RuntimeError):  # some have no futures
+            with suppress(RuntimeError):  # some works have no futures
                 work.get_future().add_done_callback(lambda _: self.mark(State.DONE))
         return work
 
@@ -135,14 +135,14 @@ class _Ring:
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         self.is_collected = False
         self.serial = 0
-        self._tracks: dict[int, _Track] = {}  # by identity of the group, which may pass to a later one
+        self._tracks: dict[int, _Track] = {}  # by id of the group; a later group may get the same id
         with suppress(KeyError, OSError, ValueError), open(os.environ[PATH], "r+b") as file:
             self.memory, self.is_collected = mmap.mmap(file.fileno(), SIZE), True
 
     def add(
         self, op: str, owner: str | None, group: dist.ProcessGroup | None, dtype: str, nbytes: int
     ) -> Note:
-        """Note a call; without an owner it is the user's."""
+        """Note a call. If `owner` is None, it is the user's own collective."""
         group = group or dist.group.WORLD
         assert group is not None, "no process group"
         track = self._tracks.get(id(group))
@@ -163,33 +163,33 @@ class _Ring:
 
 
 _ring: _Ring | None = None
-_issuing = False  # a collective of FSDP is being issued, by functions that a recording watches
+_issuing = False  # True while FSDP issues a collective through functions that a recording watches
 _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def set_issuing(value: bool) -> None:
-    """Switch on or off: FSDP notes its collectives itself, so a wrapper must not note them again."""
+    """Say if FSDP issues a collective now. FSDP notes its collectives itself, so wrappers must not note them again."""
     global _issuing
     _issuing = value
 
 
 def is_issuing() -> bool:
-    """True while a collective of FSDP is being issued."""
+    """True while FSDP issues a collective."""
     return _issuing
 
 
 def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dtype, nbytes: int) -> Note:
-    """Note that this rank calls a collective now, even if it cannot issue it yet.
+    """Note that this rank calls a collective of FSDP now, even if it cannot issue it yet.
 
     Args:
         op: such as "all_gather". owner: fqn of the parameter group. group: None for the group of all ranks.
-        nbytes: of the whole tensor: the output of an all-gather, the input of a reduce-scatter.
+        nbytes: bytes of the whole tensor: the output of an all-gather, or the input of a reduce-scatter.
     """
     return (_ring or _start()).add(op, owner, group, _dtype_name(dtype), nbytes)
 
 
 def watch(call: Callable[[], Any], op: str, group: object, dtype: str, nbytes: int) -> Any:
-    """`call()`, a collective that a recording sees, noted unless it is FSDP's own or no matter of all ranks."""
+    """Return `call()`, a collective that a recording sees. Note it, unless FSDP issues it or it is a message between two ranks."""
     if _issuing or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
         return call()
     return (_ring or _start()).add(op, None, group, dtype or "-", nbytes).watch(call)
@@ -206,7 +206,7 @@ def _start() -> _Ring:
 
 
 def read(memory: bytes) -> list[Call]:
-    """The notes of a ring, oldest first. Bytes that are no note are left out: a faulty rank may have written them."""
+    """Return the notes of a ring, oldest first. Bytes that are not a note are left out: a faulty rank may have written them."""
     found = []
     for at in range(0, min(len(memory), SIZE), SLOT):
         with suppress(ValueError):
@@ -226,7 +226,7 @@ def _parse(note: bytes) -> Call:
 
 
 def _as_text(ranks: list[int]) -> str:
-    """Ranks in evenly spaced order as "first-last/step", others as "a,b,c", "" if that gets long."""
+    """Write evenly spaced ranks as "first-last/step", and others as "a,b,c". Return "" if this gets too long."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if step > 0 and ranks == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}/{step}"
@@ -235,10 +235,10 @@ def _as_text(ranks: list[int]) -> str:
 
 
 def members_of(group: str) -> list[int]:
-    """The ranks of a process group, from what notes call it; [] if that does not say.
+    """Return the ranks of a process group from its name in a note, or [] if the name does not contain them.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: this is not such a name.
     """
     text = group.rpartition(":")[2]
     if "-" not in text:
@@ -260,8 +260,8 @@ class Told(NamedTuple):
     stack: str
 
 
-_LENGTH = 4  # bytes that say how long a packed ring is
-_PAUSE = 0.02  # seconds between two looks at the store
+_LENGTH = 4  # bytes for the length of a packed ring
+_PAUSE = 0.02  # seconds between two checks of the store
 _exchanges = 0
 
 
@@ -269,10 +269,11 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
     """Exchange the reports of all ranks through their store, after a collective has failed.
 
     Args:
-        patience: seconds to wait for the others. A rank that says nothing until then is None.
+        patience: seconds to wait for the other ranks. A rank that does not report in this time is None in the result.
 
     Returns:
-        By rank; nothing at all if there is no store, no other rank, or a caller who collects the rings.
+        The reports by rank. The dict is empty if this rank has noted no collective, if there is no process group or no other
+        rank, or if a caller collects the rings.
     """
     global _exchanges
     if _ring is None or _ring.is_collected or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -282,7 +283,7 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
     own = _packed(_ring, sys._getframe())
     with suppress(
         Exception
-    ):  # the store may be gone; the error that is being raised stays the one that is raised
+    ):  # the store may be gone; this must not replace the error of the failed collective
         store = compat.default_store()
         store.set(_key(_exchanges, dist.get_rank()), own)
         store.set(_key(_exchanges, _ASKED), b"")
@@ -296,7 +297,7 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
     return told
 
 
-_ASKED = -1  # in the place of a rank: somebody wants to know
+_ASKED = -1  # in place of a rank in a key: a rank has asked for reports
 
 
 def _key(exchange: int, rank: int) -> str:
@@ -314,15 +315,15 @@ def _unpacked(said: bytes) -> Told:
 
 
 def _answer(ring: _Ring, store: Any, rank: int, main_thread: int) -> None:
-    """Say where this rank is whenever another rank asks: it may hang, or wait longer than the other."""
-    with suppress(RuntimeError):  # the store is gone, and so is everything
+    """Report this rank's calls and stack when another rank asks. This rank may hang, or wait longer than the rank that asks."""
+    with suppress(RuntimeError):  # the store is gone, so the run has ended
         for number in itertools.count(1):
             store.wait([_key(number, _ASKED)], timedelta(days=365))
             store.set(_key(number, rank), _packed(ring, sys._current_frames()[main_thread]))
 
 
 def _listen(ring: _Ring) -> None:
-    """Start to answer others, under torchrun: its store outlives the ranks, so waiting for a question disturbs no end."""
+    """Under torchrun, start to answer other ranks. Its store outlives the ranks, so the waiting thread disturbs no rank's exit."""
     if not ring.is_collected and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = compat.default_store_by_itself()
         if store is not None:

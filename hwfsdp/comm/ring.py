@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter from send and receive.
 
 The ranks form a ring. In each of `W - 1` steps, every rank sends one block to its right neighbor, and receives one from its left
-neighbor. No rank ever sends more than `(W - 1) / W` of the tensor, for any number of ranks. Less is not possible. This is why
-libraries use this algorithm for large tensors.
+neighbor. For any number of ranks, each rank sends only `(W - 1) / W` of the tensor. Less is not possible, so libraries use this
+algorithm for large tensors.
 
     all-gather, W = 3 (each rank starts with its own block)
               rank 0      rank 1      rank 2
@@ -10,10 +10,10 @@ libraries use this algorithm for large tensors.
     step 1    a . c       a b .       . b c
     step 2    a b c       a b c       a b c
 
-A reduce-scatter goes around in the same way, with an addition at every stop: the block for rank r leaves rank r + 1 first, and
+A reduce-scatter goes around in the same way, with an addition at every stop: the block for rank r starts at rank r + 1, and
 collects every other rank's share on its way.
 
-These functions are for reading and for teaching; `collectives.RingAllGather` and `RingReduceScatter` use them.
+These functions are for reading and for teaching. `collectives.RingAllGather` and `RingReduceScatter` use them.
 """
 
 from __future__ import annotations

@@ -1,32 +1,33 @@
 """Collectives between ranks of one machine: bytes through shared memory, messages through Unix sockets.
 
-Ranks of one machine need no network. Each keeps blocks of memory that the others can read. The buffers of collectives
-lie in them. In a collective, a rank tells the others where its part is, and goes on. When the result is needed, it
-waits until the others have told, and reads their parts:
+Ranks of one machine need no network. Each rank has blocks of memory that the other ranks can read. The buffers of collectives
+are in these blocks. In a collective, a rank tells the others where its part is, and goes on. When it needs the result, it
+waits for the messages of the others, and reads their parts:
 
     rank 0   copy-in a0 | tell | compute …         | wait | read a1
     rank 1   copy-in a1 | tell | compute …         | wait | read a0
 
-The backend's own collectives copy each byte into the network stack and out again, by threads that compete with
-compute for the cores. Here the rank itself copies it once (figures: docs/performance.md).
+The backend's own collectives copy each byte into the network stack and out again, in threads that compete with
+compute for the cores. Here the rank itself copies each byte once (figures: docs/performance.md).
 
 Note [Words]
     A message is a record of fixed size (`_Record`): the number of the collective, its kind, and the place of its bytes. It
-    travels over a socket. So the kernel orders it after its bytes, a waiting rank sleeps, and a dead rank is noticed at
-    once. Every rank checks that the others call the same collective. A flag in shared memory would give none of this.
+    travels over a socket. So the kernel orders the message after its bytes, a waiting rank sleeps, and the other ranks notice a
+    dead rank at once. Every rank checks that the others call the same collective. A flag in shared memory would give none of
+    this.
 
 Note [When a block is free]
-    A block may be written again when its tensor is gone and all other ranks have read it. No rank waits for this: each record
-    also says up to which collective its sender has read. After the last reduction of a backward, ranks say so at once. If no
-    block is known to be free, the rank makes another one. A training needs about four, each as large as its largest flat
-    buffer. Blocks are kept, because touching new memory takes longer than copying. Only the owner decides about a block,
-    so ranks need not agree.
+    A rank may write a block again when the block's tensor is gone and all other ranks have read it. No rank waits for this: each
+    record also says up to which collective its sender has read. After the last reduction of a backward, ranks send this at once.
+    If no block is known to be free, the rank makes another block. A training needs about four blocks, each as large as its
+    largest flat buffer. Blocks are kept, because the first use of new memory takes longer than a copy. Only the owner of a block
+    decides about it, so ranks do not have to agree.
 
 Note [The order of a sum]
-    Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
-    order of its ring: it cuts the input into chunks, one per rank, and the sum of a chunk starts at the rank before its
-    own and goes round, down, to its own. Gloo's chunks have an even number of elements; if the ranks' chunks do not, a
-    rank has the last elements of the chunk before, too.
+    Sums of floating-point numbers depend on their order. To give the same bits as gloo, parts are added in the order of gloo's
+    ring. Gloo cuts the input into chunks, one per rank. The sum of rank r's chunk starts with the part of rank r - 1, goes down
+    through the ranks, around the ring, and ends with the part of rank r. Gloo's chunks have an even number of elements. If the
+    ranks' own parts of the result have an odd number, a part may overlap two of gloo's chunks.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ALL = 2**63  # more than any number of collectives
 _LONGEST = 2**31 - 1  # ms that a poll can take
 _PATIENCE = 30.0  # seconds for ranks to find each other
-_LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
+_LOOKS = 40  # tries at a socket without data before sleeping, as a neighbor is seldom far behind
 
 
 class Transfer(dist.Work):
-    """A collective in flight; `wait` finishes it.
+    """A collective in flight. `wait` finishes it.
 
     Args:
-        read: reads what the other ranks give.
-        is_over: called when this rank needs nothing more: the input was read, the collective failed, or nobody waits.
+        read: reads the parts of the other ranks.
+        is_over: called when this rank needs nothing more: it has read all parts, the collective failed, or the caller dropped this object.
     """
 
     def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:
@@ -86,7 +87,8 @@ class Transfer(dist.Work):
         if self._read is not None:
             read, self._read = self._read, None
             try:
-                with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
+                # The tensors may have been made in inference mode, even if the caller is outside of it now.
+                with torch.inference_mode():
                     read()
             except BaseException as error:
                 self._error = error
@@ -111,8 +113,8 @@ def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessG
     """Return the group to call for collectives of `group` over tensors on `device`.
 
     Returns:
-        A `SharedMemoryGroup` of the same ranks, if they are all on one machine, compute on its CPU, and `group` uses
-        gloo; else `group`.
+        A `SharedMemoryGroup` of the same ranks, if all ranks are on one machine, compute on its CPU, and `group` uses gloo.
+        Otherwise `group`.
 
     All ranks of a group must make the first call together. If any rank has `HWFSDP_SHARED_MEMORY=0` in its environment,
     the result is `group`.
@@ -123,12 +125,12 @@ def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessG
 
 
 def adds(op: object) -> bool:
-    """True if shared memory can reduce by this operation: sums and means."""
+    """True if shared memory can reduce with this operation: a sum or a mean."""
     return op in _REDUCE_OPS
 
 
 def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor that other ranks can read in place; its contents are undefined. Its memory is reused when it is gone."""
+    """Allocate a tensor that other ranks can read in place, with undefined contents. When it is gone, its memory is reused."""
     return _pool.allocate(size, dtype)
 
 
@@ -136,12 +138,12 @@ def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class _Block:
-    """Memory that one rank writes and others read.
+    """Memory that one rank writes and the other ranks read.
 
     Attributes:
-        capacity: bytes. address: where it begins in this process.
-        tensor: the buffer of the tensor that lies in it, as long as it lives.
-        readers: neighbors that were told of it, and the number of the collective that they were told of.
+        capacity: its size in bytes. address: its first address in this process.
+        tensor: returns the buffer of the tensor that uses the block, or None if there is no such tensor any more.
+        readers: the groups of neighbors that read it, each with the number of the last collective in which they read it.
     """
 
     def __init__(self, file: int, capacity: int) -> None:
@@ -152,7 +154,7 @@ class _Block:
 
     @property
     def is_free(self) -> bool:
-        """Note [When a block is free]."""
+        """True if the block may be written again (Note [When a block is free])."""
         if self.tensor() is not None:
             return False
         for neighbors, number in list(self.readers.items()):
@@ -181,24 +183,24 @@ class _Pool:
         return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
 
     def _free(self, nbytes: int) -> int:
-        """Return the index of the smallest free block that is large enough; make one if there is none."""
+        """Return the index of the smallest free block that is large enough. If there is none, make one."""
         free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
         if large_enough := [place for place in free if place[0] >= nbytes]:
             return min(large_enough)[1]
-        index = max(free)[1] if free else len(self.blocks)  # a small one makes room for it
+        index = max(free)[1] if free else len(self.blocks)  # it replaces a free block that is too small
         block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
         self.blocks[index : index + 1] = [block]
         self._index_at = {block.address: index for index, block in enumerate(self.blocks)}
         return index
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The place of a tensor: index of its block, and offset in bytes; None if it lies in no block."""
+        """Return the place of a tensor: index of its block, and offset in bytes. Return None if it is in no block."""
         index = self._index_at.get(tensor.untyped_storage().data_ptr())
         return None if index is None else (index, int(tensor.storage_offset()) * tensor.element_size())
 
 
 def _anonymous_file(nbytes: int) -> int:
-    """A file in memory that has no name, so that nothing is left of it when its users are gone."""
+    """Return a file without a name, in memory if possible. The system removes it when its last user is gone."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("hwfsdp")
     else:
@@ -217,11 +219,11 @@ _pool = _Pool()
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group that gathers and reduces with `Neighbors`.
 
-    The functions of `torch.distributed` call it, so that code that watches them sees its collectives, too; and
-    they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
+    The functions of `torch.distributed` call this group, so code that watches them sees its collectives, too. Dispatch modes see
+    them as well, for example a mode that counts communication (`compat.show_collective`).
 
-    Torch keeps tables of its groups: their backends, ranks, names. This group is in none of them, and is found in all: it
-    equals torch's group of the same ranks. So torch answers questions about it as for that group, and code that walks through a
+    Torch has tables of its groups: their backends, ranks, names. This group is not in these tables. But lookups find it, because
+    it equals torch's group of the same ranks. So torch gives the same answers for both groups, and code that walks through a
     table, such as a profiler, finds only torch's own groups.
     """
 
@@ -240,39 +242,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name of the group with the same ranks."""
+        """Return the name of torch's group with the same ranks."""
         return self._name
 
     def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
-        """`output` [W * n] receives every rank's `input` [n], in rank order; it may lie in the output.
+        """Gather every rank's `input` [n] into `output` [W * n], in rank order. The input may be a part of the output.
 
-        Both are contiguous. The input is not to be written as long as it lives.
+        Both are contiguous. Do not write to the input after this call.
         """
         compat.show_collective("all_gather", self, output, input, options)
         return self.neighbors.all_gather(output, input)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any) -> Transfer:
-        """`output` [n] receives this rank's part of the sum, or mean, of all ranks' `input` [W * n].
+        """Set `output` [n] to this rank's part of the sum or mean of all ranks' `input` [W * n].
 
-        The input is not to be written as long as it lives. Sums are in the tensors' dtype (Note [The order of a sum]).
+        Do not write to the input after this call. Sums are in the tensors' dtype (Note [The order of a sum]).
         """
         compat.show_collective("reduce_scatter", self, output, input, options)
         return self.neighbors.reduce_scatter(output, input, mean=options.reduceOp == dist.ReduceOp.AVG)
 
-    # their names before torch 2.13
+    # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]  # parameters have other names
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 class _Record(NamedTuple):
-    """A message about a collective from one rank to another; all integers.
+    """A message about a collective from one rank to another. All fields are integers.
 
     Attributes:
-        number: of the collective, from 1; the same on every rank. 0: there is none, only `read` is new.
-        call: operation and dtype (`_code`). nbytes: of the sender's input.
-        read: all collectives up to this number have been read by the sender.
-        block, offset: where the input is: in which of the sender's blocks, and at which byte.
-        capacity: of that block if the receiver does not have it yet, and then its file follows; else 0.
+        number: the collective's number, from 1, the same on every rank. 0: no collective, only `read` is new.
+        call: the operation and the dtype (`_code`). nbytes: bytes of the sender's input.
+        read: the sender has read all collectives up to this number.
+        block, offset: the place of the input: index of the sender's block, and offset in bytes.
+        capacity: bytes of this block if the receiver does not have it yet. Then the block's file follows. Otherwise 0.
     """
 
     number: int
@@ -290,12 +292,12 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 def _code(op: int, dtype: torch.dtype) -> int:
-    """Operation and dtype as one number, the same for all ranks of a machine."""
+    """Return the operation and the dtype as one number, which is the same on all ranks of a machine."""
     return op * len(_DTYPES) + _DTYPES.index(dtype)
 
 
 def _described(call: int, nbytes: int, ranks: int) -> str:
-    """Describe a call in words, with the bytes of the whole tensor, as `history` does. `nbytes`: of a rank's input."""
+    """Describe a call in words, with the bytes of the whole tensor, as in `history`. `nbytes`: bytes of one rank's input."""
     op, dtype = divmod(call, len(_DTYPES))
     whole = nbytes * ranks if op == _OPS.index("all_gather") else nbytes
     return f"{_OPS[op]} of {whole:,} bytes of {_DTYPES[dtype]}"
@@ -305,23 +307,23 @@ class Neighbors:
     """The other ranks of a group, all on this machine.
 
     Args:
-        rank: this one's number in the group.
-        sockets: to the other ranks, by their numbers.
-        timeout: seconds that a rank may be late.
+        rank: this rank's number in the group.
+        sockets: the sockets to the other ranks, by their numbers in the group.
+        timeout: the most seconds to wait for another rank.
 
     Attributes:
-        read_by_all: all collectives up to this number have been read by all others.
+        read_by_all: all other ranks have read all collectives up to this number.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.size = rank, len(sockets) + 1
         self._sockets, self._timeout, self._process = sockets, timeout, os.getpid()
-        self._given: dict[int, _Block] = {}  # blocks that the others have, by index
+        self._given: dict[int, _Block] = {}  # this rank's blocks that the others have, by index
         self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
         self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
         self._read_by: dict[int, int] = dict.fromkeys(sockets, 0)
         self._issued = 0  # number of the last collective
-        self._unread: dict[int, None] = {}  # numbers of those in flight, in order
+        self._unread: dict[int, None] = {}  # numbers of the collectives in flight, in order
         self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
 
     @property
@@ -365,7 +367,7 @@ class Neighbors:
         return Transfer(read, lambda: self._over(number, acknowledge=True))
 
     def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
-        """Note [The order of a sum]: which elements of the output to add in the order of which ring's last rank."""
+        """Return (begin, end, last): add output[begin:end] in the order that ends with rank `last` (Note [The order of a sum])."""
         if not output.numel():
             return []
         begin, end = self.rank * output.numel(), (self.rank + 1) * output.numel()  # in the input
@@ -376,10 +378,10 @@ class Neighbors:
         ]
 
     def _part(self, peer: int, number: int, call: int, nbytes: int, start: int, like: Tensor) -> Tensor:
-        """The input of `peer` to a collective, once it has told: from byte `start` on, as much as `like` has.
+        """Wait for the record of `peer`, and return a part of its input: from byte `start` on, with as many elements as `like`.
 
         Raises:
-            RuntimeError: it called something else.
+            RuntimeError: `peer` called another collective.
         """
         told = self._told[peer]
         while number not in told:
@@ -399,7 +401,7 @@ class Neighbors:
     # --- telling ---
 
     def _tell(self, call: int, input: Tensor) -> int:
-        """Tell the others where the input is, in a copy if it is in no block; return the collective's number."""
+        """Tell the others where the input is, and return the collective's number. If the input is in no block, send a copy in a block."""
         place = _pool.find(input)
         if place is None:
             input = allocate(input.shape, input.dtype).copy_(input)
@@ -424,10 +426,10 @@ class Neighbors:
         return next(iter(self._unread), self._issued + 1) - 1
 
     def _over(self, number: int, acknowledge: bool = False) -> None:
-        """This rank needs nothing more for a collective.
+        """Note that this rank needs nothing more for a collective.
 
-        The others learn of it with the next one. Should there be none for long, as after the last reduction of a
-        backward, they are told at once.
+        The next record tells this to the others. After the last reduction of a backward, there may be no record for a long time.
+        So with `acknowledge`, if no collective is in flight, this rank tells the others at once.
         """
         self._unread.pop(number, None)
         for told in self._told.values():
@@ -435,7 +437,7 @@ class Neighbors:
         if acknowledge and not self._unread:
             record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0)
             for peer in self._sockets:
-                with contextlib.suppress(RuntimeError):  # it is gone, and its memory with it
+                with contextlib.suppress(RuntimeError):  # the peer is gone, and its memory with it
                     self._send(peer, record, None)
 
     def _send(self, peer: int, record: bytes, file: int | None) -> None:
@@ -448,7 +450,7 @@ class Neighbors:
             raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
 
     def _retry(self, peer: int, send: Callable[[], int]) -> None:
-        """Retry until there is room for the record. Listen meanwhile, since the other ranks may wait for room, too."""
+        """Retry until the socket has room for the record. Listen meanwhile, because the other ranks may wait for room, too."""
         while True:
             try:
                 send()
@@ -462,15 +464,15 @@ class Neighbors:
     # --- listening ---
 
     def catch_up(self) -> None:
-        """Take in the messages that have arrived. A rank that has left reads no more."""
+        """Receive all messages that have arrived. A rank that has left counts as if it had read everything."""
         while self._hear(0):
             pass
 
     def _hear(self, timeout: float, room_for: int | None = None) -> bool:
-        """Take in a record of every rank that has told something; wait for that, or for room to tell a rank.
+        """Receive one record from every rank that has sent one. Wait for a record, or for room to send to rank `room_for`.
 
         Returns:
-            Whether anything happened in time.
+            True if anything happened within `timeout` seconds.
         """
         poll = select.poll()
         peers = {self._sockets[peer].fileno(): peer for peer in self._sockets if self._read_by[peer] < _ALL}
@@ -486,7 +488,7 @@ class Neighbors:
         return bool(found)
 
     def _listen(self, peer: int) -> None:
-        """Take in the next record of `peer`."""
+        """Receive the next record of `peer`."""
         connection = self._sockets[peer]
         record = _Record._make(_LAYOUT.unpack(self._receive(peer, connection)))
         if record.capacity:
@@ -526,7 +528,7 @@ class Neighbors:
     def leave(self) -> None:
         """Leave the group: this rank reads no more."""
         for connection in self._sockets.values() if os.getpid() == self._process else ():
-            with contextlib.suppress(OSError):  # the other one has left before
+            with contextlib.suppress(OSError):  # the other rank has left already
                 connection.shutdown(socket.SHUT_WR)
 
     def __del__(self) -> None:
@@ -541,7 +543,7 @@ _found: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] =
 
 
 def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
-    """The group for the same ranks, None if they share no memory. All ranks call the first time."""
+    """Return the group for the same ranks, or None if they share no memory. All ranks must make the first call together."""
     known = _found.get(group, _UNKNOWN)
     if not isinstance(known, str):
         return known
@@ -577,7 +579,7 @@ def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
 
 
 def _agree(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
+    """Return every rank's value, in rank order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -591,7 +593,7 @@ def _new_directory() -> str:
 
 
 def _machine() -> str:
-    """An id of this machine, different from other machines that may see the same directories."""
+    """Return an id of this machine. Other machines have other ids, even if they see the same directories."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -617,7 +619,7 @@ def _listen_at(listener: socket.socket, address: Path) -> bool:
 def _connect(
     listener: socket.socket, place: Path, rank: int, size: int, timeout: float
 ) -> dict[int, socket.socket] | None:
-    """Sockets to all other ranks: this rank calls lower ranks, and higher ranks call it. None if one fails."""
+    """Return sockets to all other ranks, or None if one fails. This rank connects to lower ranks, and higher ranks connect to it."""
     found: dict[int, socket.socket] = {}
     listener.settimeout(timeout)
     try:

@@ -1,11 +1,11 @@
-"""Which part of a tensor a rank holds: extents by placement, the table of a model, weights drawn row by row.
+"""The part of a tensor that a rank holds: extents by placement, the table of a model, weights drawn row by row.
 
-    extents      placements of a DTensor and the part that a rank holds, strided and uneven ones too
+    extents      the part that a rank holds under the placements of a DTensor, even strided and uneven parts
     explain      a model's parameters as a table
-    init_shards  the same weights whatever the number of ranks
+    init_shards  the same weights for any number of ranks
     blueprint    a model sharded on paper
 
-What `extents` defines can be had from here: `hwfsdp.layout.local_extent_of`.
+You can import the names of `extents` from here, such as `hwfsdp.layout.local_extent_of`.
 """
 
 from hwfsdp.layout.extents import (

@@ -1,8 +1,8 @@
-"""A model sharded on paper: what `explain` says about it on any number of ranks, without ranks and without memory.
+"""A model sharded on paper: the table of `explain` for any number of ranks, without ranks and without memory.
 
-The model is built on the meta device, where tensors have shapes and no values. A fake process group pretends a number of ranks,
-and that this process is one of them. Then `fully_shard` is called as in a run, on each block and on the root. So the table is the
-same as in a run. Nothing is communicated.
+The model is built on the meta device, where tensors have shapes but no values. A fake process group pretends that there are
+several ranks, and that this process is one of them. Then `fully_shard` is called on each block and on the root, as in a run. So
+the table is the same as in a run. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Blueprint(NamedTuple):
     """A model sharded on paper.
 
     Attributes:
-        wrapped: fqns of the modules that became groups of their own, besides the root.
+        wrapped: fqns of the modules that became groups of their own, without the root.
     """
 
     explanation: Explanation
@@ -41,13 +41,13 @@ def explain_on_paper(
     """Explain the parameters of `build()`, sharded over this number of ranks, as one of the ranks sees them.
 
     Args:
-        build: makes the model; called with meta as the default device.
+        build: makes the model. It is called with meta as the default device.
         rank: 0 <= rank < ranks.
         classes: names of the classes whose modules become groups. None: each block (`find_blocks`).
 
     Raises:
-        UsageError: there is no such rank, or no module of one of the classes. StateError: this process is a rank of a real
-            group already.
+        UsageError: there is no such rank, or one of the classes has no module. StateError: this process is already a rank of a
+            process group.
     """
     if not 0 <= rank < ranks:
         raise UsageError(
@@ -69,10 +69,10 @@ def explain_on_paper(
 
 @contextmanager
 def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]:
-    """Let this process be one of `ranks` ranks, which do not exist, inside the block.
+    """Inside the block, let this process pretend to be rank `rank` of `ranks` ranks.
 
     Raises:
-        StateError: the process has a process group already; about `subject`.
+        StateError: the process has a process group already. The message names `subject`.
     """
     if dist.is_initialized():
         raise StateError(
@@ -86,9 +86,9 @@ def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the usual modules to shard: by fqn, the members of the outermost lists of two or more modules of one class.
+    """Find the usual modules to shard, by fqn: the members of the outermost lists of two or more modules of one class.
 
-    Lists are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`. Their members must contain modules themselves.
+    A list is an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Its members must contain modules themselves.
     """
     found: dict[str, nn.Module] = {}
     for fqn, module in model.named_modules():
@@ -104,7 +104,7 @@ def find_classes(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Modul
     """Find the modules of these classes by fqn, outer ones first. The root is left out, because it is sharded anyway.
 
     Raises:
-        UsageError: there is no module of one of the classes.
+        UsageError: one of the classes has no module in the model.
     """
     inner = {fqn: module for fqn, module in model.named_modules() if module is not model}
     without_forward = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict

@@ -1,6 +1,6 @@
-"""A model's parameters as a table: what `explain` answers.
+"""A model's parameters as a table: the result of `explain`.
 
-A model has many parameters and few different ones: groups that are alike in everything but their name, such as the blocks
+A model has many parameters, but few of them are different. Consecutive groups that differ only in their names, such as the blocks
 of a transformer, can be folded into one (`fold`).
 """
 
@@ -27,8 +27,8 @@ class ParamRow(NamedTuple):
 
     Attributes:
         fqn, group: its name, and the name of its parameter group.
-        shape: over all ranks. dtype: of the shard. placement: of the DTensor.
-        rows: this rank's rows, along the dimension that is cut, as (first, one past the last).
+        shape: the global shape. dtype: the dtype of the shard. placement: the placements of the DTensor.
+        rows: this rank's rows along the dimension that is cut, as (first, one past the last).
         padding: elements that this rank sends in addition to its rows.
     """
 
@@ -46,8 +46,8 @@ class Totals:
     """Sums over the parameters that are sharded.
 
     Attributes:
-        parameters, elements: their numbers, in the whole model. bytes: of the whole model, in the original dtypes.
-        rank_bytes: of this rank's rows. padding_bytes: padding in this rank's memory.
+        parameters, elements: their numbers in the whole model. bytes: bytes of the whole model, in the original dtypes.
+        rank_bytes: bytes of this rank's rows. padding_bytes: bytes of padding in this rank's memory.
     """
 
     parameters: int = 0
@@ -58,24 +58,24 @@ class Totals:
 
 
 class Block(NamedTuple):
-    """Groups that are alike: their names, and the rows of the first of them."""
+    """Consecutive groups that differ only in their names: these names, and the rows of the first group."""
 
     groups: list[str]
     rows: list[ParamRow]
 
     @property
     def name(self) -> str:
-        """Of the group, or of the first and last of several."""
+        """Return the name of the group, or the names of the first and the last group and their number."""
         first, last = self.groups[0], self.groups[-1]
         return first if first == last else f"{first} … {last}: {len(self.groups)} alike"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table of parameters; `str` lays it out, `folded_text` more briefly.
+    """A table of parameters. `str` returns it as text, and `folded_text` returns a shorter text.
 
     Attributes:
-        rows: one per parameter, in the order of the groups. not_sharded: names of parameters that no group has.
+        rows: one row per parameter, in the order of the groups. not_sharded: names of parameters that no group owns.
     """
 
     rows: list[ParamRow]
@@ -89,7 +89,7 @@ class Explanation:
         return "\n".join(lines)
 
     def folded_text(self) -> str:
-        """The table with groups that are alike shown once, each parameter under its group, and the totals."""
+        """Return the table with folded groups (`fold`), each parameter under its group, and the totals."""
         cells: list[tuple[str, ...]] = [_FOLDED_HEAD]
         for block in fold(self.rows):
             cells.append((block.name, *[""] * (len(_FOLDED_HEAD) - 1)))
@@ -100,7 +100,7 @@ class Explanation:
         return "\n".join([*lines, "", *_totals_in_words(self.totals)])
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; rows by the names of `ParamRow`."""
+        """Return JSON-ready values. Each row is a dict with the fields of `ParamRow`."""
         rows = [{**row._asdict(), "shape": [*row.shape], "rows": [*row.rows]} for row in self.rows]
         return {"rows": rows, "not_sharded": self.not_sharded, "totals": asdict(self.totals)}
 
@@ -129,7 +129,7 @@ def name_within_group(row: ParamRow) -> str:
 
 
 def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the columns, and underline the heads. A row with one cell, a group's name, may be longer than its column."""
+    """Align the columns, and underline the heads. A row that has only a group's name may be longer than its column."""
     full = [line for line in cells if any(line[1:])]
     widths = [max(len(line[i]) for line in full) for i in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
@@ -138,7 +138,7 @@ def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _cells(row: ParamRow) -> tuple[str, ...]:
-    """All cells except the names."""
+    """Return all cells except the names."""
     shape = " × ".join(map(str, row.shape))
     start, stop = row.rows
     rows = "none" if stop == start else f"{start}…{stop - 1}" if stop - start > 1 else str(start)
@@ -164,7 +164,7 @@ def _in_units(nbytes: int) -> str:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Explain how ranks share the parameters of a sharded model, as this rank sees it; without communication.
+    """Explain how ranks share the parameters of a sharded model, as this rank sees it. Nothing is communicated.
 
     Raises:
         UsageError: no module of the model is sharded.

@@ -1,4 +1,4 @@
-"""Placements: which part of a tensor a rank holds.
+"""Placements: the part of a tensor that a rank holds.
 
 A DTensor lives on a mesh of ranks, with one placement per mesh dim: `Shard(d)` cuts tensor dim `d` among the ranks
 along that mesh dim; `Replicate()` and `Partial()` leave it whole. Several mesh dims may cut the same tensor dim. Then
@@ -11,7 +11,7 @@ it cut last:
     [Shard(0), Shard(0)]                             0 1      2 3      4 5      6 7       fsdp cuts first
     [_StridedShard(0, split_factor=2), Shard(0)]     0 1      4 5      2 3      6 7       tp cuts first
 
-The name comes from the ranks of one fsdp index: together they hold stripes of the tensor, here 0 1 and 4 5. A single rank
+The name comes from the ranks with the same fsdp index: together they hold stripes of the tensor, here 0 1 and 4 5. A single rank
 never holds stripes. It holds one box of the tensor, a shape at an offset. This module computes the box, even if nothing
 divides evenly: it finds the order of the cuts, and makes them.
 
@@ -19,7 +19,7 @@ divides evenly: it finds the order of the cuts, and makes them.
     after tp                                         0-3      4-6      0-3      4-6      0-3      4-6
     after fsdp                                       0 1      4        2 3      5        -        6
 
-Left out: moving data between ranks. Functions that need values refuse gradients that are not summed yet (`Partial`).
+Left out: moving data between ranks. Functions that need values refuse tensors that are not summed yet (`Partial`).
 
 Note [Right to left]
     `_StridedShard(d, split_factor=f)` says that dim d is in f pieces when its mesh dim cuts. It counts only the cuts of mesh
@@ -54,12 +54,12 @@ from hwfsdp.compat import StridedShard
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.core.sharding import chunk_extent
 
-SHARDS = (StridedShard, Shard)  # what cuts; whether a strided shard is a `Shard` depends on torch's version
+SHARDS = (StridedShard, Shard)  # these cut; in some versions of torch, a strided shard is a `Shard`
 _PLACEMENTS = (*SHARDS, Replicate, Partial)
 
 
 class LocalExtent(NamedTuple):
-    """The box that a rank holds: `shape` of it, and `offset` of its first element in the whole tensor."""
+    """The box that a rank holds: its `shape`, and the `offset` of its first element in the whole tensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -68,12 +68,12 @@ class LocalExtent(NamedTuple):
 def explicit_order_placements(
     mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[int, Placement]]:
-    """Return (mesh dim, placement) in the order in which the cuts must be made; every shard in it is plain.
+    """Return the pairs (mesh dim, placement) in the order of the cuts. Every shard in the result is a plain `Shard`.
 
-    The order is the order of mesh dims, except that a strided shard comes after the cuts that were made before its own.
+    This is the order of mesh dims, except that a strided shard comes after the cuts that must come before its own.
 
     Raises:
-        UsageError: there is not one placement per mesh dim, a shard dim is negative, or no cuts make a split factor.
+        UsageError: there is not one placement per mesh dim, a shard dim is negative, or no cuts make the split factor.
     """
     _check_placements(mesh_shape, placements)
     waiting = {dim: list(order) for dim, order in orders_of_cuts(mesh_shape, placements).items()}
@@ -149,7 +149,7 @@ def impossible_factor(
     """Make the error for a split factor that no cuts make.
 
     Args:
-        mesh_dim: the placement's. pieces: the numbers of pieces that cuts on its right do make, including 1.
+        mesh_dim: the mesh dim of the placement. pieces: the numbers of pieces that the cuts on its right make, including 1.
     """
     return UsageError(
         f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
@@ -168,13 +168,13 @@ def local_extent_of(
     """Return the extent that the rank at this mesh coordinate holds of a tensor of this shape. Integers only.
 
     Returns:
-        Shape and offset. If the rank gets nothing of a tensor dim, the offset in it is the size of this dim, so that an empty
+        Shape and offset. If the rank gets nothing of a tensor dim, the offset in this dim is the size of the dim, so that an empty
         part never has the offset of a real part.
 
     Raises:
-        UsageError: the coordinate is outside the mesh, the tensor does not have a shard dim, or an error of
+        UsageError: the coordinate is outside the mesh, or the tensor does not have a shard dim. Also the errors of
             `explicit_order_placements`.
-        UnsupportedError: a placement that is no shard, replica or partial value.
+        UnsupportedError: a placement is not `Shard`, `StridedShard`, `Replicate` or `Partial`.
     """
     if len(coordinate) != len(mesh_shape) or not all(0 <= c < n for c, n in zip(coordinate, mesh_shape)):
         raise UsageError(
@@ -220,7 +220,7 @@ def nested_extent(
 def _normalized(
     placements: Sequence[Placement], ndim: int, known: tuple[type[Placement], ...] = _PLACEMENTS
 ) -> list[Placement]:
-    """The same placements with shard dims counted from the front, for a tensor of `ndim` dims."""
+    """Return the same placements for a tensor of `ndim` dims, with shard dims counted from the front."""
     normalized: list[Placement] = []
     for placement in placements:
         if not isinstance(placement, known):
@@ -248,7 +248,7 @@ def _normalized(
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (shape, offset) of `local_extent_of` this rank, or ((0,), ()) if this rank is not in the mesh.
+    """Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank is not in the mesh.
 
     With `skip_offset`, the offset is () as well.
     """
@@ -262,10 +262,10 @@ def compute_local_shape_and_global_offset(
 def compute_global_tensor_info(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """Return shape and stride of the whole, if every rank holds a local tensor like this one.
+    """Return shape and stride of the whole tensor if every rank holds a local tensor with this shape and stride.
 
-    The whole has the same memory order as the part. Each cut that is undone makes its dim longer, and with it the strides of all
-    dims outside this dim. If a dim of size 1 shares a stride with another dim, it counts as inside that dim.
+    The whole has the same memory order as the part. Undoing a cut multiplies the size of its dim, and the strides of all dims
+    outside this dim. If a dim of size 1 shares a stride with another dim, it counts as inside the other dim.
     """
     placements = _normalized(placements, tensor.ndim)
     shape, stride = list(tensor.shape), list(tensor.stride())
@@ -285,17 +285,18 @@ def compute_local_stride(
     *,
     local_shape: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the stride of this rank's part, a dense tensor whose dims have the memory order of the whole.
+    """Return the stride of this rank's part. The part is a dense tensor whose dims have the memory order of the whole.
 
         compute_local_stride(global_stride, local_shape)
-        compute_local_stride(global_stride, mesh, placements)       # as torch had it before 2.13
+        compute_local_stride(global_stride, mesh, placements)       # the arguments of torch before 2.13
 
-    A size of 0 counts as 1, as in the stride that torch gives an empty tensor. With a mesh, uneven parts are right, too: a
-    stride is a product of sizes, so the strides of the whole contain all sizes that are needed. Outside the mesh, the stride
-    is that of the mesh's first rank.
+    A size of 0 counts as 1, as in the stride that torch gives an empty tensor. With a mesh, the result is right for uneven parts,
+    too: a stride is a product of sizes, so the strides of the whole contain all necessary sizes. Outside the mesh, a rank gets the
+    stride of the mesh's first rank.
 
     Raises:
-        UsageError: neither a local shape nor a mesh with placements is given, or an error of `local_extent_of`.
+        UsageError: neither a local shape nor a mesh with placements is given, or both are given. Also the errors of
+            `local_extent_of`.
     """
     if isinstance(mesh, DeviceMesh) and placements is not None and local_shape is None:
         local_shape = _local_shape_by_stride(global_stride, mesh, placements)
@@ -318,9 +319,9 @@ def compute_local_stride(
 def _local_shape_by_stride(
     global_stride: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """This rank's shape, as far as the stride depends on it: the outermost dim, of which strides say nothing, counts as 1.
+    """Return this rank's shape. Strides do not contain the size of the outermost dim, so it counts as 1.
 
-    Of dims with the same stride only one is longer than 1. It is taken to be one that is cut.
+    If several dims have the same stride, only one of them is longer than 1. This function assumes that it is a dim that is cut.
     """
     ndim = len(global_stride)
     placements = _normalized(placements, ndim)
@@ -336,7 +337,7 @@ def _local_shape_by_stride(
 def normalize_to_torch_size(
     size: SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]],
 ) -> torch.Size:
-    """Return a size that is given in any of the ways of `torch.empty`: `3`, `(2, 3)`, `([2, 3],)`."""
+    """Return a size as `torch.Size`. It may have any form that `torch.empty` takes: `3`, `(2, 3)`, `([2, 3],)`."""
     sizes: Any = size if isinstance(size, Sized) else (size,)
     if len(sizes) == 1 and isinstance(sizes[0], Sequence):
         (sizes,) = sizes
@@ -344,10 +345,10 @@ def normalize_to_torch_size(
 
 
 def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
-    """Return the mesh of the first DTensor (or DTensor spec) among the arguments of an operator, also inside lists and tuples.
+    """Return the mesh of the first DTensor (or DTensor spec) in the arguments of an operator. Lists and tuples are searched, too.
 
     Raises:
-        UsageError: there is no DTensor; the message names `op_call`.
+        UsageError: there is no DTensor. The message names `op_call`.
     """
     for arg in args:
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -363,7 +364,7 @@ def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMe
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return this rank's part of a tensor that it holds as a whole: a view, or an empty tensor [0] outside the mesh."""
+    """Return this rank's part of a whole tensor, as a view. Outside the mesh, return an empty tensor [0]."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return tensor.new_empty(0)
@@ -439,7 +440,7 @@ def unshard_strided(
 def check_shards(
     shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int, ...], LocalExtent]
 ) -> None:
-    """Raise UsageError if these cannot be the shards of these extents, by number and shape. Replicas may have any values."""
+    """Raise UsageError if the shards do not match the extents in number and shape. Of replicas, only the first one is checked."""
     if len(shards) != len(extents):
         raise UsageError(
             "shards",
@@ -465,22 +466,22 @@ def check_shards(
 def extents_of(
     global_shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[tuple[int, ...], LocalExtent]:
-    """Return the extent of every coordinate, in row-major order. The placements must say which values a rank has."""
+    """Return the extent of every coordinate, in row-major order. Raises UnsupportedError for `Partial` placements."""
     placements = _normalized(placements, len(global_shape), known=(*SHARDS, Replicate))
     coordinates = product(*map(range, mesh_shape))
     return {c: local_extent_of(global_shape, mesh_shape, placements, c) for c in coordinates}
 
 
 def largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]:
-    """Return the first rank's shape: no chunk is longer than the first one, and a longer piece gives longer chunks."""
+    """Return the largest local shape. It is the first rank's shape, because no chunk of a cut is longer than the first chunk."""
     return next(iter(extents.values())).shape
 
 
 def slices_of(extent: LocalExtent) -> tuple[slice, ...]:
-    """Return an index: `whole[slices_of(extent)]` is the box, a view."""
+    """Return the index of a box in the whole tensor: `whole[slices_of(extent)]` is a view of the box."""
     return tuple(slice(start, start + n) for start, n in zip(extent.offset, extent.shape))
 
 
 def front_of(extent: LocalExtent) -> tuple[slice, ...]:
-    """Return an index: `padded[front_of(extent)]` is everything except padding, a view."""
+    """Return the index of a shard without its padding: `padded[front_of(extent)]` is a view of everything except padding."""
     return tuple(slice(n) for n in extent.shape)

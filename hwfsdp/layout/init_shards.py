@@ -1,11 +1,12 @@
 """The same weights for any number of ranks.
 
 A model that was made on the meta device has no weights. After `to_empty`, each rank has memory only for its rows. It must fill
-them so that the whole model is the same at any world size. One generator per rank would give every rank the same numbers. One
-common sequence would depend on how much each rank draws. So here every row of every parameter has its own generator, with a seed
-made from the model's seed, the parameter's name, and the number of the row in the whole parameter.
+its rows so that the whole model is the same at any world size. If each rank had one generator with the same seed, every rank
+would draw the same numbers. One common sequence would depend on how much each rank draws. So here every row of every parameter
+has its own generator. Its seed is made from the model's seed, the parameter's name, and the number of the row in the whole
+parameter.
 
-No rank ever has a whole parameter. Besides the shards, there is one row at a time.
+No rank ever has a whole parameter. In addition to the shards, a rank has one row at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Init = Callable[[str, Tensor, torch.Generator], object]
 
 
 class Part(NamedTuple):
-    """A rank's part of a parameter: the memory to fill, and the place of its first element in the whole."""
+    """A rank's part of a parameter: the memory to fill, and the index of its first element in the whole parameter."""
 
     local: Tensor
     offset: tuple[int, ...]
@@ -59,7 +60,7 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Register the shards of all groups below `model`: values of whole parameters would be lost at the next gather."""
+    """Register the shards of all groups below `model`. Values in whole parameters would be lost at the next gather."""
     for module in model.modules():
         for group in state.groups if (state := state_of(module)) else ():
             group.reshard()

@@ -1,12 +1,12 @@
-"""What happened: events of a step, the bytes behind them, and what follows from both.
+"""Recordings of training steps: events, bytes, and tools that examine both.
 
-    What is written down
-    memory           what is alive, by kind, read from the storages themselves
+    Data
+    memory           the bytes alive by kind, read from the storages themselves
     places           where in the program an event was issued
-    events           what happened, when, on which stream
+    events           the event log: each event with its time and its stream
     validate         checks of values read from a file
     clocks           clocks of ranks, and one time axis for all of them
-    accounting       what a step costs, before it is run: bytes in closed form
+    accounting       the bytes of a step by closed forms, before the step runs
     run_info         the description of a run inside its log
 
     A log
@@ -20,14 +20,14 @@
     collectives      wrappers that log the collectives of torch.distributed, and functional ones
     stream_clocks    the clock of each set of streams
     instrument       reports from the heart to a recording
-    recording        puts the instruments in place, takes them away again
+    recording        puts the instruments in place, and removes them again
     onlooker         reports on modules that have no instruments
 
-    What a log shows
+    Reports on a log
     tables           text in columns
     findings         a log in numbers: traffic, closed forms, overlap, stragglers
     findings_text    findings as text and JSON
     comparison       two logs side by side, as text and JSON
 
-Nothing here changes what a step computes.
+Nothing here changes the results of a step.
 """

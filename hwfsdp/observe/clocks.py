@@ -1,8 +1,9 @@
-"""Clocks of ranks, and how logs with several clocks get one time axis.
+"""Clocks of ranks, and one time axis for logs with several clocks.
 
 Times in a log count from the beginning of its recording. The log also keeps the host's time at this beginning (`RankClock`),
 so that several logs can be put on one axis later. Processes of one machine share the host's clock (`perf_counter` is the time
-since the machine started), so nothing has to be measured. Between machines, `measure_offset` compares the clocks by messages.
+since the machine started), so their clocks need no measurement. Between machines, `measure_offset` compares the clocks by
+messages.
 
 Note [Round trips]
     A rank asks another rank for its time. The answer arrives one round trip later. The other rank read its clock at some moment
@@ -34,7 +35,7 @@ class RankClock(NamedTuple):
 
     Attributes:
         origin_us: time of the machine's clock when the recording began, µs.
-        machine: names the clock; ranks of one machine share it.
+        machine: a name of the machine, and so of its clock. Ranks of one machine share a clock.
     """
 
     origin_us: float
@@ -42,7 +43,7 @@ class RankClock(NamedTuple):
 
 
 def read_clocks(about: Mapping[str, Any]) -> dict[int, RankClock]:
-    """Read the clocks from `EventLog.about`, by rank; empty for logs made by hand. Raises ValueError if an entry is no clock."""
+    """Read the clocks by rank from `EventLog.about`; empty for logs made by hand. Raises ValueError if an entry is no clock."""
     found = {}
     for key, clock in named("clocks", about.get("clocks", {})).items():
         where = f"clocks[{shown(key)}]"
@@ -58,7 +59,7 @@ _NUMBER = r"[0-9]{1,8}"
 
 
 def this_machine() -> str:
-    """Return a name of this machine and of its start, which no other machine has."""
+    """Return a name of this machine since its last start. No other machine has this name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -66,8 +67,8 @@ def this_machine() -> str:
 def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
     """Return the µs to add to the times of each rank, so that all times count from the earliest origin.
 
-    A rank on another clock than the first rank cannot be compared with it, unless `measure_offset` was called. Such a rank is
-    not shifted: its times count from its own origin.
+    A rank whose clock is not the first rank's cannot be compared with the first rank, unless `measure_offset` was called. Such a
+    rank is not shifted: its times count from its own origin.
     """
     if not clocks:
         return {}
@@ -78,7 +79,7 @@ def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
 
 
 class Offset(NamedTuple):
-    """How far the other rank's clock is ahead of this rank's, in µs. The error is at most `error_us`."""
+    """The other rank's clock minus this rank's clock, in µs. The error is at most `error_us`."""
 
     us: float
     error_us: float
@@ -86,7 +87,7 @@ class Offset(NamedTuple):
 
 @contextmanager
 def pair_of(first: int, second: int, group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup]:
-    """Make a process group of two ranks of `group`. Both must call this; messages of other ranks do not pass through it."""
+    """Make a process group of two ranks of `group`. Both ranks must call this. No messages of other ranks pass through it."""
     around: Any = group or dist.group.WORLD
     ranks = [dist.get_global_rank(around, rank) for rank in (first, second)]
     pair: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -102,8 +103,8 @@ def measure_offset(
     """Ask a rank for its time, while that rank calls `answer_with_time`. See Note [Round trips].
 
     Args:
-        peer: number of the rank in `group`, which sends CPU tensors; None: of all ranks.
-        now: this rank's clock, µs.
+        peer: number of the other rank in `group`. The group must send CPU tensors; None is the group of all ranks.
+        now: reads this rank's clock, in µs.
     """
     question, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     best = Offset(0.0, float("inf"))

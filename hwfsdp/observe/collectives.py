@@ -1,10 +1,11 @@
 """Wrappers that log the collectives of `torch.distributed`, functional collectives, and the waits for both.
 
-A recording puts wrappers around the functions; they log every call. `recording` lists the calls that they do not see.
+A recording puts wrappers around the functions, and the wrappers log every call. `recording` lists the calls that they do not
+see.
 
-A functional collective returns its result at once, and a later wait completes it. DTensors use them for redistribution. They call
-no function of `torch.distributed`, so their operators are wrapped. An event begins when Python calls the operator, and ends after
-the wait for its result.
+A functional collective returns its result at once, and a later wait completes it. DTensors use functional collectives for
+redistribution. Such a collective calls no function of `torch.distributed`, so its operator is wrapped. The event begins when
+Python calls the operator, and ends after the wait for its result.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from hwfsdp.compat import functional_operators, is_fake_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
-OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
+OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # all others run where Python calls them: compute
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of an argument or a result: itself, or those in lists and dicts, to any depth."""
+    """Return the tensors in an argument or a result: the value itself, or all tensors in its lists and dicts, to any depth."""
     if isinstance(tree, Tensor):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
@@ -39,11 +40,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class _Collective(NamedTuple):
-    """How to read a call.
+    """The meaning of the arguments of a collective.
 
     Attributes:
-        op: what to log it as; reads, writes: names of its arguments; whole: the one whose bytes count.
-        kinds: of the memory that is read and written, where the ledger should count it.
+        op: the name to log. reads, writes: names of the arguments that it reads and writes. whole: name of the argument whose
+            bytes count.
+        kinds: the kinds of memory that it reads and writes, if the ledger should count them.
     """
 
     op: str
@@ -91,8 +93,8 @@ _IN_BATCHES = ("isend", "irecv")
 def watch_collectives() -> Iterator[None]:
     """Make one wrapper per function, and put it at both of the function's names.
 
-    Functions of batches keep one name. torch tells sends from receives: it compares an operation's function, which may be
-    older than the recording, with the name in its own module.
+    For `isend` and `irecv`, only the name in `torch.distributed` is replaced. torch tells sends from receives in a batch by a
+    comparison of an operation's function with the name in torch's own module, and the operation may be older than the recording.
     """
     if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
         yield
@@ -112,14 +114,14 @@ def watch_collectives() -> Iterator[None]:
 
 
 def watch_from_now_on() -> None:
-    """Leave the wrappers in place between recordings, so that a function imported now and called later is logged, too."""
+    """Leave the wrappers in place between recordings, so that a function that is imported now and called later is logged, too."""
     watch_collectives().__enter__()
 
 
 class _WatchedFunction:
     """A collective that is logged if a recording is active when it is called.
 
-    It equals the function it wraps: torch looks for the functions of a batch among `isend` and `irecv`.
+    It equals the function that it wraps, because torch compares the functions of a batch with `isend` and `irecv`.
     """
 
     def __init__(self, original: Callable[..., Any], collective: _Collective) -> None:
@@ -140,7 +142,7 @@ class _WatchedFunction:
             return self.original(*args, **kwargs)
         collective, arguments = self._collective, {**dict(zip(self._names, args)), **kwargs}
         if not self._needed <= arguments.keys():
-            return self.original(*args, **kwargs)  # it will say what is missing
+            return self.original(*args, **kwargs)  # its error names the missing argument
         draft = _begin(collective, arguments, recorder)
         for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
             if kind and isinstance(arguments.get(name), Tensor):
@@ -158,7 +160,7 @@ class _WatchedFunction:
 
 
 def _unwatching(original: Callable[..., None]) -> Callable[..., None]:
-    """Operations of a batch hold the functions themselves, so that they may be run after the recording."""
+    """Let the operations of a batch hold the original functions, so that they may run after the recording."""
 
     @functools.wraps(original)
     def __init__(self: dist.P2POp, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -168,7 +170,7 @@ def _unwatching(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch calls the functions of its operations itself, so it is logged here."""
+    """Log the operations of a batch. A batch calls their functions itself, so the wrappers of these functions do not see it."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> Any:
@@ -195,7 +197,7 @@ def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorde
 
 
 def _begin_on(op: str, reads: list[Tensor], recorder: Recorder) -> Draft:
-    """Begin a collective on the current stream. Outside of streams, some collectives have their own."""
+    """Begin a collective on the current stream. Outside of streams, some collectives have a stream of their own."""
     stream = recorder.stream or (op if op in OWN_STREAM else "compute")
     return recorder.begin(op, stream, follows_stream=True, reads=reads)
 
@@ -206,12 +208,12 @@ def _describe(draft: Draft, whole: list[Tensor]) -> None:
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
-    """End the event when its work ends. If the call blocked the host until then, log a wait of the host, too."""
+    """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
     if isinstance(work, dist.Work):
         if not recorder.stream:  # the caller waits
             recorder.in_flight[work] = draft
         if is_fake_work(work):
-            draft.close()  # its stream is as late as the work takes
+            draft.close()  # the stream's clock includes the time of this work
             return
         try:
             work.get_future().add_done_callback(lambda _: draft.close(draft.clock("compute")))
@@ -227,7 +229,7 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
 
 @contextmanager
 def watch_works(recorder: Recorder) -> Iterator[None]:
-    """Log waits for works that belong to no stream. A stream knows by itself what it waits for."""
+    """Log waits for works that belong to no stream. A stream reports its own waits."""
     original = dist.Work.wait
 
     @functools.wraps(original)
@@ -245,7 +247,7 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
 # --- Functional collectives --------------------------------------------------------------------------------
 
 
-_OPERATORS = {  # of torch.ops._c10d_functional, and what to log; each has some of these variants
+_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each has some of these variants
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
@@ -257,7 +259,7 @@ _VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 @contextmanager
 def watch_operators(recorder: Recorder) -> Iterator[None]:
-    """Log functional collectives, which DTensors use, where Python calls their operators."""
+    """Log functional collectives, as DTensors use them, when Python calls their operators."""
     with ExitStack() as patches:
         for namespace in functional_operators():
             for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
@@ -271,7 +273,7 @@ def watch_operators(recorder: Recorder) -> Iterator[None]:
 
 
 class _Operator:
-    """An operator of torch that can be called, and has overloads, as before."""
+    """A stand-in for an operator of torch. It can be called, and has the operator's overloads."""
 
     def __init__(self, original: Any, recorder: Recorder) -> None:
         self._original, self._recorder = original, recorder
@@ -286,7 +288,7 @@ class _Operator:
 
 
 class _WatchedOperator(_Operator):
-    """A functional collective. Its event begins with the call, and ends after the wait for its result."""
+    """A functional collective whose event begins with the call and ends after the wait for its result."""
 
     def __init__(self, original: Any, recorder: Recorder, op: str) -> None:
         super().__init__(original, recorder)

@@ -1,7 +1,7 @@
-"""Two logs side by side: did the same things happen, in the same order, and how long did they take?
+"""Two logs side by side: their events, the order of their events, and their times.
 
-Counts and bytes decide whether two runs did the same. The order of events shows where the runs begin to differ. Times differ
-from run to run, so they are shown and not judged.
+Two runs did the same if their counts and bytes are equal. The order of events shows where the runs begin to differ. Times
+differ from run to run, so they are shown and not judged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hwfsdp.observe.tables import lay_out, ms, number_of, signed
 
 
 class PerStep(NamedTuple):
-    """All events of one op in a step, of all ranks: how many, their bytes, and their time in µs, mean of the ranks.
+    """The events of one op in a step, on all ranks: their number, their bytes, and their time in µs as a mean of the ranks.
 
-    Means over the steps of a log. Equal quotients of integers are equal as floats, so they may be compared.
+    The three values are means over the steps of a log. Equal quotients of integers are equal as floats, so they may be compared.
     """
 
     calls: float
@@ -31,7 +31,7 @@ class PerStep(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What is compared: of log A, and of log B."""
+    """A value of log A and the same value of log B."""
 
     a: Any
     b: Any
@@ -42,7 +42,7 @@ class Parting:
     """The first event of a rank that differs between the two logs.
 
     Attributes:
-        rank: the rank. number: of the event, in the rank's order of issue.
+        rank: the rank. number: the event's number in the rank's order of issue.
         a, b: the event of each log; None if the log has ended.
     """
 
@@ -54,12 +54,13 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `hwfsdp trace diff` shows.
+    """The comparison that `hwfsdp trace diff` shows.
 
     Attributes:
-        ranks, steps: of each log, and how many steps it has, at least 1. ops: by op, of both.
-        parting: where orders part, in the steps that both have; None if they never do.
-        step_us, exposed_comm_us, overlap: of both. peaks: by kind of memory, those that either has.
+        ranks: the ranks of each log. steps: the number of steps in each log, at least 1. ops: the events of each op, per step.
+        parting: the first difference in order, in the steps that both logs have; None if there is no difference.
+        step_us, exposed_comm_us, overlap: the times of both logs, as in `EventLog.summary`.
+        peaks: peak bytes by kind of memory, for each kind that at least one log has.
     """
 
     ranks: Pair
@@ -73,7 +74,7 @@ class Comparison:
 
     @property
     def differing_ops(self) -> list[str]:
-        """The ops whose calls or bytes per step differ."""
+        """Return the ops whose calls or bytes per step differ."""
         return [op for op, (a, b) in self.ops.items() if a[:2] != b[:2]]
 
     @property
@@ -83,14 +84,14 @@ class Comparison:
 
 
 class StepTimes(NamedTuple):
-    """Times in µs, one for each recorded step, mean of the ranks: their means are those of `EventLog.summary`."""
+    """Times in µs, one for each recorded step, as means of the ranks. `EventLog.summary` gives their means over the steps."""
 
     step_us: list[float]
     exposed_comm_us: list[float]
 
 
 def times_of_steps(log: EventLog) -> StepTimes:
-    """How long each step took: what a difference between two runs is held against."""
+    """Return the time of each step. They show how much steps of one run differ, for comparison with a difference between two runs."""
     found = [_steps_of_rank(part) for part in log.by_rank().values() if part.events]
     by_step = list(zip(*found, strict=False))
     means = [[fmean(times[which] for times in ranks) for ranks in by_step] for which in (0, 1)]
@@ -98,7 +99,7 @@ def times_of_steps(log: EventLog) -> StepTimes:
 
 
 def _steps_of_rank(log: EventLog) -> list[tuple[float, float]]:
-    """Of each step its time, and the part in which a collective ran and the rank computed nothing."""
+    """Return for each step its time, and the part of it in which a collective ran and the rank computed nothing."""
     optimizers = log.select("optimizer")
     last: dict[int, float] = {}
     for event in optimizers:
@@ -106,13 +107,13 @@ def _steps_of_rank(log: EventLog) -> list[tuple[float, float]]:
     first = 0.0 if optimizers and log.clocks else min(e.start_us for e in log.events)
     ends = sorted(last.values()) or [max(e.end_us for e in log.events)]
     exposed = subtract(communicating(log.events), computing(log.events))
-    cuts = [-inf, *ends[:-1], inf]  # what is before the first step or after the last belongs to it
+    cuts = [-inf, *ends[:-1], inf]  # time before the first step or after the last step belongs to that step
     waits = [length(intersect(exposed, [cut])) for cut in pairwise(cuts)]
     return [(end - start, wait) for (start, end), wait in zip(pairwise([first, *ends]), waits, strict=True)]
 
 
 def compare(a: EventLog, b: EventLog) -> Comparison:
-    """Compare collectives and computation of two logs. The number of waits does not matter."""
+    """Compare the collectives and the computation of two logs. Waits are not counted."""
     steps, totals = Pair(_steps(a), _steps(b)), Pair(_per_step(a), _per_step(b))
     ops = {op: Pair(totals.a[op], totals.b[op]) for op in sorted({*totals.a, *totals.b})}
     first, second = a.summary(), b.summary()
@@ -126,7 +127,7 @@ def compare(a: EventLog, b: EventLog) -> Comparison:
 
 
 def _is_work(event: Event) -> bool:
-    """False for waits, and for reports that a flat buffer is gone: timing decides whether a log has them."""
+    """Return False for waits, and for reports that a flat buffer is gone. Their number depends on timing."""
     return event.op != "wait" and not (event.op == "free" and event.bytes == 0)
 
 
@@ -146,7 +147,7 @@ def _per_step(log: EventLog) -> defaultdict[str, PerStep]:
 
 
 def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
-    """Find the first difference within the first `steps` steps: the earliest in the order of issue, on any rank of both logs."""
+    """Find the first difference within the first `steps` steps: the earliest in order of issue, on any rank that both logs have."""
     found = []
     for rank in sorted({*a.ranks} & {*b.ranks}):
         ours, theirs = _work_of(a, rank, steps), _work_of(b, rank, steps)
@@ -159,7 +160,7 @@ def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
 
 
 def _work_of(log: EventLog, rank: int, steps: int) -> Sequence[Event]:
-    """The work of a rank in its first steps. Events after the last optimizer step belong to no step."""
+    """Return the work of a rank in its first steps. Events after the last optimizer step belong to no step."""
     known = {e.step for e in log.select("optimizer", rank=rank) or log.events}
     first = sorted(known)[:steps]
     return [e for e in log.events if e.rank == rank and _is_work(e) and e.step in first]
@@ -247,7 +248,7 @@ def _peaks(found: Comparison) -> list[str]:
 
 
 def as_json(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
-    """The same with stable keys; times in µs."""
+    """Return the comparison as JSON-ready values with stable keys; times are in µs."""
     return {
         **Pair(*names)._asdict(),
         "same_traffic": found.same_traffic,

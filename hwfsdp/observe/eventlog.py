@@ -1,6 +1,6 @@
 """A finished recording: questions about it, and its file.
 
-The log of one rank comes out of `record`; `EventLog.merge` puts the logs of several ranks together.
+`record` makes the log of one rank. `EventLog.merge` puts the logs of several ranks together.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Interval = tuple[float, float]
 
 @dataclass
 class EventLog:
-    """Events of one or several ranks, in the order (rank, seq), and samples of memory by rank.
+    """The events of one or several ranks, in the order (rank, seq), and samples of memory by rank.
 
     Attributes:
-        about: description of the run by `run_info.describe_run`, JSON-ready; empty for logs made by hand.
+        about: the description of the run by `run_info.describe_run`, JSON-ready; empty for logs made by hand.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -65,7 +65,7 @@ class EventLog:
 
     @property
     def clocks(self) -> dict[int, RankClock]:
-        """The origin of each rank's times. Ranks of logs made by hand are missing."""
+        """Return the origin of each rank's times. Ranks of logs made by hand are missing."""
         return read_clocks(self.about)
 
     @property
@@ -77,14 +77,14 @@ class EventLog:
         return EventLog(self.select(rank=rank), {rank: self.samples.get(rank, [])}, self.about)
 
     def by_rank(self) -> dict[int, EventLog]:
-        """Return the part of each rank. One pass does it, since there may be many ranks."""
+        """Return the part of the log that belongs to each rank. There may be many ranks, so one pass makes all parts."""
         parts = {rank: EventLog([], {rank: self.samples.get(rank, [])}, self.about) for rank in self.ranks}
         for event in self.events:
             parts[event.rank].events.append(event)
         return parts
 
     def select(self, *ops: str, **attributes: Any) -> list[Event]:
-        """Return the events with one of these `ops` (without any: all events) and with these attributes."""
+        """Return the events with one of these `ops` and with these attributes. Without `ops`, events of every op count."""
         return [
             e
             for e in self.events
@@ -93,27 +93,28 @@ class EventLog:
 
     @property
     def finished_steps(self) -> list[int]:
-        """The steps that an optimizer ended."""
+        """Return the steps that an optimizer ended."""
         return sorted({e.step for e in self.select("optimizer")})
 
     def collectives(self) -> list[Event]:
-        """The collectives, in order of issue."""
+        """Return the collectives, in order of issue."""
         return self.select(*COLLECTIVES)
 
     def summary(self) -> dict[str, Any]:
-        """Return the run in numbers. Over several ranks, times are averaged, and bytes alive are the maximum.
+        """Return the run in numbers. Over several ranks, times are means, and bytes alive are the maximum.
 
         Returns:
-            step_us: from the end of one optimizer step to that of the next, on average; the first step begins with the
-                log, or with the rank's first event where no clock is known. Without optimizer steps, from the first event to the last.
-            bytes_by_op, count_by_op: of the collectives of one rank, summed over the recording.
+            step_us: mean time of a step, from the end of one optimizer step to the end of the next. The first step begins with
+                the log, or with the rank's first event if no clock is known. Without optimizer steps, this is the time from the
+                first event to the end of the last.
+            bytes_by_op, count_by_op: bytes and number of the collectives of one rank, summed over the recording.
             exposed_comm_us: time per step in which a collective ran and this rank computed nothing.
             overlap_fraction: share of the collectives' time that compute hid; 0.0 if nothing was communicated.
             peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
-            peak_bytes_by_kind: the same for each kind of memory.
+            peak_bytes_by_kind: the most bytes that each kind of memory held at once.
             by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
-            skew_us: time from the first to the last rank's begin of a collective, on average; skew_max_us: at most.
-                0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
+            skew_us: mean time from the first rank's start of a collective to the last rank's start. skew_max_us: the longest
+                such time. Both are 0.0 for one rank, and None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
         """
         parts = self.by_rank()
@@ -142,7 +143,7 @@ class EventLog:
         }
 
     def _skew(self) -> _Skew:
-        """Compare ranks at the collectives that all of them have: the n-th with the same op and owner."""
+        """Compare ranks at each collective that several ranks have: the n-th with the same op and owner."""
         if len(set(self.clocks.values())) > 1:
             return _Skew(None, None, None)
         begins: dict[tuple[str, str, int], dict[int, float]] = {}
@@ -162,14 +163,14 @@ class EventLog:
         return _Skew(_mean(skews), max(skews, default=0.0), slowest)
 
     def peak_bytes_by_kind(self) -> dict[str, int]:
-        """The most bytes of each kind that any rank held at once."""
+        """Return the most bytes of each kind that any rank held at once."""
         return _peaks(sample for samples in self.samples.values() for sample in samples)
 
     def happens_before(self, first: Event, second: Event) -> bool:
         """True if the log proves that `first` ended before `second` began, on one rank.
 
-        Proof is a path along streams and `after` (see `races`). On one stream an event follows those that were over when
-        it began; a span is not over while one inside it runs.
+        A path along streams and `after` is a proof (see `races`). On one stream, an event follows all events that had ended when
+        it began. A span has not ended while a span inside it runs.
         """
         if first.rank != second.rank:
             return False
@@ -179,22 +180,22 @@ class EventLog:
         return order is not None and order.happens_before(first, second)
 
     def view(self, other: EventLog | None = None) -> Any:
-        """Return the step player of this log, or of two side by side. A notebook shows it; `save(path)` writes one page.
+        """Return the step player of this log, or of two logs side by side. A notebook shows it; `save(path)` writes one page.
 
-        The page is a picture, so a wing draws it (`plot.player`), which is loaded when it is asked for.
+        `plot.player` draws the page. It is imported only when this method is called.
         """
         player = importlib.import_module("hwfsdp.plot.player.page")
         return player.make_page([("A", self), ("B", other)] if other else [("log", self)])
 
     @property
     def code(self) -> dict[str, int]:
-        """By file that events come from, a checksum: as it was when the log was saved, or else is now (`places`)."""
+        """Return the checksum of each file that events come from (`places`): from the time of `save`, or else from now."""
         return self.about.get("code") or checksums(event.code for event in self.events)
 
     def save(self, path: str | Path) -> None:
-        """Writes the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`.
+        """Write the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`.
 
-        From then on `about` says what was in the files that events come from (`code`).
+        This also stores the checksums of the files that events come from in `about` (`code`).
         """
         if code := self.code:
             self.about = {**self.about, "code": code}
@@ -204,7 +205,7 @@ class EventLog:
 
     @classmethod
     def load(cls, path: str | Path) -> EventLog:
-        """Reads what `save` wrote. Raises UsageError, in one line that names the field, for anything else."""
+        """Read a file that `save` wrote. Raises UsageError for any other file, in one line that names the field."""
         try:
             data = Path(path).read_bytes()
             text = gzip.decompress(data) if data.startswith(_GZIP) else data
@@ -221,10 +222,10 @@ class EventLog:
             ) from None
 
 
-_GZIP = b"\x1f\x8b"  # how gzip's files begin (RFC 1952)
+_GZIP = b"\x1f\x8b"  # the first bytes of a gzip file (RFC 1952)
 _UNREADABLE = (
-    *(OSError, EOFError, zlib.error),  # no file, or half of one
-    *(ValueError, KeyError, TypeError, AttributeError, RecursionError),  # no JSON, or not ours
+    *(OSError, EOFError, zlib.error),  # no file, or an incomplete one
+    *(ValueError, KeyError, TypeError, AttributeError, RecursionError),  # not JSON, or not a log of hwfsdp
 )
 
 
@@ -247,7 +248,7 @@ def clocks_about(clocks: Mapping[int, RankClock]) -> dict[str, Any]:
 
 
 class Traffic(NamedTuple):
-    """Calls of one op, and bytes of its whole tensors (see `accounting`)."""
+    """The number of calls of one op, and the bytes of its whole tensors (see `accounting`)."""
 
     calls: int
     bytes: int
@@ -257,7 +258,7 @@ TrafficByOp = dict[str, Traffic]
 
 
 def traffic_of(events: Iterable[Event]) -> TrafficByOp:
-    """What these events moved, by op, in the order of the first of each."""
+    """Return the calls and bytes of these events by op. Ops are in the order of their first events."""
     found: TrafficByOp = {}
     for event in events:
         calls, nbytes = found.get(event.op, (0, 0))
@@ -266,7 +267,7 @@ def traffic_of(events: Iterable[Event]) -> TrafficByOp:
 
 
 class _Skew(NamedTuple):
-    """Keys of `EventLog.summary`."""
+    """Three values of `EventLog.summary`, by its keys."""
 
     skew_us: float | None
     skew_max_us: float | None
@@ -275,7 +276,7 @@ class _Skew(NamedTuple):
 
 @dataclass(frozen=True)
 class _Times:
-    """µs of one rank: of all its steps, of communication, of communication that was not hidden."""
+    """Times of one rank in µs: all its steps, its communication, and the communication that was not hidden."""
 
     total: float
     comm: float
@@ -308,19 +309,19 @@ def _peaks(samples: Iterable[Sample]) -> dict[str, int]:
 
 
 def communicating(events: Sequence[Event]) -> list[Interval]:
-    """Intervals in which a rank's collectives ran."""
+    """Return the intervals in which a rank's collectives ran."""
     return union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
 
 
 def computing(events: Sequence[Event]) -> list[Interval]:
-    """Intervals in which a rank's compute stream computed, without its waits."""
+    """Return the intervals in which a rank's compute stream computed, without its waits."""
     on_compute = [e for e in events if e.stream == "compute"]
     waits = union((e.start_us, e.end_us) for e in on_compute if e.op == "wait")
     return subtract(union((e.start_us, e.end_us) for e in on_compute if e.op in COMPUTE_OPS), waits)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order."""
+    """Return the same points as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -331,7 +332,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Points of both; `a` and `b` as `union` returns them."""
+    """Return the points that are in `a` and in `b`. Both are sorted and disjoint, as `union` returns them."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -345,7 +346,7 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Points of `a` that are not in `b`; both as `union` returns them."""
+    """Return the points of `a` that are not in `b`. Both are sorted and disjoint, as `union` returns them."""
     edges = [-inf, *(us for interval in b for us in interval), inf]
     return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
 

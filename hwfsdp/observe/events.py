@@ -1,39 +1,40 @@
-"""What happened, when, on which stream: the event log.
+"""The event log: each event with its time and its stream.
 
-Every instrument sits outside the code that it watches. So it also sees code that is written differently, or wrongly:
+Every instrument is outside the code that it watches. So it also sees other implementations, even wrong ones:
 
-- collectives by wrappers that a recording puts around those of `torch.distributed`;
-- allocation and freeing by a wrapper around `UntypedStorage.resize_`;
-- flat buffers that are dropped: before the next buffer is made, the ledger looks which buffers are still there;
-- forward and backward spans by the outer edge of the hooks, optimizer spans by the optimizer's own hooks;
-- bytes by reading the storages (`memory`).
+- wrappers around the functions of `torch.distributed` see collectives;
+- a wrapper around `UntypedStorage.resize_` sees allocations and frees;
+- the ledger sees dropped flat buffers: before the next buffer is made, it checks which buffers still exist;
+- the outer edge of the hooks gives forward and backward spans, and the optimizer's own hooks give optimizer spans;
+- the ledger reads bytes from the storages (`memory`).
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
 
-The module `recording` says what the instruments do not see, and why.
+The module `recording` lists the events that the instruments do not see.
 
 Note [Order without clocks]
     Times vary from run to run; the order of events does not. `seq` is the order in which the host issued the
-    events of one rank. Events on one stream complete in this order. Two streams are ordered only where one waited for the
-    other: `after` lists the events that this event waited for. So a certainly ran before b if there is a path from a to b
-    along streams and `after`. Two events may overlap if there is no path in either direction. This is how tests assert
-    overlap without a stopwatch.
+    events of one rank. Events on one stream complete in this order. Two streams are ordered only at points where one waited for
+    the other: `after` lists the events that this event waited for. So event a certainly ran before event b if there is a path
+    from a to b along streams and `after`. Two events may overlap if there is no path in either direction. This is how tests
+    assert overlap without a stopwatch.
 
 Note [Clocks]
     A clock is a function from the name of a stream to a `Mark`, the point that the stream has reached. Each set of
     streams (`streams.StreamSet`) has a clock of its own, because two sets have streams of the same name. Code that runs on a
-    set chooses the clock (`scope`, `Stream.run`). An event ends by the clock that it began with. Elsewhere, for example in an
-    optimizer, the clock of the newest set counts: all sets share the compute stream.
-    A mark may be a promise. The device is asked for its times after the recording, so that recording never makes the host wait.
+    set chooses the clock (`scope`, `Stream.run`). The clock that times the start of an event also times its end. Other code, for
+    example an optimizer, uses the clock of the newest set, because all sets share the compute stream.
+    The time of a mark may not be known yet. The device is asked for its times after the recording, so that recording never makes
+    the host wait.
 
 Note [Steps of several optimizers]
-    A step is a round in which every optimizer steps once. The round ends when the last optimizer has stepped. Which
-    optimizer is the last one is known only when the next round begins: an optimizer steps again. So steps are counted
-    after the recording. This holds for two optimizers beside each other and for one per parameter, run in the backward.
+    A step is a round in which every optimizer steps once. The round ends when the last optimizer has stepped. The recorder knows
+    the last optimizer only when the next round begins, because then an optimizer steps again. So steps are counted after the
+    recording. This works for two optimizers side by side, and for one optimizer per parameter, each of which steps in the backward.
 
 Note [When asynchronous work begins]
-    gloo reports when a work ended, not when it began. Works of one stream run in the order of issue. So a work
-    begins when it is issued, or when its predecessor ends, whichever is later.
+    gloo reports the end of a work, not its start. Works of one stream run in the order of issue. So a work begins at the later of
+    two times: when it is issued, or when its predecessor ends.
 """
 
 from __future__ import annotations
@@ -65,14 +66,17 @@ class Event:
     Attributes:
         rank: the rank; seq: place in the rank's order of issue.
         op: one of `OPS`; stream: one of `STREAMS`; owner: fqn of the parameter group, "" if unknown.
-        phase: "forward", "backward", "optimizer" or ""; step: how many were finished before (Note [Steps of several
-            optimizers]), in the run if the recording was told, else in the recording.
-        dtype: of the tensor moved, "" if none.
-        bytes: of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor). Of an alloc
-            or a free, by how much a storage was resized; 0 for a flat buffer that was let go, which has no owner either.
-        start_us, dur_us: microseconds since the recording began; in a merged log, since the first of them did.
-        after: seqs of the events that this one waited for on other streams (Note [Order without clocks]).
-        reads, writes: storages involved, by numbers that no other storage of the recording has (`memory.Identities`).
+        phase: "forward", "backward", "optimizer" or "".
+        step: the number of steps that were finished before this event (Note [Steps of several optimizers]). Steps count from the
+            start of the recording, or from the start of the run if the recording got its `first_step`.
+        dtype: dtype of the tensor moved, "" if none.
+        bytes: bytes of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor). For an alloc or a
+            free, the bytes by which a storage was resized. A dropped flat buffer has 0 bytes and no owner.
+        start_us, dur_us: start in microseconds since the recording began, and duration in microseconds. In a merged log, times
+            count from the start of the first recording.
+        after: seqs of the events that this event waited for on other streams (Note [Order without clocks]).
+        reads, writes: numbers of the storages that it reads and writes. Each storage of the recording has its own number
+            (`memory.Identities`).
         code: the places that issued it, from the inside out (`places`); "" if unknown.
     """
 
@@ -101,13 +105,13 @@ class Event:
 
 
 class Mark(Protocol):
-    """A point in a stream's time; known at once on the host, after the fact on a device."""
+    """A point in a stream's time. The host knows it at once. A device knows it only after it has reached the point."""
 
     def us(self) -> float: ...
 
 
 class HostMark(float):
-    """A time in µs that is known at once; None: the host's, now."""
+    """A time in µs that is known at once. Without a value, it is the host's time now."""
 
     __slots__ = ()
 
@@ -122,10 +126,10 @@ Clock = Callable[[str], Mark]  # Note [Clocks]
 
 
 class Draft:
-    """An event that has begun; `close` ends it, and so does the end of a block. Its fields are those of `Event`, but for the times.
+    """An event that has begun. `close` ends it, and so does the end of a `with` block. It has the fields of `Event` except times.
 
     Attributes:
-        clock: times the event. begin, end: its marks. follows_stream: see `Recorder.begin`.
+        clock: the clock that times the event. begin, end: the marks of its start and its end. follows_stream: see `Recorder.begin`.
     """
 
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
@@ -143,11 +147,11 @@ class Draft:
 
     @property
     def event(self) -> Event:
-        """The event, as far as it is known by now."""
+        """Return the event as far as it is known now, without times."""
         return self.timed(0, 0.0, 0.0)
 
     def close(self, mark: Mark | None = None) -> None:
-        """End the event at `mark`, or at the point that its stream has reached. An ended event does not change."""
+        """End the event at `mark`, or at the point that its stream has reached. If the event has ended already, do nothing."""
         if self.end is None:
             self.end = mark or self.clock(self.stream)
             if not self.follows_stream:
@@ -160,7 +164,7 @@ class Draft:
         self.close()
 
     def timed(self, step: int, start_us: float, dur_us: float) -> Event:
-        """The event with this step and these times."""
+        """Return the event with this step and these times."""
         return Event(
             *(self.recorder.rank, self.seq, self.op, self.stream, self.owner, self.phase, step),
             *(self.dtype, self.bytes, start_us, dur_us, self.after, self.reads, self.writes),
@@ -178,19 +182,20 @@ class Sample:
 
 @dataclass
 class Recorder:
-    """Collects drafts while a recording is active. One at a time per process.
+    """Collects drafts while a recording is active. A process has at most one active recorder.
 
     Attributes:
-        owner, phase, stream, clock: of events that begin now and name no other; "" and None: unknown.
+        owner, phase, stream, clock: the values for events that begin now and name no others; "" and None mean unknown.
         host_runs_stream: True if a collective that was called on `stream` and returned no work has ended.
-        ledger: what watches memory, numbers it for `Event.reads` and `writes`, and is asked for samples.
-        visited: modules, one of each `fully_shard` call, in the order in which they ran first; with the ids of their whole
-            parameters, and the numbers of the memory of these.
-        groups: parameter groups that an `onlooker` describes, since the modules that ran have no instruments.
-        last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
-        origin: when the recording began. first_step: number of the step that it began in.
-        in_flight: works that whoever called them will wait for. results: of functional collectives, by number of their
-            memory, that nobody has waited for. places: names the lines that events come from.
+        ledger: watches memory, numbers storages for `Event.reads` and `writes`, and gives the samples.
+        visited: one module of each `fully_shard` call, in the order in which they ran first. Each has the ids of its whole
+            parameters, and the numbers of their storages.
+        groups: parameter groups that an `onlooker` describes, because the modules that ran have no instruments.
+        last_seq: the seq of the last event on each stream. waits: for each stream, the streams that it waited for, and the last
+            seq on each of them that it waited for.
+        origin: the time when the recording began. first_step: number of the step in which it began.
+        in_flight: works that their callers will wait for. results: results of functional collectives that nobody has waited for,
+            by the numbers of their storages. places: names the lines that events come from.
     """
 
     rank: int
@@ -218,7 +223,7 @@ class Recorder:
     _step_ends: list[int] = field(default_factory=list)
 
     def identify(self, memory: Collection[Any]) -> tuple[int, ...]:
-        """Return the numbers of the storages of these tensors, each once."""
+        """Return the numbers of the storages of these tensors. Each number appears once."""
         return self.ledger.identities.of(memory)
 
     def mark(self, stream: str) -> Mark:
@@ -237,9 +242,10 @@ class Recorder:
         """Open an event on `stream`.
 
         Args:
-            after: seqs of events that it waits for, besides the events that its stream waits for.
-            reads, writes: tensors or storages.
-            details: further fields of the event; or `follows_stream`: it cannot begin before its predecessor there ends.
+            after: seqs of events that it waits for, in addition to the events that its stream waits for.
+            reads, writes: the tensors or storages that it reads and writes.
+            details: further fields of the event, or `follows_stream`: True if the event cannot begin before the previous event
+                on its stream ends.
         """
         if self._resizing:
             self.sample()
@@ -251,7 +257,7 @@ class Recorder:
             draft.writes = self.identify(writes)
         for name, value in details.items():
             setattr(draft, name, value)
-        if draft.follows_stream:  # it has its place there as soon as it is issued; a span, once it is over
+        if draft.follows_stream:  # it takes its place at issue; a span takes its place when it ends
             self.last_seq[stream] = draft.seq
         return draft
 
@@ -260,9 +266,9 @@ class Recorder:
         draft.close(draft.begin)
 
     def resized(self, storage: Any, by: int, to: int) -> None:
-        """Log that a storage has grown or shrunk, and now has `to` bytes.
+        """Log that a storage has grown or shrunk by `by` bytes, and now has `to` bytes.
 
-        Memory is sampled once after several changes in the same direction.
+        After several changes in the same direction, memory is sampled once.
         """
         op = "alloc" if by > 0 else "free"
         if self._resizing not in ("", op):
@@ -277,21 +283,21 @@ class Recorder:
         self.last_seq[stream] = draft.seq
 
     def buffer_made(self, buffer: Any) -> None:
-        """Log that a flat buffer was made on the current stream. Dropped buffers of this stream may have lent it their memory.
+        """Log that a flat buffer was made on the current stream. It may reuse the memory of this stream's dropped buffers.
 
-        They count as freed now, not when they were dropped: events up to now must end before their memory is written again.
+        So dropped buffers count as freed now, not earlier: all events up to now must end before their memory is written again.
         """
         stream = self.stream or "compute"
         for number in self.ledger.released_flats(stream):
             draft = Draft(self, "free", stream)
             draft.owner, draft.writes = "", (number,)
-            # The next event has waited for them, too.
+            # The next event on the stream has the same waits, so they stay in `waits`.
             draft.after = tuple(self.waits.get(stream, {}).values())
             draft.close(draft.begin)
         self.ledger.keep_flat(buffer, stream)
 
     def ordered_after(self, stream: str, *seqs: int) -> None:
-        """Let the next event on `stream` wait for these events of other streams; -1 stands for none."""
+        """Let the next event on `stream` wait for these events of other streams. -1 means no event."""
         for seq in seqs:
             if seq >= 0:
                 waits, other = self.waits.setdefault(stream, {}), self.drafts[seq].stream
@@ -299,7 +305,7 @@ class Recorder:
                 waits[other] = max(seq, waits.get(other, -1))
 
     def over_on(self, stream: str) -> tuple[int, ...]:
-        """Events that a wait for `stream` would wait for now: its last event, and the events that `stream` waited for afterwards."""
+        """Return the events that a wait for `stream` covers now: its last event, and the events that `stream` waited for afterwards."""
         last = (self.last_seq[stream],) if stream in self.last_seq else ()
         return (*last, *self.waits.get(stream, {}).values())
 
@@ -308,7 +314,7 @@ class Recorder:
         self.samples.append(Sample(_host_now().us(), self.ledger.sums()))
 
     def stepped(self, optimizer: Any, draft: Draft) -> None:
-        """Note that an optimizer has stepped; `draft` is its event (Note [Steps of several optimizers])."""
+        """Note that an optimizer has stepped. `draft` is the event of this step (Note [Steps of several optimizers])."""
         if optimizer in self._round:
             self._step_ends.append(self._round_over)
             self._round.clear()
@@ -316,7 +322,7 @@ class Recorder:
         self._round_over = len(self.drafts)
 
     def finish(self) -> tuple[list[Event], list[Sample]]:
-        """Return the drafts as events, timed from the origin of the recording. Optimizer steps that raised are left out."""
+        """Return the drafts as events, with times from the origin of the recording. Optimizer steps that raised are left out."""
         if self._resizing:
             self.sample()
         step_ends = [*self._step_ends, *([self._round_over] if self._round else [])]
@@ -341,7 +347,7 @@ _active: Recorder | None = None
 
 
 def host_clock(stream: str) -> Mark:
-    """The clock of streams that the host runs."""
+    """Return the host's time. This is the clock of streams that the host runs."""
     return float.__new__(HostMark, time.perf_counter() * 1e6)
 
 
@@ -350,10 +356,10 @@ _host_now: Callable[[], Mark] = HostMark
 
 
 def use_clock(clock: Clock, host: Callable[[], Mark] = HostMark) -> None:
-    """Make `clock` time the events that name no clock, from now on (Note [Clocks]).
+    """From now on, let `clock` time all events that name no clock (Note [Clocks]).
 
     Args:
-        host: the host's time on the same axis, for samples of memory.
+        host: reads the host's time on the same axis, for samples of memory.
     """
     global _clock, _host_now
     _clock, _host_now = clock, host
@@ -361,7 +367,7 @@ def use_clock(clock: Clock, host: Callable[[], Mark] = HostMark) -> None:
 
 @contextmanager
 def keeping_clock() -> Iterator[None]:
-    """Undo `use_clock` at the end of the block. For code that makes streams and then drops them."""
+    """Undo calls of `use_clock` at the end of the block. Code that makes streams and then drops them needs this."""
     global _clock, _host_now
     before = _clock, _host_now
     try:
@@ -371,19 +377,19 @@ def keeping_clock() -> Iterator[None]:
 
 
 def active() -> Recorder | None:
-    """The recorder of the recording in progress, or None."""
+    """Return the recorder of the recording in progress, or None."""
     return _active
 
 
 def activate(recorder: Recorder | None) -> None:
-    """Makes `recorder` the one that instruments report to; None switches them off."""
+    """Let all instruments report to `recorder`. None switches them off."""
     global _active
     _active = recorder
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Log nothing inside the block, such as set-up."""
+    """Log nothing inside the block. Set-up code uses this."""
     global _active
     recorder, _active = _active, None
     try:
@@ -405,14 +411,14 @@ def scope(
 ) -> AbstractContextManager[Any]:
     """Give events inside the block this phase, this parameter group and this clock.
 
-    None: as around the block. Without a recording this does nothing.
+    None keeps the value from outside the block. Without a recording this does nothing.
     """
     return _NOTHING if _active is None else _scoped(_active, phase, owner, clock)
 
 
 @contextmanager
 def _scoped(recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> Iterator[None]:
-    """Set fields of the recorder for a block, and put the old values back."""
+    """Set fields of the recorder for the block, and restore the old values afterwards."""
     outer = recorder.phase, recorder.owner, recorder.clock
     recorder.phase = recorder.phase if phase is None else phase
     recorder.owner = recorder.owner if owner is None else owner

@@ -1,8 +1,8 @@
 """A log in numbers: bytes moved and bytes expected in a step, hidden communication, late ranks.
 
-The expected bytes follow from the log's parameter groups (`run_info`) by the closed forms of `accounting`. These are for one
-forward and one backward in which every group takes part. A step with k micro-batches gathers k times as often. A step with an
-evaluation gathers more, too. Then the measured bytes are a multiple of the closed form, and `ratio` shows which.
+The expected bytes follow from the log's parameter groups (`run_info`) by the closed forms of `accounting`. The closed forms are
+for one forward and one backward in which every group takes part. A step with k micro-batches gathers k times as often. A step
+with an evaluation gathers more, too. Then the measured bytes are a multiple of the closed form (`Findings.multiple`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAID = {"ZERO1": "ZeRO-1", "ZERO2": "ZeRO-2", "ZERO3": "ZeRO-3"}
 
 
 class StrategyTraffic(NamedTuple):
-    """Bytes that a step would move under a strategy. `matches`: every step of the log moved these bytes."""
+    """The bytes that a step would move under a strategy. `matches`: True if every step of the log moved these bytes."""
 
     strategy: str
     bytes_by_op: dict[str, int]
@@ -31,19 +31,19 @@ class StrategyTraffic(NamedTuple):
 
     @property
     def moving(self) -> dict[str, int]:
-        """Leave out the collectives that move nothing."""
+        """Return the bytes by op, without the collectives that move nothing."""
         return {op: nbytes for op, nbytes in self.bytes_by_op.items() if nbytes}
 
 
 class Multiple(NamedTuple):
-    """Strategies whose bytes every step moved, some collectives several times. `times`: how often, by op."""
+    """The strategies that match if each collective is repeated. `times`: how often every step repeated it, by op."""
 
     strategies: list[str]
     times: dict[str, int]
 
 
 class RankTimes(NamedTuple):
-    """Times of one rank per step, µs. `overlap`: share of the collectives' time that compute hid; None without collectives."""
+    """Mean times of one rank per step, in µs. `overlap`: share of the collectives' time that compute hid; None without collectives."""
 
     rank: int
     step_us: float
@@ -53,18 +53,19 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """What `hwfsdp trace show` shows.
+    """The findings that `hwfsdp trace show` shows.
 
     Attributes:
-        about: the run; None where the log does not say.
-        ranks, steps: those in the log; a step counts if an optimizer ended it.
-        measured: by step, bytes that parameter groups moved on the first rank. others: collectives of no group, in the whole log.
-        ranks_agree: every rank moved the same in every step.
-        expected: closed form of one step; None where nothing is known of the groups.
-        strategies: bytes that each would move; empty where nothing is known of the groups.
-        by_rank: times. summary: `EventLog.summary`.
-        races: accesses whose order the log does not prove, in words; None if no event names its memory, or if no
-            traffic was seen. accesses: number of accesses examined.
+        about: the description of the run; None if the log has none.
+        ranks, steps: the ranks and steps in the log. A step counts if an optimizer ended it.
+        measured: traffic of the parameter groups on the first rank, by step. others: traffic of all other collectives, in the
+            whole log.
+        ranks_agree: True if every rank moved the same in every step.
+        expected: the closed form of one step; None if the groups are not known.
+        strategies: the bytes that each strategy would move; empty if the groups are not known.
+        by_rank: the times of each rank. summary: `EventLog.summary`.
+        races: accesses whose order the log does not prove, in words; None if no event names its memory, or if several ranks ran
+            and no collective was seen. accesses: number of accesses examined.
     """
 
     about: About | None
@@ -82,8 +83,8 @@ class Findings:
 
     @property
     def groups_unseen(self) -> bool:
-        """True if several ranks trained without any parameter group of `fully_shard`. Then another library moves the gradients,
-        such as `DistributedDataParallel`, from C++, which a recording does not see."""
+        """True if several ranks trained without any parameter group of `fully_shard`. Then another library moves the gradients, such
+        as `DistributedDataParallel`. It calls its collectives from C++, and a recording does not see them."""
         return bool(self.about and self.about.world_size > 1 and not self.about.groups and self.steps)
 
     @property
@@ -100,7 +101,10 @@ class Findings:
 
     @property
     def multiple(self) -> Multiple | None:
-        """The strategies that the log matches with gradient accumulation; None if one matches without it, or none does."""
+        """Return the strategies that the log matches if collectives are repeated, as in gradient accumulation.
+
+        None if a strategy matches without repetition, or if no strategy matches.
+        """
         if not (self.expected and self.measured and self.same_every_step):
             return None
         once = {op: t for op, t in self.expected.items() if t.bytes}
@@ -115,7 +119,7 @@ class Findings:
 
 
 def examine(log: EventLog) -> Findings:
-    """Compute all findings of a log. Raises as `run_info.read_about` does if the log's description of its run is not readable."""
+    """Compute all findings of a log. Raises the errors of `run_info.read_about` if the description of the run is not readable."""
     about, ranks, summary = read_about(log.about), log.ranks, log.summary()
     owners = _owners(about, {e.owner for e in log.collectives()})
     moved = {rank: _by_step(log.of_rank(rank), owners) for rank in ranks}
@@ -138,7 +142,7 @@ def examine(log: EventLog) -> Findings:
 
 
 def _owners(about: About | None, named: set[str]) -> set[str]:
-    """Owners of the parameter groups' traffic. It is "" for implementations that name no owner."""
+    """Return the owners of the parameter groups' traffic. An implementation that names no owner has the owner ""."""
     groups = {g.fqn for g in about.groups} if about else named - {""}
     return groups | {""} if about and about.groups and not groups & named else groups
 
@@ -150,7 +154,7 @@ def _races(log: EventLog, blind: bool) -> list[str] | None:
 
 
 def _by_step(log: EventLog, owners: set[str]) -> dict[int, TrafficByOp]:
-    """Traffic of groups in each step that an optimizer ended. Without such a step, the whole log is one step."""
+    """Return the traffic of groups in each step that an optimizer ended. Without such a step, the whole log is one step."""
     events = [e for e in log.collectives() if e.owner in owners]
     if not log.finished_steps:
         return {0: _traffic(events)} if log.events else {}
@@ -170,7 +174,7 @@ def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
 
 
 def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
-    """Compute what one forward and one backward move, by the closed forms: each group over its own mesh."""
+    """Compute the traffic of one forward and one backward by the closed forms. Each group is sharded over its own mesh."""
     nbytes, counts = Counter[str](), Counter[str]()
     for group in groups:
         for op, n in _group_traffic(group).items():
@@ -185,10 +189,10 @@ def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
 def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
     """Compute the most bytes of whole parameters at once, by the closed form.
 
-    None for several models, and if a group is kept on fewer ranks than it has.
+    None if there are several models, or if a group is sharded over fewer of its ranks between forward and backward.
 
-    While a group computes, these are whole: the group, groups of modules around it, and earlier groups that stay for the
-    backward. The backward frees them in the opposite order, so its maximum is the same.
+    While a group computes, these are whole: the group, the groups of modules around it, and earlier groups that stay whole for
+    the backward. The backward frees them in the opposite order, so its maximum is the same.
     """
     if sum(map(_is_root, groups)) > 1 or any(0 < g.gathered_again_from < g.shards for g in groups):
         return None
@@ -202,12 +206,12 @@ def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
 
 
 def _is_root(group: GroupAbout) -> bool:
-    """True for a root. It has its class for a name, so no parameter's name begins with the group's."""
+    """True for the group of a root. Its name is the root's class, so no parameter's name begins with the group's name."""
     return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
 
 
 def _group_traffic(group: GroupAbout) -> Counter[str]:
-    """Bytes of the forward's gather, the backward's gather (perhaps of fewer, larger shards), and the gradient reduction."""
+    """Return the bytes of the forward's gather, the backward's gather (perhaps of fewer, larger shards) and the gradient reduction."""
     ranks, again = group.shards * group.replicas, group.gathered_again_from
     once = [replace(sizes, resharded_after_forward=False) for sizes in group.sizes()]
     total = Counter[str]()
@@ -221,9 +225,10 @@ def _group_traffic(group: GroupAbout) -> Counter[str]:
 
 
 def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) -> list[StrategyTraffic]:
-    """Compare all strategies for these parameters and ranks; hybrid sharding only if the log's mesh has two axes.
+    """Compare all strategies for these parameters and ranks. HSDP is included only if the log's mesh has two axes.
 
-    ZeRO-3 gathers the same groups again for the backward as the log's model; if the model gathers none again, all groups.
+    For ZeRO-3, the backward gathers the groups that the log's model gathers again. If the model gathers no group again, the
+    backward gathers all groups.
     """
     seen = [{op: t.bytes for op, t in moved.items() if t.bytes} for moved in measured.values()]
     all_again = not any(g.gathered_again_from for g in groups)
@@ -250,10 +255,10 @@ def _under(strategy: Strategy, group: GroupAbout, all_again: bool) -> dict[str, 
         gathered = [replace(sizes, resharded_after_forward=True) for sizes in gathered]
     traffic = strategy_traffic(gathered, strategy, ranks, group.shards)
     reduced = strategy_traffic(trained, strategy, ranks, group.shards)
-    updated = strategy in (Strategy.ZERO1, Strategy.ZERO2)  # what is gathered there is what was trained
+    updated = strategy in (Strategy.ZERO1, Strategy.ZERO2)  # they gather only parameters that were trained
     return {**reduced, "all_gather": (reduced if updated else traffic)["all_gather"]}
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """The strategy's name, as the papers write it."""
+    """Return the strategy's name, as the papers write it."""
     return _SAID.get(strategy.name, strategy.name)

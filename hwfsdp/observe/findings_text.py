@@ -10,7 +10,7 @@ from hwfsdp.observe.tables import lay_out, ms, number_of
 from hwfsdp.observe.validate import printable
 
 _NOTHING = Traffic(0, 0)
-_RACES = 20  # as many are shown as text
+_RACES = 20  # the most races to show as text
 _SAYS_STRATEGY = {
     "DDP": "parameters and gradients whole on every rank",
     "ZeRO-1": "the optimizer's state sharded",
@@ -166,7 +166,7 @@ def _races(findings: Findings) -> list[str]:
 
 
 def as_json(findings: Findings, name: str) -> dict[str, Any]:
-    """The same with stable keys; bytes are whole tensors', times µs."""
+    """Return the findings as JSON-ready values with stable keys. Bytes count whole tensors; times are in µs."""
 
     def plain(traffic: TrafficByOp) -> dict[str, dict[str, int]]:
         return {op: t._asdict() for op, t in traffic.items()}

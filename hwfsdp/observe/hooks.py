@@ -1,4 +1,4 @@
-"""Hooks on all storages and all optimizers of this process, for the time of a block."""
+"""Hooks on all storages and all optimizers of this process, inside a block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def after_each_resize(seen: Callable[[torch.UntypedStorage, int], None]) -> Iter
 def around_optimizer_steps(
     before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
 ) -> Iterator[None]:
-    """Inside the block, call these before and after each step of any optimizer, with the arguments of torch's hooks."""
+    """Inside the block, call `before` and `after` around each step of any optimizer, with the arguments of torch's hooks."""
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield

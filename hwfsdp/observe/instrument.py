@@ -1,6 +1,6 @@
-"""The recording's instrument in the heart's slot (`core.observer`).
+"""The instrument that a recording puts into the heart's slot (`core.observer`).
 
-Forwards and backwards become spans, copies into and out of flat buffers become events, waits and the order of streams become
+Forwards and backwards become spans. Copies into and out of flat buffers become events. Waits and the order of streams become
 edges of the log. A recording sees everything else from outside (`recording`).
 """
 
@@ -33,7 +33,7 @@ class Instrument:
     """Reports to the recorder of the active recording.
 
     Attributes:
-        behind: the instrument that was in the slot before. It is still told of every moment.
+        behind: the instrument that was in the slot before. It still gets every moment.
     """
 
     def __init__(self, behind: Observer | None) -> None:
@@ -71,7 +71,7 @@ class Instrument:
 
     @contextmanager
     def waiting(self, stream: Stream, event: StreamEvent) -> Iterator[None]:
-        """Log a wait. A wait of compute is an event; a wait of another stream is an edge to the next event there."""
+        """Log a wait. A wait of the compute stream is an event. A wait of another stream is an edge to the next event on it."""
         after = self._after.get(event, ())
         if stream.name == "compute":
             clock = clock_of_stream(stream)
@@ -108,7 +108,7 @@ class Instrument:
             use_newest()
         with _scope("backward" if in_backward() else "forward", state):
             if state.root.forward_root is None:
-                for module in state.modules:  # its parameters of no group, too
+                for module in state.modules:  # including parameters that no group owns
                     recorder.ledger.visit(module)
                 recorder.sample()
             yield
@@ -131,7 +131,7 @@ class Instrument:
                 self._open_backward(state, recorder)
 
     def _open_backward(self, state: FSDPState, recorder: Recorder) -> None:
-        """Open a backward span. Spans nest as modules do, although a module and its last child are entered in either order."""
+        """Open a backward span. Spans nest as modules do, although the backward may enter a module before or after its last child."""
         if state not in self._backwards and state.phase is not Phase.POST_BACKWARD:
             if parent := _parent_of(state):
                 self._open_backward(parent, recorder)
@@ -188,11 +188,11 @@ def _parent_of(state: FSDPState) -> FSDPState | None:
 
 
 def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
-    """Open the span of a forward or a backward. It reads the whole parameters that are there."""
+    """Open the span of a forward or a backward. It reads the module's parameters that are whole now."""
     params = [p for g in state.groups if g.params[-1].state is ShardedState.UNSHARDED for p in g.params]
     whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
     ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
-    if known is None or known[0] != ids:  # others than the last time
+    if known is None or known[0] != ids:  # other tensors than the last time
         known = recorder.visited[state.modules[0]] = ids, recorder.identify(whole)
         recorder.ledger.visit_params(whole)
     draft = recorder.begin(op, "compute", owner=state.fqn)
@@ -201,7 +201,7 @@ def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
 
 
 def _watch_grads(state: FSDPState, recorder: Recorder, sharded: bool) -> None:
-    """Count the gradients that are there now: of the whole parameters, or of the shards."""
+    """Count the gradients that exist now, of the whole parameters or of the shards."""
     for param in [p for group in state.groups for p in group.params]:
         of = param.sharded_param if sharded else param.unsharded_param
         if of is not None and of.grad is not None:

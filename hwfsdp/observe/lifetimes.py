@@ -1,17 +1,17 @@
-"""When each parameter group was sharded, gathering, whole and freed again, according to the events of a log.
+"""The states of each parameter group over time, from the events of a log: sharded, gathering, full, freed.
 
 | state     | from                                       | to                                            |
 | --------- | ------------------------------------------ | --------------------------------------------- |
 | sharded   | the beginning of the log                   | the first copy-in of a gather                 |
 | gathering | the copy-in (without one: the all-gather)  | the end of the copy-out                       |
-| full      | the end of the copy-out                    | the last free of what was allocated before it |
+| full      | the end of the copy-out                    | the free of its last storage of whole memory  |
 | freed     | that free                                  | the next copy-in                              |
 
 An implementation without instruments (`onlooker`) names no group when it allocates and frees, and logs no copy-outs. Then a
 group's whole memory is the memory that its forward reads, and the group is full from its first allocation on.
 
-A freed group is sharded, too; its name says that it was whole before. If the log frees a group before it gathers it, the
-group was full when the recording began.
+A freed group is sharded, too. The name "freed" says that the group was whole before. If the log frees a group before it gathers
+it, the group was full when the recording began.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hwfsdp.observe.events import Event
 from hwfsdp.observe.races import by_rank
 
 STATES = ("sharded", "gathering", "full", "freed")
-# Whether the log has copy-outs → the states in which a group allocates its whole memory.
+# True if the log has copy-outs → the states in which a group allocates its whole memory.
 _FILLING = {True: ("gathering",), False: ("gathering", "full")}
 
 
@@ -39,9 +39,9 @@ class Lifetime(NamedTuple):
 
 
 def find_lifetimes(events: Sequence[Event]) -> list[Lifetime]:
-    """Find the states of all groups that the log gathers or frees, sorted by rank, by the group's first time, and by time.
+    """Find the states of all groups that the log gathers or frees, sorted by rank, by the group's first change, and by time.
 
-    The states of one group cover the time from the rank's first event to its last without gaps; none is empty.
+    The states of one group cover the time from the rank's first event to its last without gaps. No state has length 0.
     """
     found: list[Lifetime] = []
     for rank, of_rank in by_rank(events).items():
@@ -57,11 +57,11 @@ class _Change(NamedTuple):
 
 
 def _changes(events: Sequence[Event]) -> dict[str, list[_Change]]:
-    """Changes of state by owner, in order of issue: the time and the new state."""
+    """Return the changes of state by owner, in order of issue: each new state and its time."""
     changes: dict[str, list[_Change]] = {}
     read_by = {key: e.owner for e in events if e.op == "forward" for key in e.reads}
     copied = any(e.op == "copy_out" for e in events)
-    owner_of: dict[int, str] = {}  # whole memory that is allocated: storage → group
+    owner_of: dict[int, str] = {}  # allocated whole memory: storage → group
     held: dict[str, set[int]] = {}
     for event in events:
         owner, keys = event.owner, event.writes
@@ -98,9 +98,10 @@ def _begins_gather(event: Event) -> bool:
 
 
 def find_reductions(events: Sequence[Event]) -> list[Lifetime]:
-    """Find when each group's gradients were reduced: from their copy-in (without one: the reduction) to the end of the reduction.
+    """Find the times in which each group's gradients were reduced. Their state is "reducing".
 
-    The result is sorted by rank and order of issue; the state is "reducing". An all-reduce over replicas counts by itself.
+    A reduction lasts from the copy-in of the gradients to its end. If there is no copy-in, it lasts from its own start. An
+    all-reduce over replicas counts separately. The result is sorted by rank and order of issue.
     """
     found: list[Lifetime] = []
     begun: dict[tuple[int, str], float] = {}

@@ -1,16 +1,16 @@
 """The byte ledger: bytes alive by kind, read from the storages themselves.
 
-A program does not report allocations to the ledger, so it cannot forget one. The ledger holds weak references to storages and
-adds up their bytes. A storage resized to zero counts zero, a storage that no tensor uses is gone, and two views of one storage
-count once.
+A program does not report its allocations, so it cannot forget to report one. The ledger holds weak references to storages and
+adds up their bytes. A storage of size zero counts as zero bytes, a storage that no tensor uses does not count, and two views of
+one storage count once.
 
 Note [Sums kept up to date]
     Reading every storage at every event would be most of the cost of a recording. So the ledger keeps sums. A sum changes
-    when a storage is watched, when it is resized (the recording calls `resized`), and when it dies (Python tells). A resize
-    that does not pass through Python is noticed when the storage is watched again, or at the next `bytes_by_kind`. Storages of
+    when a storage is watched, when it is resized (the recording calls `resized`), and when it dies (Python calls back). If C++
+    resizes a storage, the ledger sees it when the storage is watched again, or at the next `bytes_by_kind`. Storages of
     parameters and gradients are watched again many times in a step.
 
-This module also numbers storages (`Identities`), and knows which flat buffers are still there.
+This module also numbers storages (`Identities`), and knows which flat buffers still exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = (
 
 
 def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return the storage of a tensor; of a DTensor, the storage of its local part. While it lives, it is one Python object."""
+    """Return the storage of a tensor, or of the local part of a DTensor. While the storage lives, it is always the same object."""
     kind = type(memory)
     if kind is torch.UntypedStorage:
         return memory  # type: ignore[return-value]
@@ -43,14 +43,14 @@ def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 class Identities:
-    """Numbers for storages, from 1. No number is given twice, although an address may be."""
+    """Numbers for storages, from 1. Two storages never get the same number, even at the same address."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id of the storage
         self._given = 0
 
     def of(self, tensors: Collection[Tensor | torch.UntypedStorage]) -> tuple[int, ...]:
-        """Return the number of each tensor's storage, each once, in order; for a DTensor, of its local part."""
+        """Return the number of each tensor's storage, each number once, in order. A DTensor counts by its local part."""
         return tuple(dict.fromkeys([self.number(tensor) for tensor in tensors])) if tensors else ()
 
     def number(self, tensor: Tensor | torch.UntypedStorage) -> int:
@@ -64,7 +64,7 @@ class Identities:
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A storage, its number, its kind, and the bytes of it that are in the sum of this kind."""
+    """A weak reference to a storage, with its number, its kind, and its bytes in the sum of this kind."""
 
     __slots__ = ("key", "number", "kind", "nbytes")
     key: int
@@ -84,15 +84,15 @@ class Ledger:
         self.identities = Identities()
         self._watched: dict[int, _Ref] = {}  # by id of the storage
         self._sums = dict.fromkeys(KINDS, 0)
-        self._dead: deque[_Ref] = deque()  # filled by whichever thread lets go of a storage
+        self._dead: deque[_Ref] = deque()  # any thread that drops a storage appends to it
         self._flats: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
 
     def watch(self, tensor: Tensor, kind: str) -> None:
-        """Count the tensor's storage under `kind` (one of `KINDS`), from now on and as long as it lives."""
+        """Count the tensor's storage under `kind` (one of `KINDS`) as long as it lives."""
         storage = _storage_of(tensor)
         key = id(storage)
         ref = self._watched.get(key)
-        if ref is not None and ref() is not storage:  # another one got its address
+        if ref is not None and ref() is not storage:  # another storage got its address
             self._bury()
             ref = None
         if ref is None:
@@ -104,7 +104,7 @@ class Ledger:
         self._book(ref, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> int:
-        """Note that the storage has this many bytes now; count them if it is watched. Return its number."""
+        """Note that the storage has `nbytes` bytes now, and count them if it is watched. Return its number."""
         ref = self._watched.get(id(storage))
         if ref is None or ref() is not storage:
             return self.identities.number(storage)
@@ -131,7 +131,7 @@ class Ledger:
                     self.watch(value, "optimizer_state")
 
     def sums(self) -> dict[str, int]:
-        """Bytes alive by kind, from the sums (Note [Sums kept up to date]). Every kind is listed."""
+        """Return the bytes alive by kind, from the sums (Note [Sums kept up to date]). Every kind is listed."""
         self._bury()
         return self._sums.copy()
 
@@ -149,7 +149,7 @@ class Ledger:
         self._flats.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
 
     def released_flats(self, stream: str) -> list[int]:
-        """Return the numbers of this stream's flat buffers that no tensor uses any more, each once."""
+        """Return the numbers of this stream's flat buffers that no tensor uses any more. Report each buffer only once."""
         made = self._flats.get(stream, [])
         gone = [number for ref, number in made if ref() is None]
         if gone:

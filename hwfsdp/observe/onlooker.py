@@ -1,10 +1,10 @@
-"""Hooks that report on a model whose `fully_shard` has no instruments: torch's, none, or a file of yours.
+"""Hooks that report on a model whose `fully_shard` has no instruments: torch's own, none at all, or a file of yours.
 
-hwfsdp's own hooks tell a recording when a module computes, which parameters it has whole, and what its parameter groups
-are. This module's hooks on sharded modules report the same for any implementation, from outside. The implementation has to do
-nothing, and does not notice. The recording itself sees collectives and resized memory.
+hwfsdp's own hooks tell a recording when a module computes, which of its parameters are whole, and which parameter groups it
+has. The hooks of this module report the same for any implementation, from outside. The implementation does not need to do
+anything for this. The recording itself sees collectives and resized memory.
 
-Left out: copies in and out of flat buffers, and whole parameters that no module has used since the recording began, such
+Left out: copies into and out of flat buffers, and whole parameters that no module has used since the recording began, such
 as parameters that were prefetched. So the peak of whole parameters is right from the second step on.
 """
 
@@ -26,7 +26,13 @@ from hwfsdp.streams import after_backward
 
 
 class Layout(NamedTuple):
-    """How parameters are laid out: number of ranks with different rows, with the same rows, dtypes (None: the parameter's)."""
+    """The layout of parameters on the ranks.
+
+    Attributes:
+        shards, replicas: number of ranks with different rows, and number of ranks with the same rows.
+        gather_dtype: dtype of gathered parameters; None: the parameter's dtype.
+        reduce_dtype: dtype of gradients while they are reduced; None: the dtype of gathered parameters.
+    """
 
     shards: int
     replicas: int
@@ -35,7 +41,7 @@ class Layout(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A module that is sharded by itself, and the places where its claimed parameters are registered."""
+    """A module that is sharded by itself, and the places where the parameters of its group are registered."""
 
     module: nn.Module
     about: GroupAbout
@@ -46,7 +52,7 @@ def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout
     """Return the parameter groups of a model that is not sharded yet.
 
     Args:
-        wrapped: the modules that will be sharded, from the inside out, and whether the backward gathers them again.
+        wrapped: the modules that will be sharded, from the inside out. The value is True if the backward gathers them again.
     """
     claimed: set[nn.Parameter] = set()
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
@@ -74,7 +80,7 @@ class Onlooker:
     Attach it to a model that has been sharded, so that its hooks run after the hooks that gather.
 
     Args:
-        units: from `units_of`; the model is the module of the last one.
+        units: the result of `units_of`. The module of the last unit is the model.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -107,7 +113,7 @@ class Onlooker:
                     tensor.register_hook(partial(self._end_backward, unit))
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """Close the forward, before the implementation frees parameters or puts its hooks on the output."""
+        """End the forward before the implementation frees parameters or puts its hooks on the output."""
         if events.active() is not None and self._forward:
             self._forward.pop().close()
             if isinstance(output, Tensor) and output.requires_grad:
@@ -118,7 +124,7 @@ class Onlooker:
             output.register_hook(partial(self._begin_backward, unit))
 
     def _before_backward(self, unit: Unit, grad: Tensor) -> None:
-        """Begin the backward of a module. This ends the previous module's, unless that module is around this one."""
+        """Note that a module's backward begins. This ends the backwards of other modules, except modules that contain this one."""
         if unit.module is self.model:
             after_backward(self._end_step)
             if recorder := events.active():
@@ -143,7 +149,7 @@ class Onlooker:
             recorder.sample()
 
     def _visit(self, recorder: Recorder) -> None:
-        """Count the registered parameters: as shards, unless they have the whole shape. A DTensor always is a shard."""
+        """Count the registered parameters. A DTensor or a tensor of another shape counts as a shard, all others as whole."""
         for unit in self.units:
             for (module, name), about in zip(unit.slots, unit.about.params, strict=True):
                 param = getattr(module, name, None)
@@ -158,7 +164,8 @@ class Onlooker:
     def _begin(self, op: str, unit: Unit, recorder: Recorder) -> Draft:
         """Open a span of the unit's computation. A forward reads the unit's whole parameters.
 
-        A backward reads them, too. But its end is seen only after the implementation may have freed them, so reads are not logged.
+        A backward reads them, too. But this reading is not logged: these hooks may see the end of the backward only after the
+        implementation has freed the parameters.
         """
         found = [getattr(module, name, None) for module, name in unit.slots]
         whole = [t for t in found if isinstance(t, Tensor) and not isinstance(t, DTensor)]

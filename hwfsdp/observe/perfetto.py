@@ -1,19 +1,19 @@
-"""An event log as Chrome trace JSON, which https://ui.perfetto.dev opens, and back.
+"""Conversion of an event log to Chrome trace JSON, which https://ui.perfetto.dev opens, and back.
 
-One process per rank, one track per stream, one arrow per dependency between streams, one counter track per
-kind of memory, one track per parameter group that shows when it was sharded, on its way, whole and freed. The full event
-travels in each slice's `args` and what the log says of its run in `otherData`, so nothing is lost by saving.
+The trace has one process per rank, one track per stream, one arrow per dependency between streams, one counter track per
+kind of memory, and one track per parameter group. A group's track shows its states (`lifetimes`). Each slice's `args` contain the
+full event, and `otherData` contains the description of the run. So saving loses nothing.
 
-Format: "Trace Event Format" (the Chrome project's document of that name); times are in µs. Three rules of the
-viewer shape the code: slices of one track may nest but not partly overlap; an arrow must start inside the
-slice that it comes from; and what began with `b` ends with an `e` of the same category and id, innermost first, where
-an id is local to a process.
+Format: "Trace Event Format" (a document of the Chrome project); times are in µs. Three rules of the viewer shape the code.
+Slices of one track may nest but not partly overlap. An arrow must start inside the slice that it comes from. A span that begins
+with `b` ends with an `e` of the same category and id, innermost first, and an id is local to a process.
 
 Note [Times on a grid]
-    The viewer turns µs into whole ns, begin and duration each for itself. A slice that ends with the one around it may
-    then end a nanosecond later, overlap it in part, and be dropped. So slices are drawn on a grid of 1/8 µs: such numbers
-    are exact as floats, their differences and their thousandfolds too. The true times are in the arguments.
-    A slice that begins with the one around it is drawn a step later, so that an arrow can touch the outer one.
+    The viewer rounds start and duration separately from µs to whole ns. If a slice ends together with the slice around it, it
+    may then end one nanosecond later, overlap the outer slice in part, and be dropped. So slices are drawn on a grid of 1/8 µs:
+    such numbers are exact as floats, and so are their differences and their multiples by 1000. The true times are in the
+    arguments. If a slice begins together with the slice around it, it is drawn one step later, so that an arrow can touch the
+    outer slice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contents(NamedTuple):
 def to_trace(
     events: Sequence[Event], samples: SamplesByRank, about: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The log as one JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": about}}`."""
+    """Return the log as a JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": about}}`."""
     entries = [*_tracks(events), *_slices_and_arrows(events), *_lifetimes(events), *_counters(samples)]
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"hwfsdp": about or {}}}
 
@@ -51,7 +51,7 @@ def from_trace(trace: dict[str, Any]) -> Contents:
     """Read the log back: the inverse of `to_trace`.
 
     Raises:
-        KeyError, TypeError, ValueError: `to_trace` did not write this; the message names entry and field, if there are any.
+        KeyError, TypeError, ValueError: `to_trace` did not write this. The message names the entry and the field, if it can.
     """
     entries = trace["traceEvents"]
     events = [
@@ -77,7 +77,7 @@ def from_trace(trace: dict[str, Any]) -> Contents:
 
 
 def _event(where: str, args: Any) -> Event:
-    given = {"code": "", **validate.named(where, args)}  # which logs of hwfsdp 0.1 did not have at first
+    given = {"code": "", **validate.named(where, args)}  # early logs of hwfsdp 0.1 have no `code`
     found = {**given, **validate.record(where, given, _EVENT)}
     for name, known in (("stream", STREAMS), ("op", OPS)):
         if found[name] not in known:
@@ -114,17 +114,17 @@ def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
 
 
 _GRID = 1 / 8  # µs; Note [Times on a grid]
-ROUNDING = 1e-6  # µs by which times that are equal may differ after a shift
+ROUNDING = 1e-6  # µs; equal times may differ by this after a shift
 
 Place = tuple[int, int]  # rank, seq
 
 
 @dataclass(eq=False)
 class Drawn:
-    """An event as drawn.
+    """A drawn event.
 
     Attributes:
-        start, end: where, in µs. depth: how many others it lies in. inner: those that lie directly in it, in their order.
+        start, end: its drawn times, in µs. depth: the number of slices around it. inner: the slices directly inside it, in order.
     """
 
     event: Event
@@ -135,22 +135,22 @@ class Drawn:
 
     @property
     def free_until(self) -> float:
-        """When the first slice on top of it begins, or its end. From then on, the viewer ties an arrow to that slice."""
+        """Return when the first slice inside it begins, or else its end. From then on, the viewer ties an arrow to that inner slice."""
         return self.inner[0].start if self.inner else self.end
 
     def last_moment(self, before: float) -> float:
-        """The latest time, not after `before`, at which an arrow touches this slice."""
+        """Return the latest time, not after `before`, at which an arrow touches this slice."""
         end = max(self.start, min(self.free_until, before))
         return max((self.start + end) / 2, end - _INSIDE)
 
 
 def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
-    """Return where to draw each event, by (rank, seq), outer ones first. On each track, intervals nest or are apart.
+    """Return the drawn slice of each event by (rank, seq), outer slices first. On each track, slices nest or do not overlap.
 
-    An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
+    If an event crosses the end of an earlier event, its slice ends there. Only the drawing changes.
 
     Args:
-        apart: µs by which a slice begins later than the one around it, at least, if that is long enough.
+        apart: a slice begins at least so many µs after the slice around it begins, if the outer slice is long enough.
     """
     drawn: dict[Place, Drawn] = {}
     tracks: dict[tuple[int, str], list[Drawn]] = {}
@@ -170,7 +170,7 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
 
 
 def _on_grid(event: Event) -> Event:
-    """Move begin and end of the event to the grid, up to one step earlier. Intervals that nest or are apart stay so."""
+    """Move start and end of the event to the grid, up to one step earlier. Nested intervals stay nested, separate ones separate."""
     start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
     return replace(event, start_us=start, dur_us=end - start)
 
@@ -178,8 +178,8 @@ def _on_grid(event: Event) -> Event:
 def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
     """Return each slice, directly followed by the ends of the arrows that touch it.
 
-    The order matters: at equal times the viewer takes the longer slices first, then entries without length in the order of
-    the file. It ties an arrow to the innermost slice that is open on its track at that point.
+    The order matters. At equal times, the viewer takes longer slices first, and entries without length in the order of the
+    file. It ties an arrow to the innermost slice that is open on its track at this point.
     """
     drawn = draw([_on_grid(event) for event in events], apart=_GRID)
     arrows = _arrows(events, drawn)
@@ -198,14 +198,14 @@ def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
         yield from arrows.get(place, ())
 
 
-_INSIDE = 0.05  # µs from the end of a slice at which an arrow touches it: past the end it would touch nothing
+_INSIDE = 0.05  # µs before the end of a slice, where an arrow touches it: after the end it touches nothing
 
 
 def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:
-    """Return a flow from each event waited for to the event that waited, by the slice that each end touches.
+    """Return an arrow from each event that was waited for to the event that waited. Each end is listed under its slice.
 
     An arrow leaves at the last moment of its source. It arrives at the last moment of a wait, or at the first moment of
-    any other event, and never before it left.
+    any other event, and never before it leaves.
     """
     arrows: dict[Place, list[TraceEvent]] = {}
     by_place = {(e.rank, e.seq): e for e in events}
@@ -228,7 +228,7 @@ def _flow(phase: str, number: int, event: Event, ts: float) -> TraceEvent:
 
 
 def _lifetimes(events: Sequence[Event]) -> Iterator[TraceEvent]:
-    """Return for each group a span with its name, which names the track, and inside it the group's states."""
+    """Return for each group a span with the group's name, which names the track, and inside it the group's states."""
     tracks: dict[tuple[int, str], list[TraceEvent]] = {}
     for rank, owner, state, start, end in find_lifetimes(events):
         inside = tracks.setdefault((rank, owner), [])

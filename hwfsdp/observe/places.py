@@ -1,14 +1,14 @@
-"""Where the program issued an event: the lines of the stack that explain FSDP.
+"""The places in the program that issued an event: the lines of the stack that explain FSDP.
 
-A place is a file, a line and a function: "hwfsdp/core/group.py:98 ParamGroup.unshard". An event has up to `MOST` of them, from
-the inside out, with " < " between them: the line that issued it, the line that called that function, and so on.
+A place is a file, a line and a function: "hwfsdp/core/group.py:98 ParamGroup.unshard". An event has up to `MOST` places, from
+the inside out, with " < " between them: the line that issued it, the line that called this line's function, and so on.
 
-Shown are the heart, the features, the training loop, and the user's files: files that neither belong to hwfsdp nor are installed.
-Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or observe, and the modules of
-the heart through which every event passes, such as streams. If methods of one name call each other, as a feature's method calls
-the heart's, only the innermost is shown.
+Places are in the heart, in the features, in the training loop, and in the user's files: files that neither belong to hwfsdp nor
+are installed. Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or observe, and the
+modules of the heart through which every event passes, such as streams. If a method calls another method of the same name, as a
+feature's method calls the heart's, only the inner one is shown.
 
-The log keeps no source. It keeps a checksum of each file. A program that shows a line later can see whether the file has changed.
+The log keeps no source. It keeps a checksum of each file, so a program that shows a line later can see if the file has changed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _INSTALLED = tuple(
 
 
 class Places:
-    """Names the places of one recording. Many events share a place, so each place is worked out once."""
+    """Names the places of one recording. Many events share a place, so each name is made once."""
 
     def __init__(self) -> None:
-        # By id, which stays the code's while it is kept here.
+        # By id of the code. The dict keeps the code alive, so no other object gets this id.
         self._files: dict[int, tuple[CodeType, str]] = {}
-        self._said: dict[tuple[int, ...], str] = {}  # by code and instruction of each frame
+        self._said: dict[tuple[int, ...], str] = {}  # by the code and the instruction of each frame
 
     def here(self) -> str:
-        """Return the places from which the caller's caller was called; "" if none of them is shown."""
+        """Return the places in the stack above the caller of this method, from the inside out; "" if no place is shown."""
         frame: FrameType | None = sys._getframe(2)
         shown: list[FrameType] = []
         key: list[int] = []
@@ -67,9 +67,9 @@ class Places:
 
 
 def checksums(codes: Iterable[str]) -> dict[str, int]:
-    """Return the CRC-32 of each file that these places name, as it is now. Files that cannot be read are left out.
+    """Return the CRC-32 of each file that these places name, of its text now. Files that cannot be read are left out.
 
-    Files are read when a log is written, not while it is recorded: ranks that grade may open few of them.
+    Files are read when a log is written, not during the recording, because ranks that grade may open only few files.
     """
     files = {place.partition(":")[0] for code in set(codes) for place in code.split(INSIDE)}
     found = {}
@@ -80,7 +80,7 @@ def checksums(codes: Iterable[str]) -> dict[str, int]:
 
 
 def path_of(file: str) -> Path:
-    """Return the path of a place's file: in the package for hwfsdp's own files, else from the current folder."""
+    """Return the path of a place's file: in the package for hwfsdp's own files, else relative to the current folder."""
     inside = PACKAGE.parent / file
     return inside if file.startswith("hwfsdp/") and inside.exists() else Path(file)
 

@@ -1,27 +1,27 @@
 """Accesses to the same memory whose order a log does not prove.
 
 Two events are ordered if there is a path between them along streams and `after` (`events`, Note [Order without clocks]).
-Two events that are not ordered may run at once, or in the other order in another run. This is a race if both access the same
-memory and one of them writes to it. `find_races` finds races even in the log of a run in which everything went well.
+Two events that are not ordered may run at the same time, or in the other order in another run. They are a race if both access
+the same memory and at least one of them writes to it. `find_races` finds races even in the log of a run without any error.
 
     races = find_races(log)
     print(*(race.sentence for race in races), sep="\\n")
 
 Left out: memory that no event of a log touches (see `recording`), and waits that the log does not show, such as a host that
-waits for the whole device. Streams of the same name on one rank count as one.
+waits for the whole device. Streams of the same name on one rank count as one stream.
 
 Note [One number per stream]
     The past of an event f is all work that has certainly ended when f begins. On each stream, this is all work that ended by
     a certain time *of this stream*. So the past is one time per stream. If f follows several events, it takes the latest of
     their times. Times of different streams are never compared. An event e comes before f if e was issued before f, and ended
-    by the time that the past of f holds for e's stream. For f's own stream this is the time when f begins; for a stream that
-    f waited for, the end of the event waited for. One pass over the events, in order of issue, finds every past.
+    by the time that the past of f holds for e's stream. For f's own stream, this time is the start of f. For a stream that f
+    waited for, it is the end of the awaited event. One pass over the events, in order of issue, finds every past.
 
 Note [What must be ordered]
     Take the accesses to one storage in order of issue. A read must follow the last write before it. A write must follow the
-    last write, and all reads since. Resizing a storage and dropping a flat buffer count as writes, because the next owner of
-    the memory writes to it. The order of issue is the intended order: every schedule issues its work in the right order.
-    Storages have numbers that are never given twice (`memory.Identities`), so a storage at a reused address is a new one.
+    last write, and all reads since the last write. Resizing a storage and dropping a flat buffer count as writes, because the
+    next owner of the memory writes to it. The order of issue is the intended order: every schedule issues its work in the right
+    order. Two storages never have the same number (`memory.Identities`), so a storage at a reused address is a new storage.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _INDEX = {stream: index for index, stream in enumerate(STREAMS)}
 
 
 class HasEvents(Protocol):
-    """An `EventLog`, or anything with events."""
+    """An `EventLog`, or any other object with events."""
 
     @property
     def events(self) -> Sequence[Event]: ...
 
 
 class Race(NamedTuple):
-    """Two events of one rank that access the same memory, and whose order nothing guarantees.
+    """Two events of one rank that access the same memory without a guaranteed order.
 
     Attributes:
-        first, second: in order of issue. storage: number of the memory. sentence: what may happen.
+        first, second: the two events, in order of issue. storage: number of the memory. sentence: the possible error, in words.
     """
 
     first: Event
@@ -64,7 +64,7 @@ class Order:
     """The order of the events of one rank.
 
     Args:
-        events: those of one rank, in order of issue.
+        events: the events of one rank, in order of issue.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -76,14 +76,14 @@ class Order:
             past = stream.past_at(event.start_us)
             for seq in event.after:
                 if seq in self._pasts:
-                    awaited = by_seq[seq]  # with all that it encloses
+                    awaited = by_seq[seq]  # and all events inside it
                     past = _later(past, _through(awaited, self._pasts[seq]))
                     past = _later(past, streams[awaited.stream].past_at(awaited.end_us))
             self._pasts[event.seq] = past
             stream.add(event, _through(event, past))
 
     def happens_before(self, first: Event, second: Event) -> bool:
-        """True if `first` has certainly ended when `second` begins (when `second` ends, if it is a wait for `first`)."""
+        """True if `first` has certainly ended when `second` begins. If `second` is a wait for `first`: when `second` ends."""
         past = self._pasts.get(second.seq, _EMPTY)
         return first.seq < second.seq and first.end_us <= past[_INDEX[first.stream]]
 
@@ -92,9 +92,9 @@ class _Ended:
     """The ended events of one stream, and the past of events that follow them."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[float, int, Past]] = []  # by end
+        self._running: list[tuple[float, int, Past]] = []  # a heap by end
         self._times: list[float] = []
-        self._pasts: list[Past] = []  # of all that ended by then
+        self._pasts: list[Past] = []  # by the times above: the past of all events that have ended
 
     def add(self, event: Event, past: Past) -> None:
         heapq.heappush(self._running, (event.end_us, event.seq, past))
@@ -126,13 +126,13 @@ def orders(events: Iterable[Event]) -> dict[int, Order]:
 
 
 def find_races(log: HasEvents) -> list[Race]:
-    """Find accesses to the same memory whose order nothing guarantees; none if the log proves that its schedule is right.
+    """Find accesses to the same memory without a guaranteed order. If there are none, the log proves that its schedule is right.
 
     Args:
-        log: of any number of ranks; each rank is examined by itself.
+        log: a log of any number of ranks. Each rank is examined separately.
 
     Returns:
-        Races by rank, in order of issue of their second event. Of one memory, each event is found once as a second one.
+        Races by rank, in order of issue of their second event. For one storage, each event is the second event of at most one race.
     """
     found = []
     for of_rank in by_rank(log.events).values():
@@ -148,7 +148,7 @@ def find_races(log: HasEvents) -> list[Race]:
 
 
 def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Events of each rank, in order of issue."""
+    """Return the events of each rank, in order of issue."""
     found: dict[int, list[Event]] = {}
     for event in sorted(events, key=lambda e: (e.rank, e.seq)):
         found.setdefault(event.rank, []).append(event)
@@ -157,13 +157,13 @@ def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 @dataclass
 class _Accesses:
-    """Accesses to one storage: the last write, and the reads since."""
+    """Accesses to one storage: the last write, and the reads after it."""
 
     write: Event | None = None
     reads: list[Event] = field(default_factory=list)
 
     def unordered(self, event: Event, writes: bool, order: Order) -> Event | None:
-        """Return the first access that must end before this one, and may not have (Note [What must be ordered])."""
+        """Return the first access that must end before this one but may still run (Note [What must be ordered])."""
         needed = [self.write] if self.write else []
         for earlier in [*self.reads, *needed] if writes else needed:
             if not order.happens_before(earlier, event):
@@ -178,7 +178,7 @@ class _Accesses:
 
 
 def _sentence(first: Event, second: Event, storage: int) -> str:
-    """Say what may happen, in the words of the log."""
+    """Describe the possible error, with the names of the log."""
     before, after = _named(first), _named(second)
     where = f"Rank {second.rank}, memory {storage}"
     missing = f"{second.stream} does not wait for {first.stream}"

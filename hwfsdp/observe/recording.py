@@ -1,15 +1,15 @@
-"""`record`: put the instruments in place, and take them away again.
+"""`record`: put the instruments in place, and remove them again.
 
     with record() as log:
         train_step()
     print(log.summary())
 
-The module `events` says what each instrument sees, and why no instrument is inside the code that it watches.
+The module `events` lists the instruments, and explains why no instrument is inside the code that it watches.
 
 A recording sees:
 
-- collectives of `torch.distributed`, called as attributes of this module or of `distributed_c10d`; object collectives
-  as the collectives that they call, batches of sends and receives as their parts;
+- collectives of `torch.distributed` that are called as attributes of this module or of `distributed_c10d`. An object collective
+  is logged as the collectives that it calls, and a batch of sends and receives as its parts;
 - functional collectives, which DTensors use; waits for a work;
 - every resize of a storage, and flat buffers that are dropped;
 - forwards and backwards of sharded modules, also when checkpointing repeats them; steps of optimizers.
@@ -19,11 +19,11 @@ A recording does not see:
 - functions imported by name before the recording (`from torch.distributed import all_reduce`); the `history` misses them, too;
 - collectives that C++ calls: by DDP, in backwards of functional collectives, in compiled graphs;
 - collectives called on a process group itself, such as the messages of checkpoints;
-- the end of torch's coalescing manager: a collective inside it is logged when it is called, not when all are run;
-- other waits than `Work.wait`: polling, futures, a host that waits for a device;
-- memory that is allocated as a new tensor, such as activations, gradients and results of casts; the samples of memory
-  contain the part that the ledger watches. Flat buffers are seen at their first copy-in;
-- the blocks of `shared_memory`, which have their own bookkeeping; each tensor in a block counts as separate memory;
+- the end of torch's coalescing manager: a collective inside it is logged when it is called, not when all of them run;
+- waits other than `Work.wait`: polling, futures, a host that waits for a device;
+- memory that is allocated as a new tensor, such as activations, gradients and results of casts. The samples of memory contain
+  the tensors that the ledger watches. Flat buffers are seen at their first copy-in;
+- the reuse of blocks by `shared_memory`, which keeps its own records; each tensor in a block counts as separate memory;
 - work that is deferred until a reduction has ended (casts, additions to a gradient, the copy of an offloaded gradient to the
   host). The copy of offloaded shards to the device is a part of the copy-in.
 """
@@ -54,11 +54,11 @@ from hwfsdp.observe.stream_clocks import use_newest
 
 @contextmanager
 def record(rank: int | None = None, ledger: Ledger | None = None, first_step: int = 0) -> Iterator[EventLog]:
-    """Record this process until the block ends; then fill the log that was yielded.
+    """Record this process until the block ends, then fill the yielded log.
 
     Args:
-        rank: the rank to write into the events; by default the rank in the process group, 0 without one.
-        ledger: watches memory; by default a new one.
+        rank: the rank to write into the events; by default the rank in the process group, or 0 without a process group.
+        ledger: watches memory; by default a new ledger.
         first_step: number of the first step, so that the log counts steps as the run does.
 
     Raises:
@@ -94,9 +94,9 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
 
 
 def recorded_so_far() -> EventLog:
-    """What the recording in progress has by now; events that are open end now. For a rank that hangs: it records no more.
+    """Return the log of the recording in progress up to now. This ends all open events, so use it only for a rank that hangs.
 
-    Any thread may call this. Raises StateError without a recording.
+    Any thread may call this. Raises StateError if no recording is in progress.
     """
     recorder = events.active()
     if recorder is None:
@@ -123,13 +123,13 @@ def _fill(log: EventLog, recorder: Recorder) -> None:
 def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLog | None:
     """Merge the logs of all ranks of a group on one time axis. All ranks must call this.
 
-    Ranks on other machines than the group's first are asked for their time (`clocks.measure_offset`).
+    For each other machine, the group's first rank asks one rank there for its time (`clocks.measure_offset`).
 
     Args:
-        log: this rank's log. group: None: all ranks.
+        log: this rank's log. group: the ranks whose logs to merge; None: all ranks.
 
     Returns:
-        The merged log on the group's first rank, None on the others.
+        The merged log on the group's first rank, None on all other ranks.
     """
     with events.paused():
         machines: list[Any] = [None] * dist.get_world_size(group)
@@ -153,7 +153,7 @@ def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLo
 
 
 def _as_seen_from(machine: str, ahead: dict[str, float], clock: RankClock) -> RankClock:
-    """Express a rank's clock in the time of another machine, if this machine has measured the offset in µs."""
+    """Express a rank's clock in the time of `machine`, if the offset between the two machines was measured (`ahead`, in µs)."""
     if clock.machine not in ahead:
         return clock
     return RankClock(clock.origin_us - ahead[clock.machine], machine)
@@ -168,8 +168,8 @@ def _watch_storages(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
-    running: dict[int, Draft] = {}  # by optimizer; a step that raised has left its own there
-    seen: dict[int, list[int]] = {}  # by optimizer, ids of what its state held
+    running: dict[int, Draft] = {}  # by optimizer; a step that raised leaves its draft here
+    seen: dict[int, list[int]] = {}  # by optimizer, ids of the values in its state
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in seen:
@@ -196,7 +196,7 @@ def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 def _backdate_state(optimizer: Optimizer, recorder: Recorder) -> None:
-    """Count an optimizer's state as there from the beginning, if it is there before the first step of the recording."""
+    """Add an optimizer's state to all earlier samples if it exists before the optimizer's first step in the recording."""
     ledger = recorder.ledger
     unseen = ledger.bytes_by_kind()["optimizer_state"]
     ledger.visit_state(optimizer.state.values())

@@ -1,10 +1,10 @@
-"""The description of a run inside its log: enough to compute the bytes that it should have moved.
+"""The description of a run inside its log, which is enough to compute the bytes that the run should have moved.
 
-A log holds what happened. To judge it, you need shapes, dtypes and meshes, which no event shows. So a recording ends by
-writing them down for the parameter groups that ran. The log and its file hold them as plain JSON (`EventLog.about`), and
-`read_about` returns them as records.
+A log holds events. To check their bytes, you need shapes, dtypes and meshes, which no event shows. So at its end, a recording
+describes the parameter groups that ran. The log and its file hold this description as plain JSON (`EventLog.about`), and
+`read_about` returns it as records.
 
-Left out: bytes of tensor extensions, which gather a form of their own.
+Left out: bytes of tensor extensions, which gather tensors of another form.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ParamAbout:
     """A parameter.
 
     Attributes:
-        fqn: its name. shape: as rows, the dimension that is cut first (`param`, Note [Rows]).
-        dtype: of the shard; gather_dtype, reduce_dtype: of the collectives; *_itemsize: their bytes per element.
-        trained: whether it gets a gradient.
+        fqn: its name. shape: its shape as rows: the dimension that is cut comes first (`param`, Note [Rows]).
+        dtype: dtype of the shard. gather_dtype, reduce_dtype: dtypes of the collectives. *_itemsize: their bytes per element.
+        trained: True if it gets a gradient.
     """
 
     fqn: str
@@ -53,8 +53,8 @@ class GroupAbout:
 
     Attributes:
         fqn: its name, the owner of its events.
-        shards, replicas: ranks that hold different rows, and ranks that hold the same.
-        gathered_again_from: of how many ranks the backward gathers it, 0 if it stays whole from the forward.
+        shards, replicas: number of ranks that hold different rows, and number of ranks that hold the same rows.
+        gathered_again_from: number of ranks over which the backward gathers it again; 0 if it stays whole after the forward.
     """
 
     fqn: str
@@ -68,7 +68,7 @@ class GroupAbout:
         return any(p.trained for p in self.params)
 
     def sizes(self, trained_only: bool = False) -> list[GroupSizes]:
-        """The group for `accounting`: one entry for each pair of itemsizes in it."""
+        """Return the group for `accounting`: one entry for each pair of itemsizes in the group."""
         shapes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for p in self.params:
             of_pair = shapes.setdefault((p.gather_itemsize, p.reduce_itemsize), [])
@@ -82,8 +82,8 @@ class About:
     """A run.
 
     Attributes:
-        world_size: ranks of the process group; torch: its version; device: type of what computed.
-        groups: that ran during the recording, in the order of their first forward there.
+        world_size: number of ranks in the process group. torch: torch's version. device: type of the device that computed.
+        groups: the parameter groups that ran during the recording, in the order of their first forwards.
     """
 
     world_size: int
@@ -93,17 +93,17 @@ class About:
 
 
 def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) -> dict[str, Any]:
-    """Describe a recording in which these modules ran: `About` as JSON-ready values, for `EventLog.about`.
+    """Describe a recording in which these modules ran. The result is an `About` as JSON-ready values, for `EventLog.about`.
 
     Args:
-        told: groups of modules without instruments (`onlooker`).
+        told: the parameter groups of modules without instruments (`onlooker`).
     """
     states = dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
     groups = [group for state in states for group in state.groups]
     device = groups[0].mesh.device.type if groups else "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     about = About(world_size, torch.version.__version__, device, (*map(_about_group, groups), *told))
-    # Lists for tuples, as they come back from a file.
+    # This turns tuples into lists, as a file returns them.
     return json.loads(json.dumps(asdict(about)))  # type: ignore[no-any-return]
 
 
@@ -127,7 +127,7 @@ def about_param(
     reduced: torch.dtype | None,
     trained: bool,
 ) -> ParamAbout:
-    """Describe one parameter. Gradients are reduced in the dtype `gathered` unless another one is given."""
+    """Describe one parameter. If `reduced` is None, gradients are reduced in the dtype `gathered`."""
     reduced = reduced or gathered
     names = [str(each).removeprefix("torch.") for each in (dtype, gathered, reduced)]
     sizes = gathered.itemsize, reduced.itemsize
@@ -135,10 +135,10 @@ def about_param(
 
 
 def read_about(about: Mapping[str, Any]) -> About | None:
-    """Return `EventLog.about` as records; None if it is empty, as for logs made by hand.
+    """Return `EventLog.about` as records, or None if it describes no groups, as in logs made by hand.
 
     Raises:
-        KeyError, TypeError, ValueError: it was not written by `describe_run`; the field is named.
+        KeyError, TypeError, ValueError: `describe_run` did not write it. The message names the field.
     """
     if "groups" not in about:
         return None

@@ -1,7 +1,7 @@
 """A clock for each set of streams (`events`, Note [Clocks]).
 
-The streams of the heart have no clocks. The host's clock times work of the host. Events of the device time work of the device;
-they are read after the recording. Other kinds of streams register their clock (`register`).
+The streams of the heart have no clocks. The host's clock times work of the host. Events of the device time work of the device,
+and they are read after the recording. Other kinds of streams register their clock (`register`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hwfsdp.observe.events import Clock, HostMark, Mark
 
 
 class _Tie:
-    """Ties the device's clock to the host's at its first use: both are read while the device is idle.
+    """Ties the device's clock to the host's clock at its first use: both are read while the device is idle.
 
-    The first use is after a recording, so recording never stops the device, and soon after the timed work, because the two
-    clocks drift apart. All marks made between two ties share one tie.
+    The first use comes after a recording, so recording never stops the device. It comes soon after the timed work, because the
+    two clocks drift apart. All marks made between two ties share one tie.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -42,7 +42,7 @@ class _Tie:
         return float(self._host_us - event.elapsed_time(self._event) * 1e3)
 
 
-_ties: dict[str, _Tie] = {}  # by device type: for the marks made now
+_ties: dict[str, _Tie] = {}  # by device type: the tie for new marks
 
 
 class DeviceMark:
@@ -60,13 +60,13 @@ class DeviceMark:
         return self._tie.us(self._event)
 
 
-HostTime = Callable[[], Mark]  # the host's time on the same axis, for what is sampled
+HostTime = Callable[[], Mark]  # the host's time on the same axis, for samples of memory
 _kinds: dict[type[Stream], Callable[[StreamSet], tuple[Clock, HostTime]]] = {}
 _made: WeakKeyDictionary[StreamSet, tuple[Clock, HostTime]] = WeakKeyDictionary()
 
 
 def register(kind: type[Stream], clock: Callable[[StreamSet], tuple[Clock, HostTime]]) -> None:
-    """Time streams of this kind by the clock that `clock` returns for a set of them."""
+    """Time streams of this kind with the clock that `clock` returns for a set of streams."""
     _kinds[kind] = clock
 
 
@@ -80,7 +80,7 @@ def clock_of(streams: StreamSet) -> Clock:
 
 
 def clock_of_stream(stream: Stream) -> Clock:
-    """Return the clock of a stream: its set's clock, unless the set has another stream of this name."""
+    """Return the clock of a stream. It is the clock of the stream's set, unless the set has another stream of this name."""
     around = clock_of(stream.streams)
     if getattr(stream.streams, stream.name) is stream or not isinstance(stream, DeviceStream):
         return around
@@ -94,6 +94,6 @@ def _clocks(streams: StreamSet) -> tuple[Clock, HostTime]:
 
 
 def use_newest() -> None:
-    """Make the newest set's clock time the events on no stream of the heart, from now on."""
+    """From now on, let the newest set's clock time all events that are on no stream of the heart."""
     if StreamSet.newest is not None:
         events.use_clock(*_clocks(StreamSet.newest))

@@ -1,4 +1,4 @@
-"""Tables as text, and numbers as people read them."""
+"""Tables as text, and numbers in a form for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lay_out(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") ->
 
 
 def ms(us: float) -> str:
-    """Microseconds as milliseconds: "12.3 ms", "0.045 ms", "0"."""
+    """Write microseconds as milliseconds: "12.3 ms", "0.045 ms", "0"."""
     value = us / 1e3
     if value == 0:
         return "0"
@@ -31,10 +31,10 @@ def ms(us: float) -> str:
 
 
 def signed(number: float, text: str) -> str:
-    """Write a difference with its sign, by `text`; "0" for none."""
+    """Return `text` with the sign of `number`, or "0" if the number is 0."""
     return "0" if number == 0 else f"{'+' if number > 0 else '−'}{text.lstrip('-−')}"
 
 
 def number_of(count: int, what: str) -> str:
-    """ "1 rank", "2 ranks"."""
+    """Write a count with its noun: "1 rank", "2 ranks"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,9 +1,9 @@
 """Checks of values read from a file, before code computes with them.
 
-Numbers in JSON have no limits, and a file may have been changed. So a reader states what each value must be. A wrong value
-raises a ValueError that names the field and shows the value, shortened and printable.
+Numbers in JSON have no limits, and somebody may have changed the file. So a reader checks the type and the limits of each value.
+A wrong value raises a ValueError that names the field and shows the value, shortened and printable.
 
-Left out: files that are not JSON, and missing entries. Python's own errors say enough there.
+Left out: files that are not JSON, and missing entries. Python's own errors are clear enough.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-MOST = 2**63 - 1  # of counts and bytes, which other programs keep in 64 bits
-MOST_RANKS = 2**24  # no machine has as many
-MOST_US = 2.0**53  # µs, 285 years: up to there a float tells them apart
-_SHOWN = 40  # characters of a value
+MOST = 2**63 - 1  # limit of counts and bytes: other programs keep them in 64 bits
+MOST_RANKS = 2**24  # no machine has so many
+MOST_US = 2.0**53  # µs, 285 years: up to this limit, floats can tell two whole µs apart
+_SHOWN = 40  # characters of a value in a message
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
-    """Check for an integer in least … most; a bool or a float is none. Raises ValueError for anything else."""
+    """Check for an integer in least … most, and return it. A bool is not an integer. Raises ValueError for anything else."""
     if type(value) is not int or not least <= value <= most:
         bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
         raise ValueError(f"{name} is {shown(value)}, not a whole number, {bounds}")
@@ -27,34 +27,34 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
 
 
 def time_us(name: str, value: Any, least: float = -MOST_US) -> float:
-    """Check for a finite number in least … `MOST_US`; return it unchanged. Raises ValueError for anything else."""
+    """Check for a finite number in least … `MOST_US`, and return it. Raises ValueError for anything else."""
     if type(value) not in (int, float) or not (least <= value <= MOST_US and isfinite(value)):
         raise ValueError(f"{name} is {shown(value)}, not a number of µs{', 0 or more' if least == 0 else ''}")
     return value  # type: ignore[no-any-return]
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check for True or False. Raises ValueError for anything else."""
+    """Check for True or False, and return it. Raises ValueError for anything else."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {shown(value)}, neither true nor false")
     return value
 
 
 def text(name: str, value: Any) -> str:
-    """Check for a string of any content; make it `printable` before you show it. Raises ValueError for anything else."""
+    """Check for a string, and return it. Make it `printable` before you show it. Raises ValueError for anything else."""
     if type(value) is not str:
         raise ValueError(f"{name} is {shown(value)}, not a text")
     return value
 
 
 def many(name: str, value: Any) -> list[Any]:
-    """Check for a list or a tuple; return a list. Raises ValueError for anything else."""
+    """Check for a list or a tuple, and return a list. Raises ValueError for anything else."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return list(value)
 
 
-Check = Callable[[str, Any], Any]  # of a field's name and value; what is to be kept of it
+Check = Callable[[str, Any], Any]  # called with a field's name and value; returns the value to keep
 
 
 def between(least: int, most: int) -> Check:
@@ -63,31 +63,31 @@ def between(least: int, most: int) -> Check:
 
 
 def each(check: Check) -> Check:
-    """Return the check for a list whose items pass `check`; it returns a tuple."""
+    """Return the check for a list whose items pass `check`. This check returns a tuple."""
     return lambda name, value: tuple(check(f"{name}[{i}]", part) for i, part in enumerate(many(name, value)))
 
 
 def record(where: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """The fields of an object, each checked. Raises KeyError if one is missing, else as the checks do."""
+    """Check the fields of an object, and return them. Raises KeyError if a field is missing, and the errors of the checks."""
     found, front = named(where, value), f"{where}." if where else ""
     return {name: check(front + name, found[name]) for name, check in checks.items()}
 
 
 def named(name: str, value: Any) -> dict[str, Any]:
-    """An object, as JSON calls a dict. Raises ValueError for anything else."""
+    """Check for a dict (JSON calls it an object), and return it. Raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {shown(value)}, not an object")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its `repr`, cut short."""
-    if type(value) is int and value.bit_length() > 128:  # Python refuses to write those without end
+    """Return a value for a message: its `ascii` text, cut short."""
+    if type(value) is int and value.bit_length() > 128:  # Python refuses to write very long integers
         return f"a number of {value.bit_length()} bits"
     said = ascii(value)
     return said if len(said) <= _SHOWN else f"{said[: _SHOWN - 1]}…"
 
 
 def printable(said: str) -> str:
-    """The same on one line, without what a terminal would obey: such characters as Python writes them, "\\x1b"."""
+    """Return the text on one line, without control characters. Each such character is written as in Python, for example "\\x1b"."""
     return said if said.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)

@@ -1,16 +1,16 @@
-"""Ranks that you do not have: a step of training on any number of GPUs, in one process, in virtual time.
+"""Simulation of a training step on any number of GPUs, in one process, in virtual time.
 
-devices      figures of devices, each with its source
-topology     how long a collective takes
-costs        what an operator costs
-clock        time that passes when an operator is called; streams and events in it
-pools        how a caching allocator lays storages out
-allocator    memory of a virtual device
+devices      the figures of devices, each with its source
+topology     the duration of a collective
+costs        the cost of an operator
+clock        virtual time, with streams and events
+pools        the memory layout of a caching allocator
+allocator    the memory of a virtual device
 kernels      operators that run differently on a device than on a CPU
 world        stand-ins for the machine: process group, tensors, streams
 programs     the simulated program: a model and a training step
 run          the public door: simulate
-fitting      settings that fit, when the wanted ones do not
+fitting      settings that fit into memory, if the wanted settings do not
 report       a simulation as text
 calibration  this machine as a device
 """

@@ -1,10 +1,10 @@
-"""Memory of a virtual device: every storage, from the operator that made it to its last reference.
+"""The memory of a virtual device: every storage, from the operator that makes it to its last reference.
 
-Fake tensors have storages with sizes and lifetimes, but no memory. The allocator counts each storage when it is first seen,
-when it is resized and when it is gone, at the moment when the host does this. A device's allocator takes memory back at the
-same moments. The bytes alive are one number; the bytes that must be reserved for them are another (`pools`).
+Fake tensors have storages with sizes and lifetimes, but no memory. The allocator counts a storage when it first sees it, when
+the host resizes it, and when its last reference is gone. A real device's allocator takes memory back at the same moments. The
+bytes alive are one number; the bytes that must be reserved for them are another (`pools`).
 
-Left out: the workspaces of libraries, and what a driver takes for itself.
+Left out: the workspaces of libraries, and the memory that a driver needs for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from hwfsdp.compat import storage_key
 from hwfsdp.virtual.pools import Block, Pools
 
-# The kind of storages without a name: activations, their gradients, temporary results.
+# The kind of all storages that nobody names: activations, their gradients, temporary results.
 ACTIVATION = "activation"
 
 
@@ -33,7 +33,7 @@ class Allocator:
     """Counts the bytes of storages.
 
     Attributes:
-        allocated, peak: bytes alive now, and the most at once since `reset_peak`.
+        allocated, peak: bytes alive now, and the most bytes alive at once since `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class Allocator:
         self._bytes: dict[int, int] = {}  # number → bytes
         self._kinds: dict[int, str] = {}  # number → kind
         self._steps: list[Step] = []
-        self._peak_at = 0  # steps done then
+        self._peak_at = 0  # number of steps up to the peak
         self._made = 0
         self._pools = Pools()
-        self._blocks: dict[int, Block] = {}  # number → where it lies
+        self._blocks: dict[int, Block] = {}  # number → its block
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments that were needed since `pack`."""
+        """Return the bytes of all segments that were reserved since `pack`."""
         return self._pools.reserved
 
     def see(self, storage: torch.UntypedStorage, stream: str = "compute") -> None:
-        """Count a storage from now on, or its new size if it was seen before; `stream` is what made it so."""
+        """Count a storage from now on, or its new size if it was seen before. `stream` made or resized it."""
         key, nbytes = storage_key(storage), storage.nbytes()
         number = self._numbers.get(key)
         if number is None:
@@ -69,11 +69,11 @@ class Allocator:
         self._kinds[self._numbers[storage_key(storage)]] = kind
 
     def reset_peak(self) -> None:
-        """Forget the peak, and look for a new one from now on."""
+        """Forget the peak, and measure a new peak from now on."""
         self.peak, self._peak_at = self.allocated, len(self._steps)
 
     def pack(self) -> None:
-        """Lay out all living storages anew, for the compute stream; forget the old segments."""
+        """Lay out all living storages again, as blocks of the compute stream, and forget the old segments."""
         self._pools = Pools()
         self._blocks = {
             number: self._pools.allocate(nbytes, "compute")
@@ -82,7 +82,7 @@ class Allocator:
         }
 
     def peak_by_kind(self) -> dict[str, int]:
-        """Bytes alive at the (first) peak, by kind."""
+        """Return the bytes alive at the (first) peak, by kind."""
         totals: Counter[str] = Counter()
         for number, delta in self._steps[: self._peak_at]:
             totals[self._kinds.get(number, ACTIVATION)] += delta

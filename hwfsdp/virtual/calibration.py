@@ -1,12 +1,13 @@
-"""This machine as a device: its ranks are processes, its links are memory.
+"""This machine as a device: its ranks are processes, and its links are memory.
 
-A GPU has a data sheet; this machine is measured instead. All simulated ranks measure at once, because they share the machine.
-They time the matrix products of a model, forward and backward, and its other operators; an operator on a tiny tensor, and
-DTensor's dispatch of it; gathers of two sizes. This takes a few seconds. A busy machine gives worse figures.
+A GPU has a data sheet; this machine is measured instead. All ranks measure at the same time, because they share the machine.
+Each rank times the matrix products of a model, forward and backward, and its other operators. It also times an operator on a
+tiny tensor, the same operator on a DTensor, and gathers of two sizes. This takes a few seconds. A busy machine gives worse
+figures.
 
-Note [Rates of what is counted]
-    A rate is the count of `costs`, divided by the measured time. On a CPU the count leaves things out: GELU computes, small
-    tensors stay in caches, a transposed product is slower. The rate contains them.
+Note [Rates]
+    A rate is the count of `costs`, divided by the measured time. The count leaves out some effects of a CPU: the arithmetic of
+    GELU takes time, small tensors stay in caches, and a transposed product is slower. The rate includes these effects.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from hwfsdp.virtual.devices import THIS_MACHINE, Device
 from hwfsdp.virtual.run import simulate
 
 _ROUNDS = 9
-_SMALL, _LARGE = 1 << 12, 1 << 22  # elements of a gather
-_BATCH, _LENGTH, _HEADS, _WIDTH = 8, 128, 4, 128  # of the model that the workbench trains
+_SMALL, _LARGE = 1 << 12, 1 << 22  # elements of the two gathers
+_BATCH, _LENGTH, _HEADS, _WIDTH = 8, 128, 4, 128  # sizes of the model that the workbench trains
 
 
 class Rate(NamedTuple):
-    """A measured run: FLOPs, bytes and operators as `costs` counts them, and seconds."""
+    """A measured run: FLOPs, bytes and operators by the counts of `costs`, and seconds."""
 
     flops: float
     nbytes: float
@@ -45,7 +46,12 @@ class Rate(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurements of one rank, in seconds: a tiny operator, the same on a DTensor, gathers of two sizes."""
+    """The measurements of one rank: matrix products, other operators, and times in seconds.
+
+    Attributes:
+        operator, dtensor: seconds of an operator on a tiny tensor, and of the same operator on a DTensor.
+        small_gather, large_gather: seconds of gathers of two sizes.
+    """
 
     products: Rate
     elementwise: Rate
@@ -56,7 +62,7 @@ class Measured(NamedTuple):
 
 
 class _Counter(DispatchMode):
-    """Adds up what operators cost."""
+    """Collects the costs of operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +75,7 @@ class _Counter(DispatchMode):
 
 
 def _products() -> None:
-    """The matrix products of a block, forward and backward."""
+    """Run the matrix products of a block, forward and backward."""
     x = torch.ones(_BATCH, _LENGTH, _WIDTH, requires_grad=True)
     w = [torch.ones(n * _WIDTH, _WIDTH, requires_grad=True) for n in (3, 1, 4, 4)]
     q, k, v = (t.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for t in F.linear(x, w[0]).chunk(3, -1))
@@ -79,7 +85,7 @@ def _products() -> None:
 
 
 def _elementwise() -> None:
-    """The operators between matrix products, forward and backward, at their widths."""
+    """Run the operators between the matrix products, forward and backward, at their widths."""
     x = torch.ones(_BATCH, _LENGTH, _WIDTH, requires_grad=True)
     scale = torch.ones(_WIDTH, requires_grad=True)
     wide = torch.ones(_BATCH, _LENGTH, 4 * _WIDTH, requires_grad=True)
@@ -89,7 +95,7 @@ def _elementwise() -> None:
 
 
 def measure_rank() -> Measured:
-    """Measure on every rank of a process group at once."""
+    """Measure this rank. All ranks of the process group must call this at the same time."""
     tiny = torch.ones(8)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(tiny.clone(), mesh, [Shard(0)], run_check=False)
@@ -111,7 +117,7 @@ def _rate(run: Callable[[], None]) -> Rate:
 
 
 def _seconds(run: Callable[[], object], repeat: int = 1) -> float:
-    """The median of some rounds, all ranks beginning together."""
+    """Return the median time of `_ROUNDS` rounds, in seconds per call. All ranks begin each round together."""
     times = []
     for _ in range(_ROUNDS):
         dist.barrier()
@@ -130,7 +136,7 @@ def _gather_seconds(numel: int) -> float:
 
 
 def calibrate(ranks: int = 2) -> Device:
-    """Measure this machine with so many ranks on it. This takes some seconds."""
+    """Measure this machine while `ranks` ranks run on it. This takes some seconds."""
     found = launch(measure_rank, ranks)
     slowest = Measured(*(max(of_ranks, key=_time) for of_ranks in zip(*found, strict=True)))
     host = slowest.operator
@@ -167,19 +173,19 @@ def _time(measured: Rate | float) -> float:
 
 
 def _beyond(rate: Rate, host: float) -> float:
-    """Return the seconds without the host's launches."""
+    """Return the seconds without the host's launches, but at least a tenth of all seconds."""
     return max(rate.seconds - rate.operators * host, 0.1 * rate.seconds)
 
 
 class Prediction(NamedTuple):
-    """A prediction of the demo's training step, in milliseconds."""
+    """The predicted time and the measured time of the demo's training step, in milliseconds."""
 
     predicted: float
     measured: float
 
 
 def held_against_a_run(device: Device, ranks: int) -> Prediction:
-    """The demo's step, predicted for this machine, and the median of a run on it."""
+    """Predict the demo's step for this machine, and measure the median step of a run on it."""
     config = TrainConfig(steps=30)
     model = config.model
     found = simulate(model, ranks, device, batch=config.batch, seq=model.seq_len)

@@ -1,14 +1,14 @@
-"""Virtual time, which passes only when an operator is called: streams and events of a virtual device.
+"""Virtual time: streams and events of a virtual device. Time passes only when an operator is called.
 
-The host issues, streams execute. Every operator advances the host by the time to launch it, and its stream by the time
-that it costs, from when the stream is free and the operator was issued. An event is a point in a stream's time, a wait
-moves a stream's end to it. A real device does the same. The schedule sees only the interface of `streams`, so it overlaps
-the same work here and there. Everything is arithmetic on floats: two runs give the same times.
+The host issues operators, and streams execute them. Every operator advances the host by the time of its launch. On its stream,
+the operator begins when the stream is free and the host has issued it. It ends after its cost in time. An event is a point in a
+stream's time. A wait moves a stream's end to this point. A real device does the same. The schedule sees only the interface of
+`streams`, so it overlaps the same work on both. All times are arithmetic on floats: two runs give the same times.
 
 Note [A host that computes]
-    Where the device is the host (`Device.host`), compute and copies block it: the host's clock moves to the end of each.
-    Collectives run beside it, as gloo's threads do. A blocking collective that the user calls blocks the host, too, on any
-    stream.
+    If the device is the host itself (`Device.host`), compute and copies block the host: its clock moves to the end of each
+    operator. Collectives run beside the host, as in gloo's threads. A blocking collective that the user calls blocks the host,
+    too, on any stream.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from hwfsdp.observe import events, stream_clocks
 from hwfsdp.observe.events import STREAMS, HostMark
 from hwfsdp.virtual.devices import Device
 
-_VIEW = 0.4  # of the time to launch a kernel, what the host needs for a view
+_VIEW = 0.4  # host time to make a view, as a share of the time to launch a kernel
 
 
 class Clock:
     """The time of the host and of each stream, in µs since the clock was made.
 
     Attributes:
-        host: now. ends: by stream, when all that was issued there is over. current: where operators run.
+        host: the host's time now. ends: for each stream, the time when all work issued on it ends. current: the stream on which
+            operators run.
     """
 
     def __init__(self, device: Device) -> None:
@@ -38,11 +39,11 @@ class Clock:
         self.current = "compute"
 
     def now(self, stream: str) -> float:
-        """The time at which an event recorded on the stream now will be over."""
+        """Return the time at which an event that is recorded on the stream now completes."""
         return max(self.host, self.ends[stream])
 
     def run(self, us: float) -> None:
-        """A kernel of this length is issued on the current stream; 0: only the host does something."""
+        """Issue a kernel of `us` µs on the current stream. 0 means that only the host works, as for a view."""
         if not us:
             self.host += _VIEW * self.device.launch_us
             return
@@ -58,11 +59,11 @@ class Clock:
             self.host = max(self.host, until)
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
+        """Let the host wait for all streams."""
         self.host = max(self.host, *self.ends.values())
 
     def restart(self) -> None:
-        """The time is 0 again, and nothing is under way."""
+        """Set the time of the host and of all streams to 0, without pending work."""
         self.host = 0.0
         self.ends = dict.fromkeys(STREAMS, 0.0)
 
@@ -76,7 +77,7 @@ class VirtualEvent(StreamEvent):
 
 
 class VirtualStream(Stream):
-    """A stream of the clock."""
+    """A stream in the time of a `Clock`."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         super().__init__(name)
@@ -111,12 +112,12 @@ class VirtualStream(Stream):
 
 
 def virtual_streams(clock: Clock) -> StreamSet:
-    """Streams that live in this clock's time."""
+    """Return a set of streams in this clock's time."""
     return StreamSet(lambda name: VirtualStream(name, clock))
 
 
 def _clocks(streams: StreamSet) -> tuple[events.Clock, Callable[[], HostMark]]:
-    """Memory is sampled when the device gets there."""
+    """Return the clock of these streams, and the time of memory samples: the time when the compute stream gets there."""
     assert isinstance(streams.compute, VirtualStream)
     clock = streams.compute.clock
     return lambda name: HostMark(clock.now(name)), lambda: HostMark(clock.now("compute"))

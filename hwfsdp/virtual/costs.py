@@ -1,13 +1,13 @@
-"""The cost of an operator: floating-point operations, bytes of memory, and so time.
+"""The cost of an operator: its floating-point operations, its bytes of memory, and its time.
 
-The roofline model: a kernel takes as long as its arithmetic at the rate of the matrix units, or as long as its bytes at
-the bandwidth of the memory, whichever is longer, and never less than the shortest kernel. (Williams, Waterman,
-Patterson: Roofline, CACM 2009.)
+This is the roofline model. A kernel needs time for its arithmetic at the rate of the matrix units, and time for its bytes at
+the bandwidth of the memory. It takes the longer of the two times, and at least the time of the shortest kernel. (Williams,
+Waterman, Patterson: Roofline, CACM 2009.)
 
-Bytes count every tensor that an operator reads or writes, each once: the traffic of a kernel without a cache. Of a
-expanded tensor, only its distinct elements count. FLOPs count matrix products, convolutions and attention, by torch's
-formulas (`torch.utils.flop_counter`). Element-wise arithmetic costs nothing beside its bytes. For causal attention, only the
-half that is computed counts.
+Bytes count every tensor that an operator reads or writes, each once: the traffic of a kernel without a cache. An expanded
+tensor counts only with its distinct elements. FLOPs count matrix products, convolutions and attention, by torch's formulas
+(`torch.utils.flop_counter`). Element-wise arithmetic costs nothing in addition to its bytes. Causal attention counts only the
+half that is computed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Cost(NamedTuple):
     """The cost of one operator.
 
     Attributes:
-        flops: of its matrix products, each multiplication and each addition counted. dtype: they are computed in.
-        nbytes: read and written. is_kernel: whether a device runs anything; a view is made by the host alone.
-        is_attention: whether it is fused attention, which has a rate of its own.
-        unmasked: of the backward of attention, its FLOPs without the half that causality saves.
+        flops: FLOPs of its matrix products; each multiplication and each addition counts. dtype: the dtype of the computation.
+        nbytes: bytes read and written. is_kernel: True if a device runs a kernel; the host alone makes a view.
+        is_attention: True for fused attention, which has a rate of its own.
+        unmasked: for the backward of attention, its FLOPs as if nothing were masked; 0.0 for all other operators.
     """
 
     flops: float
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     unmasked: float = 0.0
 
     def us(self, device: Device) -> float:
-        """Time on the device, in µs."""
+        """Return the time on the device, in µs."""
         if not self.is_kernel:
             return 0.0
         arithmetic = self.flops / device.rate(self.dtype, self.is_attention)
@@ -69,9 +69,9 @@ _WRITES = {
     "arange",
     "randint",
 }
-_READS_ROWS = {"embedding", "index", "gather", "index_select"}  # reads only what it returns
+_READS_ROWS = {"embedding", "index", "gather", "index_select"}  # they read only the rows that they return
 _COPIES = {"copy_", "_foreach_copy_"}  # they change a tensor without reading it
-_KEPT = {"grads"}  # what fused optimizers may change, and do not unless they have to scale it
+_KEPT = {"grads"}  # fused optimizers change gradients only if they scale them
 _ATTENTION = "_scaled_dot_product"
 
 
@@ -79,14 +79,14 @@ def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> C
     """Return the cost of an operator of torch that was called with these arguments and returned `out`.
 
     Args:
-        op: an overload, as dispatch modes get it. args, kwargs, out: with tensors of any kind, fake ones too.
+        op: an overload, as dispatch modes get it. args, kwargs, out: they may contain tensors of any kind, even fake tensors.
     """
     name = op.name().partition("::")[2].partition(".")[0]
     if name in _RESERVES:
         return _NOTHING
     inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
     if not inputs and not outputs:
-        return _NOTHING  # a profiler's note
+        return _NOTHING  # an operator without tensors, such as a mark of a profiler
     changed = list(_changed(op, args))
     if not changed and not _fills_out(op) and _are_views(outputs, inputs):
         return _NOTHING
@@ -108,7 +108,7 @@ def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> C
 
 
 def _changed(op: Any, args: Sequence[Any]) -> Iterator[Tensor]:
-    """Tensors that the operator reads and writes: changed in place, not only filled (`out=`)."""
+    """Yield the tensors that the operator changes in place: it reads and writes them. Tensors of `out=` are only filled."""
     for argument, value in zip(arguments_of(op), args, strict=False):
         if argument.is_written and argument.name not in _KEPT:
             yield from tensors_in(value)
@@ -124,15 +124,16 @@ def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes of a tensor's distinct elements: a dimension of stride 0 repeats one element."""
+    """Return the bytes of a tensor's distinct elements. A dimension of stride 0 repeats one element."""
     sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0]
     return prod(sizes) * tensor.element_size()
 
 
 def _attention_flops(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, bool]:
-    """FLOPs as if nothing was masked, and whether the upper half is."""
+    """Return the FLOPs of attention as if nothing were masked, and True if the upper half is masked."""
     named = {a.name: a.default for a in arguments_of(op)}
     named |= dict(zip(named, args, strict=False)) | kwargs
     q, k = named["query"].shape, named["key"].shape  # [B, H, T, E]
-    products = 5 if name.endswith("_backward") else 2  # one of the forward again, and two for each of its two
+    # The backward repeats one of the forward's two products, and has two products for each of them.
+    products = 5 if name.endswith("_backward") else 2
     return 2.0 * prod(q) * k[-2] * products, bool(named.get("is_causal"))

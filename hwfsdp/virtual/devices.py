@@ -1,22 +1,22 @@
-"""Figures of devices: the data sheet's numbers, their source, and one number that no data sheet has.
+"""The figures of devices: numbers from data sheets, their sources, and one number that no data sheet has.
 
 A data sheet gives peaks. In training, a device reaches a share of the peak of its matrix units. This share depends on its
-power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted, on one published row
+power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted, to one published row
 (`fitted_on`). Everything else in a prediction is arithmetic. A device without a row uses the number of the nearest device,
-and its source says so.
+and its `fitted_on` says so.
 
-Attention is a kernel of its own. What fused kernels reach is published: FlashAttention-2 (arXiv:2307.08691, figures 4 to 7)
-about 180 of an A100's 312 TFLOP/s with a causal mask, and 335 on an H100 without instructions of its own, which
+Attention is a kernel of its own, and its speed is published. FlashAttention-2 (arXiv:2307.08691, figures 4 to 7) reaches about
+180 of an A100's 312 TFLOP/s with a causal mask. On an H100 it reaches 335 TFLOP/s without the H100's own instructions, which
 FlashAttention-3 (arXiv:2407.08608) gives as 35 %.
 
 Sources, read in November 2026:
 
 - A100: NVIDIA A100 Tensor Core GPU data sheet, June 2021 (SXM4 modules).
-- H100: NVIDIA H100 Tensor Core GPU data sheet (SXM5); matrix figures there are "with sparsity", halved here.
+- H100: NVIDIA H100 Tensor Core GPU data sheet (SXM5). Its matrix figures are "with sparsity", so they are halved here.
 - H100 96 GB: as the H100, with HBM2e at 2.4 TB/s, a 500 W limit and 400 Gb/s of network per GPU. These are the machines of the
   published Llama 3.1 figures (torchtitan, docs/performance.md; Meta's Grand Teton platform).
 - H200: NVIDIA H200 Tensor Core GPU data sheet (SXM).
-- B200: NVIDIA DGX B200 data sheet, an eighth of the system's figures.
+- B200: NVIDIA DGX B200 data sheet. An eighth of the system's figures is used.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Device:
     """The figures of a device and its machine that a prediction needs.
 
     Attributes:
-        flops: peak FLOP/s by dtype, dense. What is not listed computes at the rate of "float32".
+        flops: dense peak FLOP/s by dtype. A dtype that is not listed computes at the rate of "float32".
         memory: bytes of device memory. memory_bandwidth: bytes/s, read or written.
-        link: bytes/s of each direction between a GPU and the others of its node.
-        network: bytes/s of each direction between a GPU's node and others, per GPU.
+        link: bytes/s in each direction between a GPU and the other GPUs of its node.
+        network: bytes/s in each direction between a GPU's node and other nodes, per GPU.
         per_node: GPUs in a node.
-        efficiency: share of `flops` that matrix products reach; fitted on `fitted_on`.
-        attention_efficiency: share of `flops` that fused attention reaches, forward and backward, masked FLOPs not counted;
-            published for its kernels (see above).
+        efficiency: share of `flops` that matrix products reach. fitted_on: the published row to which this share is fitted.
+        attention_efficiency: share of `flops` that fused attention reaches, forward and backward. Masked FLOPs do not count. The
+            figures are published (see above).
         memory_efficiency: share of `memory_bandwidth` that element-wise kernels reach.
         link_efficiency: share of `link` and `network` that collectives reach.
-        launch_us: µs of the host to launch one kernel. kernel_us: µs that the shortest kernel takes.
-        dtensor_us: µs of the host to dispatch an operator over DTensors, beyond that.
-        collective_us: µs to start a collective. hop_us, node_hop_us: added per rank, and per node, that it visits.
-        host: whether the host itself computes, so that it cannot run ahead.
-        source: where the figures are from.
+        launch_us: µs of the host to launch one kernel. kernel_us: µs of the shortest kernel.
+        dtensor_us: additional µs of the host to dispatch an operator over DTensors.
+        collective_us: µs to start a collective. hop_us, node_hop_us: additional µs for each hop inside a node, and between nodes.
+        host: True if the host itself computes. Then it cannot run ahead.
+        source: the source of the figures.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Device:
     host: bool = False
 
     def rate(self, dtype: str, is_attention: bool = False) -> float:
-        """FLOP/s that matrix products in this dtype reach, or attention."""
+        """Return the FLOP/s that matrix products in this dtype reach, or attention if `is_attention`."""
         share = self.attention_efficiency if is_attention else self.efficiency
         return self.peak(dtype) * share
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of the data sheet."""
+        """Return the peak FLOP/s of the data sheet."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
@@ -97,7 +97,7 @@ _ROW_A100 = "Llama 3.1 8B on 64 GPUs, 1 × 8192, selective: 2,973 tokens/s each 
 _ATTENTION_A100, _ATTENTION_HOPPER = 180 / 312, 335 / 989.4
 _BORROWED = f"borrowed from h100, not verified: {_ROW_H100}"
 
-# Device memory is sold in units of 2^30 bytes, rates in 10^9. All of these are eight in a node.
+# Memory counts in units of 2^30 bytes, and rates in units of 10^9. All of these devices are eight in a node.
 _A100_80 = Device(
     name="a100-80gb",
     flops=_A100,
@@ -145,13 +145,13 @@ THIS_MACHINE = "this-machine"
 
 
 def calibration_file() -> Path:
-    """The file with the measurements of `hwfsdp doctor --calibrate`."""
+    """Return the path of the file with the measurements of `hwfsdp doctor --calibrate`."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "hwfsdp" / "this-machine.json"
 
 
 def save_calibration(device: Device) -> Path:
-    """Keep a measured device for `device_named("this-machine")`; return where."""
+    """Save a measured device for `device_named("this-machine")`, and return the path of its file."""
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(device), indent=2) + "\n")
@@ -159,10 +159,10 @@ def save_calibration(device: Device) -> Path:
 
 
 def device_named(name: str) -> Device:
-    """The device of this name.
+    """Return the device of this name.
 
     Raises:
-        UsageError: there is none, or this machine has not been measured.
+        UsageError: there is no such device, or this machine has not been measured.
     """
     if name in DEVICES:
         return DEVICES[name]

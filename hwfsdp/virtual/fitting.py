@@ -1,10 +1,10 @@
-"""Settings that fit when the wanted ones do not: found by arithmetic, then tried.
+"""Settings that fit into memory if the wanted settings do not. Arithmetic proposes them, and a simulation checks them.
 
 At the peak, shards shrink with the number of GPUs that shard, activations shrink with the batch, and the rest is constant. So
-one more simulation, with everything recomputed and one sequence at a time, shows whether these GPUs are enough at all. If they
-are, it gives the largest batch. If not, it gives the number of GPUs. Under hybrid sharding more GPUs do not help, but sharding
-over all of them does. For a step of the user's own, only the number of GPUs can change. Every proposal is simulated before
-it is returned.
+one more simulation, with everything recomputed and one sequence at a time, shows if these GPUs are enough. If they are enough,
+its result gives the largest batch. If not, its result gives the number of GPUs. Under hybrid sharding, more GPUs do not help, but
+sharding over all GPUs does. If the user passes a step, only the number of GPUs can change. Every proposal is simulated before it
+is returned.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hwfsdp.virtual.devices import GIB
 from hwfsdp.virtual.run import Simulation
 
 _SHARDS = ("sharded_param", "sharded_grad", "optimizer_state")
-_MOST = 1 << 13  # GPUs; nobody asks for more because a model does not fit
+_MOST = 1 << 13  # GPUs; larger numbers are not tried
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that may change to make a step fit; None in `batch` and `checkpoint` for a user's step."""
+    """The settings that may change so that a step fits. For a user's own step, `batch` and `checkpoint` are None."""
 
     gpus: int
     batch: int | None
@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def flags(self) -> str:
-        """The settings as options of `hwfsdp simulate`."""
+        """Return the settings as options of `hwfsdp simulate`."""
         given = [f"--gpus {self.gpus}"]
         given += [f"--batch {self.batch}"] if self.batch is not None else []
         given += [f"--checkpoint {self.checkpoint}"] if self.checkpoint is not None else []
@@ -42,7 +42,7 @@ Try = Callable[[Choice], Simulation]
 
 
 def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) -> str:
-    """Say in one sentence how much memory is missing, and which settings would fit."""
+    """Say in one sentence how much memory is missing, and name settings that would fit."""
     over = simulation.peak_allocated_gib - simulation.memory_gib
     text = (
         f"{simulation.target} on {simulation.gpus} × {simulation.device.name} needs {simulation.peak_allocated_gib:.1f} GiB "
@@ -59,7 +59,7 @@ def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) 
 def find_fitting(
     simulation: Simulation, chosen: Choice, simulate_with: Try
 ) -> tuple[Choice, Simulation] | None:
-    """Find a choice that fits and is near the wanted one, and simulate it; None if there is none."""
+    """Find a choice that fits and is near the wanted choice, and simulate it. Return None if there is none."""
     least, found = chosen, simulation
     if chosen.batch is not None and (chosen.batch > 1 or chosen.checkpoint != "full"):
         least = replace(chosen, batch=1, checkpoint="full")
@@ -91,7 +91,7 @@ def _with_more_gpus(found: Simulation, least: Choice, simulate_with: Try) -> tup
 
 
 def _batches(least: Simulation, batch: int) -> list[int]:
-    """Batches above one to try: the largest that should fit, and smaller ones."""
+    """Return the batches above 1 to try: the largest that should fit, and smaller ones."""
     activations = least.peak_by_kind.get(ACTIVATION, 0) / GIB
     room = least.memory_gib - (least.peak_allocated_gib - activations)
     size = min(batch, int(room / activations)) if activations else batch

@@ -1,11 +1,11 @@
 """Operators that run differently on a device than on a CPU.
 
 Virtual tensors are on the CPU for torch, so torch chooses its CPU kernels. For most operators, shapes and bytes are the same
-as on a GPU. Where they differ, this module replaces the call by a GPU's kernel:
+as on a GPU. For the others, this module replaces the call by a GPU's kernel:
 
 - attention with dropout is one fused kernel, too; a CPU would build the whole matrix of weights;
-- dropout is one kernel, which keeps a mask of bytes; a CPU draws, divides and multiplies;
-- recurrent layers are products and cells, not one opaque operator of a CPU's library (`device_kernels`).
+- dropout is one kernel that keeps a mask of bytes; a CPU draws, divides and multiplies in separate kernels;
+- recurrent layers are matrix products and cells, not one opaque operator of a CPU's library (`device_kernels`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _attention, _dropout = F.scaled_dot_product_attention, F.dropout
 
 @functools.wraps(_attention)
 def fused_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """`F.scaled_dot_product_attention` by a kernel that drops weights as it goes: shapes and bytes as without."""
+    """Run `F.scaled_dot_product_attention` as one fused kernel. Dropout inside the kernel does not change its shapes and bytes."""
     if len(args) > _DROPOUT:
         args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
     return _attention(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
@@ -34,7 +34,7 @@ def fused_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 @functools.wraps(_dropout)
 def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` by one kernel."""
+    """Run `F.dropout` as one kernel."""
     if inplace or not training or not 0.0 < p < 1.0:
         return _dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]

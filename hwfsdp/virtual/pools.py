@@ -1,17 +1,17 @@
-"""A caching allocator's layout of storages: a device needs more memory than is alive.
+"""A caching allocator's layout of storages. It shows why a device reserves more bytes than are alive.
 
 PyTorch's allocator takes memory from the device in segments, keeps it, and cuts blocks from it. Only the stream that made a
-block can reuse it, and a hole serves only storages that fit into it. So the reserved memory is at least the sum of the
+block can reuse it, and a hole can hold only storages that fit into it. So the reserved memory is at least the sum of the
 streams' peaks, which may come at different times, plus the holes. This module follows the documented rules of torch's CUDA
-allocator (docs.pytorch.org, CUDA semantics, "Memory management", and its published source's constants):
+allocator (docs.pytorch.org, CUDA semantics, "Memory management", and the constants in its published source):
 
-- sizes are rounded up to 512 bytes; up to 1 MiB they come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB,
-  larger ones get a segment of their own size, rounded up to 2 MiB;
-- the smallest hole that fits is taken; what is left of it stays a hole if it is 512 bytes or more (of small blocks), or
-  more than 1 MiB (of others);
-- neighboring holes of one segment become one.
+- sizes are rounded up to multiples of 512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, and blocks up to 10 MiB from
+  segments of 20 MiB. A larger block gets a segment of its own size, rounded up to a multiple of 2 MiB;
+- the smallest hole that fits is taken. The rest of it stays a hole if it has at least 512 bytes (small blocks), or more than
+  1 MiB (all others);
+- neighboring holes of one segment become one hole.
 
-Left out: expandable segments, giving memory back when the device runs out, garbage collection of cached segments.
+Left out: expandable segments, memory that is given back when the device runs out, garbage collection of cached segments.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _SMALL_SEGMENT, _MEDIUM_SEGMENT, _LARGE_ROUND = 2 << 20, 20 << 20, 2 << 20
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes of the block for a storage."""
+    """Return the bytes of the block for a storage of `nbytes` bytes."""
     return max(ROUND, -(-nbytes // ROUND) * ROUND)
 
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment: taken, or a hole.
+    """A part of a segment, either taken or a hole.
 
     Attributes:
-        at: bytes from an origin that all segments share. before, after: its neighbors in the segment.
+        at: its address, in bytes from an origin that all segments share. before, after: its neighbors in the segment.
     """
 
     at: int
@@ -54,7 +54,7 @@ class Pool:
     blocks: dict[int, Block] = field(default_factory=dict)  # holes by address
 
     def take(self, nbytes: int) -> Block | None:
-        """The smallest hole of at least so many bytes."""
+        """Remove and return the smallest hole of at least `nbytes` bytes, or return None."""
         place = bisect_left(self.holes, (nbytes, 0))
         if place == len(self.holes):
             return None
@@ -73,7 +73,7 @@ class Pools:
     """The pools of all streams.
 
     Attributes:
-        reserved: bytes of all segments; they are never given back.
+        reserved: bytes of all segments. They are never given back.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Pools:
         self._pools: dict[tuple[str, bool], Pool] = {}
 
     def allocate(self, nbytes: int, stream: str) -> Block:
-        """A block for a storage of so many bytes."""
+        """Return a block for a storage of `nbytes` bytes on this stream."""
         size = rounded(nbytes)
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), Pool(is_small))
@@ -97,7 +97,7 @@ class Pools:
         return block
 
     def free(self, block: Block) -> None:
-        """Make a hole of the block, and one hole of it and the holes beside it."""
+        """Turn the block into a hole, and join it with the neighboring holes."""
         block.is_hole = True
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.is_hole:

@@ -1,11 +1,11 @@
-"""The simulated program: a model is built, sharded and trained for a step, as on real GPUs.
+"""The simulated program: it builds a model, shards it, and trains it for a step, as on real GPUs.
 
-Mixed precision as usual: parameters are gathered in bfloat16, gradients reduced in float32, AdamW keeps float32.
+Mixed precision is as usual: parameters are gathered in bfloat16, gradients are reduced in float32, and AdamW keeps float32.
 
 Note [Selective checkpointing]
-    A middle way between keeping all activations and recomputing all: the outputs of attention and of every second matrix
-    product are kept, and all others are computed again. (The published figures that predictions are compared with used it;
-    torch's tool is `create_selective_checkpoint_contexts`.)
+    Selective checkpointing keeps some activations and recomputes the others. It keeps the outputs of attention and of every
+    second matrix product. (The runs whose published figures are compared with predictions used it. torch's tool for it is
+    `create_selective_checkpoint_contexts`.)
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Target = str | Config | nn.Module | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained.
+    """The settings of training.
 
     Attributes:
-        batch: sequences per GPU and step. seq: tokens in each.
-        checkpoint: one of `CHECKPOINTS`: what the forward of each wrapped module does not keep for its backward.
-        reshard_after_forward: as for `fully_shard`, of the wrapped modules; the last one stays whole in any case, as its
-            backward comes at once.
-        shards: GPUs to shard over; the others replicate (HSDP). None: all.
+        batch: sequences per GPU and step. seq: tokens in each sequence.
+        checkpoint: one of `CHECKPOINTS`: which activations the forward of each wrapped module drops, and recomputes later.
+        reshard_after_forward: the argument of `fully_shard` for the wrapped modules. If it is None, the last module stays whole,
+            because its backward comes at once.
+        shards: number of GPUs to shard over; the others replicate (HSDP). None: all GPUs.
         wrap: names of the classes whose modules are sharded by themselves. Empty: the model's blocks
             (`blueprint.find_blocks`).
-        param_dtype: to compute in; gradients are reduced in float32.
+        param_dtype: the dtype of the computation. Gradients are reduced in float32.
     """
 
     batch: int = 1
@@ -69,7 +69,7 @@ class Plan:
 
 
 def checkpointed(module: nn.Module, how: str) -> None:
-    """Let the module's forward recompute in the backward what it does not keep; its hooks stay around that."""
+    """Let the module recompute in the backward the activations that its forward does not keep. Its hooks stay outside of this."""
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -79,7 +79,7 @@ def checkpointed(module: nn.Module, how: str) -> None:
 
 
 def _selective() -> tuple[Any, Any]:
-    """Note [Selective checkpointing]. Forward and recomputation each count their matrix products."""
+    """Make the contexts of Note [Selective checkpointing]. Forward and recomputation each count their own matrix products."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -95,7 +95,7 @@ def _selective() -> tuple[Any, Any]:
 
 
 def shard(model: nn.Module, plan: Plan, gpus: int) -> nn.Module:
-    """Checkpointing and `fully_shard`, from the inside out; under HSDP over a mesh of (replicas, shards)."""
+    """Apply checkpointing and `fully_shard` from the inside out. Under HSDP, the mesh has the shape (replicas, shards)."""
     mesh = None
     if plan.shards is not None:
         shape = gpus // plan.shards, plan.shards
@@ -113,9 +113,9 @@ def shard(model: nn.Module, plan: Plan, gpus: int) -> nn.Module:
 
 
 def training_step(model: nn.Module, plan: Plan, is_host: bool) -> Step:
-    """A step of language modeling on a sharded model: forward, backward, clipping, AdamW.
+    """Return a step of language modeling on a sharded model: forward, backward, clipping, AdamW.
 
-    Where the host computes, it is the step of `train`, which does not clip and has AdamW go over one parameter at a time.
+    If the host computes, it is the step of `train`: without clipping, and AdamW updates one parameter at a time.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_host else True)
     tokens = torch.zeros(plan.batch, plan.seq, dtype=torch.int64)
@@ -132,12 +132,12 @@ def training_step(model: nn.Module, plan: Plan, is_host: bool) -> Step:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits [B, T, V] against targets [B, T], in float32."""
+    """Return the mean cross-entropy of logits [B, T, V] against targets [B, T], in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model for the world entered; the user's stays as it is. Tied parameters are tied in it, too."""
+    """Copy the model for the virtual world. The user's model does not change. Tied parameters are tied in the copy, too."""
     known: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -156,14 +156,14 @@ class Program(NamedTuple):
 def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Program:
     """Build the program that runs in the entered world.
 
-    Whole parameters never exist, as on real GPUs: a model is built on the meta device, and gets memory for its shards.
+    As on real GPUs, whole parameters never exist: a model is built on the meta device, and gets memory only for its shards.
 
     Raises:
-        UsageError: a function that returns neither a model nor a step.
+        UsageError: the target is a function that returns neither a model nor a step.
     """
     if isinstance(target, str | Config):
         config = config_of(target) if isinstance(target, str) else target
-        with torch.device("meta"):  # with as many positions as a sequence has
+        with torch.device("meta"):  # the model has as many positions as a sequence has tokens
             made: Any = build(replace(config, seq_len=plan.seq))
     else:
         made = target if isinstance(target, nn.Module) else target()

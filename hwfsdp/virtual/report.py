@@ -10,7 +10,7 @@ from hwfsdp.virtual.run import LIMITS, Simulation
 
 
 def report(found: Simulation) -> str:
-    """The result of a simulation as text, with the limits of the model."""
+    """Return the result of a simulation as text, with the limits of the model."""
     plan, summary = found.plan, found.log.summary()
     where = f"{found.gpus} × {found.device.name}" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
     rate, mfu = found.tokens_per_second_per_gpu, found.mfu
@@ -43,7 +43,7 @@ def _footer(fitted: str) -> list[str]:
 
 
 def sweep_report(found: Sequence[Simulation]) -> str:
-    """A sweep as text: a line for each number of GPUs."""
+    """Return a sweep as text, with one line for each number of GPUs."""
     head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "GiB", "fits")
     lines = lay_out([head, *map(_row, found)], left=0, indent="")
     first = found[0]

@@ -5,7 +5,8 @@
     result.log.save("trace.json")
 
 The simulation runs the package itself: `fully_shard`, its hooks and its prefetching, on rank 0 of a virtual world (`world`).
-The first step is a warm-up: hwfsdp learns the order of the groups, and the optimizer makes its state. The next is measured.
+The first step is a warm-up: hwfsdp learns the order of the groups, and the optimizer makes its state. The second step is
+measured.
 
 Note [What the model leaves out]
     Ranks are equal and start together: no stragglers, no congestion, no failures. A roofline gives the cost of kernels, with
@@ -43,9 +44,9 @@ LIMITS = (
     "equal ranks without stragglers or congestion; roofline costs with one efficiency per device; "
     "streams do not slow each other down"
 )
-# Model FLOPs of attention per FLOP of its backward: 2 + 4 matrix products, of which 4 are computed there, and one again.
+# Model FLOPs of attention per FLOP of its backward: the model has 2 + 4 matrix products; the backward runs 4, and one again.
 _ATTENTION = 6 / 5
-_USABLE = 0.99  # of a device's memory; the rest is the driver's
+_USABLE = 0.99  # share of a device's memory that is usable; the driver needs the rest
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,18 @@ class Simulation:
     """Time and memory of a training step on one GPU.
 
     Attributes:
-        tokens_per_second_per_gpu: None if the user's own step did not say how many tokens it has.
-        step_seconds: from the first kernel to the last, host included.
+        tokens_per_second_per_gpu: the speed; None if the number of tokens in the user's own step is not known.
+        step_seconds: seconds from the start of the step until the host and all streams have finished.
         mfu: model FLOPs utilization: 6 FLOPs per parameter and token, and 12 per layer, width, position and token for
-            attention, over peak (the definition of PaLM, arXiv:2204.02311, appendix B); None without tokens.
+            attention, divided by the peak (the definition of PaLM, arXiv:2204.02311, appendix B). None if the number of tokens is
+            not known.
         exposed_comm_fraction: share of the step in which a collective runs and nothing is computed.
-        peak_memory_gib: the memory that the caching allocator reserves, in GiB, at most the device's memory. Training
-            frameworks report this number.
-        peak_allocated_gib: the memory that is alive at once.
+        peak_memory_gib: the memory that the caching allocator reserves, in GiB. It is limited to the device's memory, but never
+            below `peak_allocated_gib`. Training frameworks report this number.
+        peak_allocated_gib: the most memory that is alive at once, in GiB.
         peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
-        fits: whether `peak_allocated_gib` is within the device's memory.
-        is_step: whether the target made its own step; then batch and checkpointing are not the plan's.
+        fits: True if `peak_allocated_gib` is within the device's memory.
+        is_step: True if the target made its own step. Then the step does not use the plan's batch and checkpointing.
         log: events of rank 0 in the measured step, in virtual time.
     """
 
@@ -88,11 +90,11 @@ class Simulation:
 
     @property
     def memory_gib(self) -> float:
-        """Memory of the device, in GiB."""
+        """Return the usable memory of the device, in GiB."""
         return _USABLE * self.device.memory / GIB
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; without the log, with its summary."""
+        """Return JSON-ready values, with the log's summary in place of the log."""
         found = {name: value for name, value in vars(self).items() if name not in ("log", "device", "plan")}
         plan = asdict(self.plan) | {"param_dtype": str(self.plan.param_dtype).removeprefix("torch.")}
         shown = ("name", "per_node", "efficiency", "fitted_on", "source")
@@ -113,20 +115,21 @@ def simulate(
     """Train for a step on `gpus` virtual devices.
 
     Args:
-        step_or_model: what to train. The name of a model (`models.zoo`); its sizes; an `nn.Module` on any device, not sharded;
-            or a function without arguments, which is called once in the virtual world. The function returns a model, which
-            is then trained as a language model on tokens. Or it returns a step: a function without arguments that trains
-            for one step a model that it has built and sharded with `fully_shard`.
-        gpus: the number of all ranks. nodes: the number of nodes, which all get the same number of ranks; by default as few as
-            possible.
+        step_or_model: the name of a model (`models.zoo`), its sizes, an unsharded `nn.Module` on any device, or a function
+            without arguments. The function is called once in the virtual world. If it returns a model, this model is trained as a
+            language model on tokens. Or it builds a model, shards it with `fully_shard`, and returns a step: a function without
+            arguments that trains this model for one step.
+        gpus: the number of all ranks. nodes: the number of nodes. All nodes get the same number of ranks. By default, there are as
+            few nodes as possible.
         device: a name of `devices.DEVICES`, "this-machine", or your own `Device`.
-        hsdp: shard within each node, replicate across nodes.
-        settings: of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by default bfloat16;
-            float32 if the host computes). If you pass your own step, `batch * seq` is its number of tokens, and all other
-            settings are ignored.
+        hsdp: True: shard within each node, and replicate across nodes.
+        settings: fields of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by default
+            bfloat16; float32 if the host computes). If you pass your own step, `batch * seq` is its number of tokens, and all
+            other settings are ignored.
 
     Raises:
-        UsageError: an unknown name, GPUs that the nodes do not divide, or a step that needs the values of a tensor.
+        UsageError: a name is unknown, the number of nodes does not divide the number of GPUs, or the step needs the values of a
+            tensor.
         StateError: this process has a process group already.
     """
     if not isinstance(gpus, int) or not isinstance(nodes, int | None) or (hsdp and "shards" in settings):
@@ -145,7 +148,7 @@ def simulate(
     world = World(gpus, figures)
     with world.entered():
         run = program(step_or_model, plan, gpus, figures.host)
-        world.allocator.pack()  # a model may have been whole while it was built
+        world.allocator.pack()  # the function may have built a whole model before it sharded it
         run.step()
         gc.collect()
         world.allocator.reset_peak()
@@ -160,7 +163,7 @@ def simulate(
 
 
 class Measured(NamedTuple):
-    """A step that was run: how long it took, the tokens of a GPU, if it said so, whose step it is, and what happened."""
+    """A measured step: its time, its tokens per GPU (None: unknown), True if the target made the step, and its log."""
 
     seconds: float
     tokens: int | None
@@ -182,10 +185,10 @@ class _NamingLedger(Ledger):
 
 
 def placed(device: Device, gpus: int, nodes: int | None) -> Device:
-    """The device, in nodes that so many GPUs fill.
+    """Return the device with the number of GPUs in each node, if `gpus` GPUs fill all nodes equally.
 
     Raises:
-        UsageError: they do not.
+        UsageError: the GPUs do not fill the nodes equally, or a node would have too many.
     """
     if nodes is None:
         per_node = min(device.per_node, gpus)
@@ -250,7 +253,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
         flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
         mfu = flops / seconds / device.peak(str(plan.param_dtype).removeprefix("torch."))
-    steps = max(1, len(log.finished_steps))  # whose mean the summary gives
+    steps = max(1, len(log.finished_steps))  # the summary gives their mean
     usable = _USABLE * device.memory
     return Simulation(
         target=name,

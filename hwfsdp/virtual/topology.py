@@ -1,12 +1,12 @@
-"""The duration of a collective: bytes over its slowest link, plus a start.
+"""The duration of a collective: the time of its bytes on the slowest link, plus the time to start.
 
-Nodes of `per_node` GPUs, joined inside by fast links and outside by one network port per GPU. A collective is a ring,
-or several rings at once that share the ports of a node, which is how libraries run large ones. Each GPU receives
+A node has `per_node` GPUs. Fast links join the GPUs of a node. Each GPU has one network port to other nodes. A collective is a
+ring, or several rings at once that share the ports of a node, as libraries run large collectives. Each GPU receives
 `(W - 1) / W` of the whole tensor over its link. Each *node* receives the bytes that none of its GPUs has, over the ports of
 all its GPUs that take part. The slower of the two decides. An all-reduce is a reduce-scatter and an all-gather.
 (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.)
 
-Left out: congestion, stragglers, switches that reduce, and what a collective takes from compute that runs beside it.
+Left out: congestion, stragglers, switches that reduce, and the slowdown of compute that runs beside a collective.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from hwfsdp.virtual.devices import Device
 
-_PASSES = {"all_reduce": 2}  # over the tensor; all others: 1
+_PASSES = {"all_reduce": 2}  # passes over the tensor; all other collectives: 1
 _DIRECT = ("send", "recv")
 
 
 class Span(NamedTuple):
-    """Where the ranks of a group are.
+    """The placement of a group's ranks on nodes.
 
     Attributes:
-        ranks: number of ranks. nodes: number of nodes. per_node: ranks on each; of uneven groups, the fewest.
+        ranks: number of ranks. nodes: number of nodes. per_node: ranks on each node, or the fewest if nodes have different numbers.
     """
 
     ranks: int
@@ -34,16 +34,16 @@ class Span(NamedTuple):
 
 
 def span_of(ranks: Sequence[int], per_node: int) -> Span:
-    """Return the span of these global ranks, which fill one node after the other."""
+    """Return the span of these global ranks. Global ranks fill one node after the other."""
     nodes = Counter(rank // per_node for rank in ranks)
     return Span(len(ranks), len(nodes), min(nodes.values()))
 
 
 def collective_us(op: str, nbytes: int, span: Span, device: Device) -> float:
-    """µs that a collective takes once all ranks have come to it.
+    """Return the µs that a collective takes after all ranks have called it.
 
     Args:
-        op: one of `events.COLLECTIVES`. nbytes: of the whole tensor, as in the event log.
+        op: one of `events.COLLECTIVES`. nbytes: bytes of the whole tensor, as in the event log.
     """
     if span.ranks == 1:
         return 0.0

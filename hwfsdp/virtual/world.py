@@ -1,24 +1,24 @@
-"""A world of GPUs in one process: this process is rank 0 of them, and nothing in it computes.
+"""A virtual world of GPUs in one process: this process is rank 0, and no operator computes values.
 
 Four stand-ins replace the machine. The code above them is the same as on real ranks:
 
 - a fake process group: collectives return at once (`compat.fake_process_group`);
-- fake tensors: operators work out shapes, not values (`compat.fake_tensors`);
-- the streams of a virtual clock, registered with `streams` in place of the CPU's;
-- a dispatch mode, the meter, which sees every operator and every collective, says what it costs, and counts the storages
+- fake tensors: operators compute shapes, not values (`compat.fake_tensors`);
+- the streams of a virtual clock, registered with `streams` in place of the CPU's streams;
+- a dispatch mode, the meter: it sees every operator and every collective, adds its cost to the clock, and counts the storages
   that it makes.
 
-Rank 0 represents all ranks: in fully sharded training every rank does the same, and no rank has more rows.
+Rank 0 represents all ranks: in fully sharded training every rank does the same, and no rank has more rows than rank 0.
 
 Note [The count of steps]
-    Optimizers keep the number of their steps in a tensor on the host, and read it in each step. This costs a device
-    nothing, but a fake tensor has no number to read. So a scalar that an optimizer reads within its step is its number of
-    steps. torch's optimizers process parameters one by one on the CPU, and many at once on a device. If the user has not
-    chosen, the virtual world chooses as for a device.
+    Optimizers keep the number of their steps in a tensor on the host, and read it in each step. This costs no time on a device,
+    but a fake tensor has no number to read. So if an optimizer reads a scalar within its step, it gets the number of its steps.
+    torch's optimizers process parameters one by one on the CPU, and many at once on a device. If the user has not chosen, the
+    virtual world chooses as for a device.
 
 Note [What stays real]
-    A mesh is made of tensors of rank numbers, whose values matter. So tensors of torch's meshes stay real, and so do all
-    results that are computed from real tensors only.
+    A mesh contains tensors of rank numbers, and the program needs their values. So tensors of torch's meshes stay real. Results
+    that are computed from real tensors only stay real, too.
 """
 
 from __future__ import annotations
@@ -55,38 +55,38 @@ from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.kernels import device_kernels
 from hwfsdp.virtual.topology import collective_us, span_of
 
-_KIND_OF_NAME = {  # how torch's operators begin → the collective; others exchange like an all-to-all
+_KIND_OF_NAME = {  # start of an operator's name → the collective; all others cost as much as an all-to-all
     **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
     **{kind: kind for kind in ("reduce_scatter", "broadcast", "send", "recv")},
 }
 
 
-_NEAR = 6  # frames in which a caller is looked for
+_NEAR = 6  # the most frames to search for a caller
 
 
 class World:
     """A stand-in for `gpus` devices.
 
     Attributes:
-        clock, allocator: of rank 0's device.
-        flops: of all operators so far. attention_flops: of the backwards of attention, nothing masked.
+        clock, allocator: the clock and the allocator of rank 0's device.
+        flops: FLOPs of all operators so far. attention_flops: FLOPs of the backwards of attention, as if nothing were masked.
     """
 
     def __init__(self, gpus: int, device: Device) -> None:
         self.gpus, self.device = gpus, device
         self.clock, self.allocator = Clock(device), Allocator()
         self.flops = self.attention_flops = 0.0
-        self.works_out_shapes = False  # while DTensor calls operators for the shapes of their results only
-        self.steps: int | None = None  # within a step of an optimizer: the number of its steps so far
+        self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of results
+        self.steps: int | None = None  # within a step of an optimizer: its number of steps, with this one
 
     def span(self, group: dist.ProcessGroup) -> Any:
-        """Where the ranks of a group are."""
+        """Return the placement of a group's ranks on nodes (`topology.Span`)."""
         return span_of(dist.get_process_group_ranks(group), self.device.per_node)
 
     @contextmanager
     def entered(self) -> Iterator[World]:
-        """Make this process rank 0 of the world for the time of the block.
+        """Make this process rank 0 of the world inside the block.
 
         Raises:
             StateError: this process has a process group already.
@@ -96,7 +96,7 @@ class World:
             stack.enter_context(on_paper(0, self.gpus, "virtual GPUs", remedy))
             stack.enter_context(events.keeping_clock())
             stack.callback(setattr, StreamSet, "newest", StreamSet.newest)
-            virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
+            virtual_streams(self.clock)  # the newest set: its clock counts even if no model is sharded
             use_newest()
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
             stack.enter_context(after_each_resize(self._see))
@@ -114,7 +114,7 @@ class World:
         self.allocator.see(storage, self.clock.current)
 
     def restart(self) -> None:
-        """Wait for all that was issued, and begin to count anew: time from 0, and FLOPs."""
+        """Set the time and the FLOPs to 0. No work is pending afterwards."""
         self.clock.restart()
         self.flops = self.attention_flops = 0.0
 
@@ -128,7 +128,7 @@ class World:
 
 
 class Meter(compat.DispatchMode):
-    """Sees every operator and every collective, and lets the world's time pass."""
+    """A dispatch mode that sees every operator and every collective, and advances the world's clock."""
 
     def __init__(self, world: World) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class Meter(compat.DispatchMode):
     ) -> Any:
         if DTensor in types:
             self.world.clock.host += self.world.device.dtensor_us
-            return NotImplemented  # it calls operators on its local parts, which are seen
+            return NotImplemented  # it calls operators on its local parts, and the meter sees them
         kwargs = kwargs or {}
         if op.namespace == "prim":
             return op(*args, **kwargs)
@@ -151,13 +151,13 @@ class Meter(compat.DispatchMode):
             return op(*args, **kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and world.steps is not None:
             return world.steps  # Note [The count of steps]
-        if op.namespace == "aten" and compat.is_composite(op):  # under `torch.inference_mode` they come whole
+        if op.namespace == "aten" and compat.is_composite(op):  # not decomposed by `torch.inference_mode`
             with self:
                 return op.decompose(*args, **kwargs)
         out = call(op, args, kwargs)
         made = tensors_in(out)
         if made and all(tensor.is_meta for tensor in made):
-            return out  # a model that has no memory yet
+            return out  # a model on the meta device has no memory yet
         for tensor in made:
             world._see(tensor.untyped_storage())
         if op.namespace in ("c10d", "_c10d_functional"):
@@ -178,14 +178,14 @@ class Meter(compat.DispatchMode):
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, world.span(group), world.device))
-            # async_op is the one flag.
+            # The only flag among the arguments is async_op.
             is_blocking = not history.is_issuing() and any(arg is False for arg in args)
             if world.device.host and is_blocking:
                 world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
     @contextmanager
     def _stream_of(self, kind: str) -> Iterator[None]:
-        """A collective that the user calls has a stream of its own, too, which compute waits for."""
+        """Run a collective that the user calls on a stream of its own, too. The compute stream waits for it."""
         clock = self.world.clock
         if clock.current != "compute" or kind not in clock.ends:
             yield
@@ -193,7 +193,7 @@ class Meter(compat.DispatchMode):
         clock.wait(kind, clock.ends["compute"])
         recorder = events.active()
         if recorder and recorder.drafts and recorder.drafts[-1].op == kind:
-            recorder.drafts[-1].begin = recorder.mark(kind)  # not when the host came to it
+            recorder.drafts[-1].begin = recorder.mark(kind)  # the stream's time, not the host's
         clock.current = kind
         try:
             yield
@@ -203,13 +203,13 @@ class Meter(compat.DispatchMode):
 
 
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Note [What stays real]."""
+    """True if an operator works only on real tensors (Note [What stays real])."""
     tensors = tensors_in((args, kwargs))
     return not any(map(compat.is_fake, tensors)) if tensors else _called_from(device_mesh.__name__)
 
 
 def _called_from(module: str) -> bool:
-    """Whether the operator being dispatched was called in this module, give or take a few frames of torch."""
+    """True if this module called the operator that is dispatched now, perhaps through a few frames of torch."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_NEAR):
         if frame is None or frame.f_globals.get("__name__") == module:
@@ -223,7 +223,7 @@ def _group_in(args: Sequence[Any]) -> dist.ProcessGroup | None:
         if isinstance(arg, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(arg)
-            except RuntimeError:  # the operation to reduce by
+            except RuntimeError:  # a reduce operation, not a group
                 continue
     names = [arg for arg in args if isinstance(arg, str)]
     return compat.group_named(names[-1]) if names else None
@@ -235,10 +235,10 @@ def _where() -> str:
 
 
 def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator on fake tensors, which have no values; a program that needs one is told where it does.
+    """Call an operator on fake tensors, which have no values. If a program needs a value, the error names the line.
 
     Raises:
-        UsageError: the result, or its shape, depends on values.
+        UsageError: the result or its shape depends on values.
     """
     try:
         return op(*args, **kwargs)
@@ -254,7 +254,7 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _optimizers_seen(world: World) -> AbstractContextManager[None]:
-    """Note [The count of steps]."""
+    """Count the steps of optimizers, and let them update many tensors at once (Note [The count of steps])."""
     done: Counter[int] = Counter()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
