@@ -106,7 +106,7 @@ class Readable(Buffers):
 
 
 class DefaultAllGather(Readable, AllGather):
-    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+    """The all-gather through shared memory if the ranks compute on the CPU of one machine, else the backend's own."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
@@ -119,7 +119,7 @@ class DefaultAllGather(Readable, AllGather):
 
 
 class DefaultReduceScatter(Readable, ReduceScatter):
-    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+    """The reduce-scatter through shared memory if the ranks compute on the CPU of one machine, else the backend's own."""
 
     def allocate_result(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return Buffers.allocate(self, size, dtype=dtype, device=device)  # it becomes the gradients
@@ -180,7 +180,7 @@ class Named:
     """A block that issues a collective or waits for it. If this fails or hangs, the error has the collective's name.
 
     Args:
-        op: of the collective, for example "all_gather". owner: fqn of the parameter group. note: of the call.
+        op: name of the collective, for example "all_gather". owner: fqn of the parameter group. note: the history's note of the call.
     """
 
     __slots__ = ("op", "owner", "note")
@@ -217,7 +217,7 @@ class Issuing(Named):
         super().__exit__(kind, error, traceback)
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
-        """Wrap the work, so that its end is noted, and so that it has a name while the host waits for it."""
+        """Wrap the work. Its end is then noted in the history, and it has a name while the host waits for it."""
         note = self.note
         assert note is not None
         note.mark(history.State.OPEN if work is not None or not async_op else history.State.DONE)
@@ -225,7 +225,7 @@ class Issuing(Named):
 
 
 class Followed:
-    """A work whose end is noted in the history."""
+    """A work of torch. The history notes its end."""
 
     __slots__ = ("_work", "_op", "_owner", "_note")
 
@@ -278,7 +278,7 @@ class GroupTransport(Transport):
         self._note: history.Note | None = None
 
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make a buffer. For a group of ranks, the first call may need a meeting of all its ranks, which may fail."""
+        """Make a buffer. The first call for a group of ranks may need all its ranks to meet. This may fail."""
         if purpose == "result":
             how: Any = self.scatter  # not necessarily one of the classes above
             result: Tensor = getattr(how, "allocate_result", how.allocate)(
@@ -350,8 +350,8 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
     """Start to average one flat tensor over the ranks on `stream`; each rank gets its part. Return before it is done.
 
     Args:
-        part: [n]; written: this rank's part of the mean, the n elements from `rank * n` on.
-        whole: [W * n], contiguous; of the same dtype, in which the sums are made.
+        part: [n]; written: this rank's part of the mean, which is the n elements from `rank * n` on.
+        whole: [W * n], contiguous, of the same dtype. The sums are computed in this dtype.
 
     Returns:
         An event after which `part` is complete. Keep both tensors until then, as for `all_gather_flat`.
