@@ -265,7 +265,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 def is_sharded_tensor(value: object) -> bool:
     """True if this is a ShardedTensor, the type that torch had before DTensor."""
-    home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: no ShardedTensor exists
+    home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there is none
     return home is not None and isinstance(value, home.ShardedTensor)
 
 

@@ -58,7 +58,7 @@ def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
         settings["param_dtype"] = getattr(torch, args.dtype)
     target = find_function(args.model) if ":" in args.model else args.model
     nodes = args.nodes if choice.gpus == args.gpus else None
-    # If an operator raises, torch prints all its arguments.
+    # Otherwise torch prints all arguments of an operator that raises.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
     of_the_user = in_one_line(f"a virtual step of {args.model}", "it to run", remedy)

@@ -84,7 +84,7 @@ class Capture:
     def __init__(self, wanted: Steps) -> None:
         self.wanted, self.steps = wanted, 0
         self.log: EventLog | None = None
-        self._leader: weakref.ref[Optimizer] | None = None  # if there are several optimizers, only the steps of this one count
+        self._leader: weakref.ref[Optimizer] | None = None  # only steps of this optimizer count
         self._recording = ExitStack()
 
     @contextmanager
@@ -100,7 +100,7 @@ class Capture:
             handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._leader is None or self._leader() is None:  # the first optimizer, or a new one that replaces it
+        if self._leader is None or self._leader() is None:  # the first optimizer, or its replacement
             self._leader = weakref.ref(optimizer)
         if self._leader() is not optimizer:
             return
