@@ -34,12 +34,12 @@ class Buffers:
     """The source of a collective's buffers: ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a buffer of this size, contents undefined."""
+        """Make a buffer of this size with undefined contents."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class AllGather(Buffers, ABC):
-    """How an all-gather allocates its buffer and moves its bytes; see `FSDPModule.set_custom_all_gather`."""
+    """An all-gather: it allocates its buffer and moves its bytes. See `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
@@ -49,7 +49,7 @@ class AllGather(Buffers, ABC):
 
 
 class ReduceScatter(Buffers, ABC):
-    """How a reduce-scatter allocates its buffers and moves its bytes."""
+    """A reduce-scatter: it allocates its buffers and moves its bytes."""
 
     @abstractmethod
     def __call__(
@@ -83,7 +83,7 @@ class BackendReduceScatter(ReduceScatter):
 
 
 class Readable(Buffers):
-    """Buffers that the ranks of one machine can read in place; ordinary memory for other groups."""
+    """Buffers that the ranks of one machine can read in place. Other groups get ordinary memory."""
 
     _group: Group = None
     _chosen: Group = None
@@ -97,7 +97,7 @@ class Readable(Buffers):
         return super().allocate(size, dtype=dtype, device=device)
 
     def _over(self, group: Group, device: torch.device) -> Group:
-        """Return the group to communicate in, in place of `group`."""
+        """Return the group that communicates in place of `group`."""
         if group is None or group is not self._group:
             return shared_memory.over(group, device)
         if self._chosen is None:
@@ -146,7 +146,7 @@ class RingAllGather(AllGather):
 
 
 class RingReduceScatter(ReduceScatter):
-    """The reduce-scatter of `ring`, which blocks the host; sums and means only."""
+    """The reduce-scatter of `ring`, which blocks the host. It can only sum and average."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
@@ -331,7 +331,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
 
     Args:
         whole: [W * n], contiguous; written. part: [n], this rank's part, of the same dtype. It may be its own place in `whole`.
-        group: of W ranks. owner: of the bytes, for errors and the event log.
+        group: the group of W ranks. owner: the owner of the bytes, for errors and the event log.
 
     Returns:
         An event after which `whole` is complete. Keep both tensors until then (`core.collectives`, Note [Why flat buffers outlive

@@ -99,9 +99,9 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
 
 
 def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
+    """Make a gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
 
-    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. Where ranks have different numbers
+    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. If ranks have different numbers
     of groups, they would wait for each other under different names. Here the name comes from the group.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
@@ -153,11 +153,11 @@ def profiler_is_running() -> bool:
 
 
 def profiler_range(moment: str, fqn: str = "", shards: int = 0) -> AbstractContextManager[Any]:
-    """Make a range that torch's profiler shows around the block, with FSDP2's name; do nothing if no profiler is running.
+    """Make a range that torch's profiler shows around the block, with FSDP2's name. Do nothing if no profiler is running.
 
     Args:
         moment: for example "all_gather"; "backward_prefetch for" is followed by the name alone.
-        fqn: of the module; "" for the root. shards: the number of ranks that share a group, if the module has several
+        fqn: fqn of the module; "" for the root. shards: the number of ranks that share a group, if the module has several
             groups; else 0.
     """
     if not profiler._is_profiler_enabled:
@@ -184,7 +184,7 @@ def default_store_below(prefix: str) -> Any:
 
 
 def default_store_by_itself() -> Any:
-    """Return the same store over a separate connection, for a thread that waits; None if this torch or store has no copies."""
+    """Return the same store over a separate connection, for a thread that waits. None if torch or the store cannot copy it."""
     store = default_store()
     try:
         return store.clone()

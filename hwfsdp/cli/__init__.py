@@ -16,8 +16,8 @@
     greeting   the command without a verb: what to do next
     command    the parser of the table, and the exit status
 
-The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported when
-the verb runs, and nothing imports torch before, so that `hwfsdp --help` answers at once.
+The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported
+only when the verb runs. Nothing imports torch before, so `hwfsdp --help` answers at once.
 """
 
 from hwfsdp.cli.command import build_parser as build_parser

@@ -1,7 +1,7 @@
 """The command `hwfsdp`: its verbs, from the table `verbs.toml`, and its exit status.
 
 Exit status: 0 when the requested result holds, 1 when it does not, 2 for unusable arguments. An error is one line on stderr;
-a terminal gets that line wrapped to its width. A verb imports torch only if it needs it, so that `--help` answers at once.
+on a terminal, it is wrapped to the width. A verb imports torch only if it needs it, so `--help` answers at once.
 Without a verb, `greeting` answers.
 """
 
@@ -25,8 +25,8 @@ from hwfsdp.cli.options import add_options
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.launcher.fork_server import start_server
 
-_VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # as the help lists verbs
-_NO_OPTIONS = {"verb", "action", "parser", "does", "json"}  # no options of a verb
+_VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # a verb in a line of the help
+_NO_OPTIONS = {"verb", "action", "parser", "does", "json"}  # parsed, but no options of a verb
 _HERE = Path(__file__).parent
 
 
@@ -153,7 +153,7 @@ def _add_verb(to: Any, name: str, verb: dict[str, Any], rows: dict[str, str]) ->
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are wrapped for a terminal."""
+    """A parser that wraps its errors for a terminal."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ParserWithScript(_Parser):
-    """A parser that does not read arguments after the first `--`. They are the script's, in `script_arguments`."""
+    """A parser that does not read arguments after the first `--`. It leaves them to the script, in `script_arguments`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -1,4 +1,4 @@
-"""`hwfsdp` without a verb: it says what hwfsdp is, and which one thing to do next.
+"""`hwfsdp` without a verb: it says what hwfsdp is, and names the next thing to do.
 
     no course here or in the package     the demo
     the course, nothing checked yet      the demo, then the first exercise

@@ -2,7 +2,7 @@
 
     ok        it works
     note      something optional is missing: training works without it
-    broken    training does not work, or not on the device that it would choose
+    broken    training does not work, or does not work on the device that it would choose
 
 Looks do not depend on each other. A look that raises becomes a line, not a traceback, and the looks after it still run. A look
 at other processes has a time limit. Modules that may be missing or broken are imported inside the functions.
@@ -29,9 +29,9 @@ from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
 
 OLDEST, NEWEST = (2, 13), (2, 15)  # releases of torch that are supported
-SECONDS = 120.0  # for the ranks to start and hear each other
+SECONDS = 120.0  # for the ranks to start and reach each other
 _PATIENCE = 20.0  # seconds for other programs and for loopback
-_PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # gloo puts the place in its own source like this
+_PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # gloo adds the place in its own source in this form
 _ROOM = 64 << 20  # bytes; containers often get no more in /dev/shm
 _ANOTHER_BUILD = (
     'make setup TORCH_SPEC=torch TORCH_ARGS="--index-url …", with the index that '
@@ -60,7 +60,7 @@ def examine(ranks: int, seconds: float = SECONDS) -> Iterator[Look]:
     yield _taken("loopback", "broken", look_at_loopback)
     yield _taken("temporary files", "broken", look_at_temporary_files)
     if torch.status != "broken":
-        start_server()  # not before: it imports torch, and a broken torch would print its own errors
+        start_server()  # only now: it imports torch, and a broken torch would print its own errors
         yield _taken("backend", "broken", look_at_backend)
         yield _taken("ranks", "broken", lambda: look_at_ranks(ranks, seconds=seconds))
         yield from _gpus(seconds)
@@ -286,7 +286,7 @@ def look_at_matplotlib() -> Look:
 
 
 def look_at_notebooks() -> Look:
-    """Check whether notebooks can run: whether their kernel exists, and its program starts."""
+    """Check whether notebooks can run: their kernel must exist, and its program must start."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError as error:

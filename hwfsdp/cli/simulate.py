@@ -40,7 +40,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 
 def _simulations(args: argparse.Namespace) -> Iterator[run.Simulation]:
-    """Simulate, and show on a terminal how far a sweep is."""
+    """Simulate. On a terminal, show the progress of a sweep."""
     shown = args.sweep and sys.stderr.isatty()
     for gpus in args.sweep or [args.gpus]:
         yield _once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp))

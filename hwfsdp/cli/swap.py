@@ -1,4 +1,4 @@
-"""`hwfsdp swap`: run a program that imports FSDP2 from torch on hwfsdp, unchanged."""
+"""`hwfsdp swap`: run an unchanged program that imports FSDP2 from torch. It then uses hwfsdp."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def start_ranks(task: Task) -> list[Rank]:
 
 @contextmanager
 def _hidden_main() -> Iterator[None]:
-    """Hide the caller's script in the block: multiprocessing would run it again in each child. The function travels by value."""
+    """Hide the caller's script in the block: multiprocessing would run it again in each child. The function is pickled by value."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -175,7 +175,7 @@ def _unpickled(exception: bytes | None) -> BaseException | None:
     try:
         found = pickle.loads(exception) if exception else None
     except Exception:
-        return None  # it pickles, but cannot be unpickled; the caller has its traceback as text
+        return None  # it cannot be unpickled; the caller has its traceback as text
     return found if isinstance(found, BaseException) else None
 
 

@@ -1,7 +1,7 @@
 """The start of the server from which ranks are forked: it imports modules, adopts orphans, and keeps memory shared.
 
-Only that server imports this module (`ranks`). Nothing here may start threads or ask a driver for GPUs: forked processes survive
-neither. After a single call of `torch.cuda.is_available`, CUDA refuses to start in every rank.
+Only that server imports this module (`ranks`). Nothing here may start threads or ask a driver for GPUs, because both
+break in forked processes. After a single call of `torch.cuda.is_available`, CUDA refuses to start in every rank.
 
 On Linux, processes that a rank leaves behind become children of the server. So they are not lost: `course.processes` can find and
 end them.

@@ -1,9 +1,9 @@
 """A collective in one picture: the numbers that each rank held before, and the numbers that it holds after.
 
 A cell is an element of a real tensor. Before, a cell has the color of the rank that holds it. After, it has the colors of all
-ranks from which its number comes: one color for a gathered element, all colors for a sum. Above a chunk stands the rank to which
-it goes, or from which it came. The picture raises an error if a number is not the result of the collective. So a drawing cannot
-show something that did not happen.
+ranks from which its number comes: one color for a gathered element, all colors for a sum. The text above a chunk names the
+rank to which it goes, or from which it came. The picture raises an error if a number is not the result of the collective. So a
+drawing cannot show something that did not happen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
         after: the result of each rank.
 
     Raises:
-        UsageError: the op or the shapes are others, there are more than 7 ranks, or `after` is not the result of the op on `before`.
+        UsageError: the op or a shape is not allowed, there are more than 7 ranks, or `after` is not the result of the op on `before`.
     """
     reduction = _check(op, before, after)
     ranks = len(before)

@@ -26,7 +26,7 @@ def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | 
     """Draw a band per run on one axis of time. Time 0 is the first event of each run.
 
     Args:
-        logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the first one's.
+        logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the length of the first.
         rank: the rank to draw of each run. step: the optimizer step to draw; by default the whole recording.
 
     Raises:

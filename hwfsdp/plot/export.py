@@ -24,7 +24,7 @@ _DPI = 150
 
 
 class View(NamedTuple):
-    """What to draw of a log. `picture` is one of `PICTURES`; `rank` and `step` choose the events.
+    """A picture, and the events of a log that it shows. `picture` is one of `PICTURES`; `rank` and `step` choose the events.
 
     None means all ranks, or all steps. Memory and lifetimes show only one rank: the first.
     """

@@ -1,7 +1,7 @@
 """The sharding grid: which part of each parameter each rank holds, and what is padding.
 
-There is one line per parameter. On the left is the whole tensor as a map, in the colors of the ranks that own its parts. The
-first dimension that is cut runs to the right; if a second one is cut, it runs downwards. Next to it is one cell per rank: its
+There is one line per parameter. The map on the left shows the whole tensor, in the colors of the ranks that own its parts. The
+first dimension that is cut runs to the right; if a second one is cut, it runs downwards. Next to the map, each rank has a cell: its
 full chunk under FSDP, with the rank's own rows filled and the padding hatched. Ranks of the same color hold the same part
 (replicas). If tensor parallelism has cut before FSDP, the map shows why such placements are called strided: the parts of
 neighboring ranks are not neighbors.
@@ -73,7 +73,7 @@ def plot_sharding(
         parameters: see `laid_out`.
         mesh: name → number of ranks along each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
             {"dp": 2, "tp": 2}.
-        fsdp: the axis along which FSDP cuts, whose chunks are padded. By default the only axis, or the axis with the name
+        fsdp: the axis along which FSDP cuts and pads its chunks. By default the only axis, or the axis with the name
             "shard", "fsdp" or "dp".
 
     Raises:

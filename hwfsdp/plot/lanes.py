@@ -3,7 +3,8 @@
 A span may contain other spans. The outer span is pale and has the full height; inner spans are lower and have the full color.
 Where the pale span is not covered, the outer module works outside its inner modules. A wide bar shows the fqn of its parameter
 group, or as many of its last components as fit. A thin arrow goes from an event to an event of another stream that waited for it
-(`events`, Note [Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw them.
+(`events`, Note [Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw their
+effects.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The states of each parameter group over time: sharded, gathering, full, freed.
 
-One row per group, in the order of the first gathers (`hwfsdp.observe.lifetimes` says how the log shows them). A thin line
+There is one row per group, in the order of the first gathers (`hwfsdp.observe.lifetimes` says how the log shows them). A thin line
 means that the rank holds only its shard. Gathering begins with the copy-in and ends with the all-gather. A group that was
 gathered early lies in its buffer until the copy-out fills the parameters. Then the group is full, until the last of its
-storages is freed. A bar inside shows when the group computed: so you see why it was gathered, how far ahead, and how long it
+storages is freed. A bar inside shows when the group computed. So you see why it was gathered, how far ahead, and how long it
 stayed.
 """
 

@@ -5,7 +5,7 @@ as its text, a column of names is as wide as its longest name, and the sheet is 
 size and never overlap, with one group or with sixty.
 
 Note [A page has one width]
-    Pages of the site, of GitHub and of notebooks shrink what is wider than their column, letters included. So every
+    Pages of the site, of GitHub and of notebooks shrink a picture that is wider than their column, and its letters, too. So every
     picture is at most `PAGE` inches wide, which is the site's column of 736 pixels, and no letter is smaller than
     `style.SMALL_SIZE`, 9 pixels there. Files have twice the pixels, for screens that have them and for enlarging.
 """
@@ -30,7 +30,7 @@ from hwfsdp.plot import style
 
 PAGE, MARGIN = 8.2, 0.2  # inches
 DPI = 180  # pixels per inch: two for each pixel of a page
-_COLORS = 128  # of a file: more than a reader can tell apart, and a third of the bytes
+_COLORS = 128  # of a file: more than a reader can tell apart, at a third of the bytes
 _TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
 _KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters (`_KEY_SIZE`)
@@ -155,7 +155,7 @@ def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
 
 
 def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
-    """Name rows at their left, and the unit of the scale below them."""
+    """Write the names of rows at the left, and the unit below the scale."""
     style.open_frame(axes)
     axes.spines[["left"]].set_visible(False)
     axes.set_yticks(places, names)

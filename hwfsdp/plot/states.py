@@ -3,7 +3,7 @@
 Lines are `accounting.model_state_bytes` of rank 0, which has the most rows. Both scales are logarithmic. So a strategy that
 divides everything by the number of ranks is a falling straight line, and a strategy that keeps a state whole levels off.
 Points are measurements, in the marker of their line, filled black. If a point is not on its line, one of them is wrong.
-Names stand at the end of the lines, moved apart where lines end in the same place.
+Names stand at the end of the lines, moved apart if lines end in the same place.
 """
 
 from __future__ import annotations

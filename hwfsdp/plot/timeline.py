@@ -1,6 +1,6 @@
 """The streams of every rank on one time axis: events as bars, waits as arrows.
 
-One band per rank (see `lanes`). A collective under a bar of compute is hidden communication. A hatched bar on the compute row
+There is one band per rank (see `lanes`). A collective under a bar of compute is hidden communication. A hatched bar on the compute row
 is the opposite: compute stood still until a collective (on a single rank: a copy) had ended.
 
 Times come from the log. Ranks on one machine share a clock. Bars of ranks on several machines are aligned only as well as their

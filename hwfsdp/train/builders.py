@@ -76,7 +76,7 @@ def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def in_one_line(subject: str, expected: str, remedy: str) -> Iterator[None]:
-    """Turn an exception of the user's code in the block into a UsageError that says where. Our own errors pass unchanged."""
+    """Turn an exception of the user's code in the block into a UsageError that says where it was raised. Our errors pass unchanged."""
     try:
         yield
     except FSDPError:
