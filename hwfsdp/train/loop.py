@@ -87,12 +87,9 @@ class TrainResult:
     """The result of a run on one rank.
 
     Attributes:
-        losses: for each step, the mean loss over all ranks. Steps before the run was resumed are included.
+        losses: for each step, the mean loss over all ranks. resumed_at: number of steps before a resume; `losses` includes them.
         grad_norms: for the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
-        step_ms: for each step that this run made, its milliseconds on this rank.
-        log: the recorded steps. None: no step was recorded.
-        resumed_at: number of steps before the run was resumed.
-        stopped: True if the run was asked to stop before the last step.
+        step_ms: milliseconds of this run's steps on this rank. log: the recording. stopped: True if asked to stop before the end.
     """
 
     losses: list[float] = field(default_factory=list)

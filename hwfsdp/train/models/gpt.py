@@ -94,7 +94,7 @@ class GPT(nn.Module):
         self.apply(_initialize)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, V] for the byte that follows each of `tokens` [B, T] int64."""
+        """Logits [B, T, V] for the byte that follows each of `tokens` [B, T], int64."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

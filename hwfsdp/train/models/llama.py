@@ -156,7 +156,7 @@ class Llama(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, T, V] for the token that follows each of `tokens` [B, T] int64."""
+        """Logits [B, T, V] for the token that follows each of `tokens` [B, T], int64."""
         x = self.tokens(tokens)
         config = self.config
         turns = rotation_turns(config.dim // config.heads, tokens.shape[1], config.rope_theta, x.device)
