@@ -34,12 +34,12 @@ class Buffers:
     """The source of a collective's buffers: ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a buffer of this size, contents undefined."""
+        """Make a buffer of this size with undefined contents."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class AllGather(Buffers, ABC):
-    """How an all-gather allocates its buffer and moves its bytes; see `FSDPModule.set_custom_all_gather`."""
+    """An all-gather: it allocates its buffer and moves its bytes. See `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
@@ -49,7 +49,7 @@ class AllGather(Buffers, ABC):
 
 
 class ReduceScatter(Buffers, ABC):
-    """How a reduce-scatter allocates its buffers and moves its bytes."""
+    """A reduce-scatter: it allocates its buffers and moves its bytes."""
 
     @abstractmethod
     def __call__(
@@ -83,7 +83,7 @@ class BackendReduceScatter(ReduceScatter):
 
 
 class Readable(Buffers):
-    """Buffers that the ranks of one machine can read in place; ordinary memory for other groups."""
+    """Buffers that the ranks of one machine can read in place. Other groups get ordinary memory."""
 
     _group: Group = None
     _chosen: Group = None
@@ -97,7 +97,7 @@ class Readable(Buffers):
         return super().allocate(size, dtype=dtype, device=device)
 
     def _over(self, group: Group, device: torch.device) -> Group:
-        """Return the group to communicate in, in place of `group`."""
+        """Return the group that communicates in place of `group`."""
         if group is None or group is not self._group:
             return shared_memory.over(group, device)
         if self._chosen is None:
@@ -106,7 +106,7 @@ class Readable(Buffers):
 
 
 class DefaultAllGather(Readable, AllGather):
-    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+    """The all-gather through shared memory if the ranks compute on the CPU of one machine, else the backend's own."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
@@ -119,7 +119,7 @@ class DefaultAllGather(Readable, AllGather):
 
 
 class DefaultReduceScatter(Readable, ReduceScatter):
-    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+    """The reduce-scatter through shared memory if the ranks compute on the CPU of one machine, else the backend's own."""
 
     def allocate_result(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return Buffers.allocate(self, size, dtype=dtype, device=device)  # it becomes the gradients
@@ -146,7 +146,7 @@ class RingAllGather(AllGather):
 
 
 class RingReduceScatter(ReduceScatter):
-    """The reduce-scatter of `ring`, which blocks the host; sums and means only."""
+    """The reduce-scatter of `ring`, which blocks the host. It can only sum and average."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
@@ -180,7 +180,7 @@ class Named:
     """A block that issues a collective or waits for it. If this fails or hangs, the error has the collective's name.
 
     Args:
-        op: of the collective, for example "all_gather". owner: fqn of the parameter group. note: of the call.
+        op: name of the collective, for example "all_gather". owner: fqn of the parameter group. note: the history's note of the call.
     """
 
     __slots__ = ("op", "owner", "note")
@@ -217,7 +217,7 @@ class Issuing(Named):
         super().__exit__(kind, error, traceback)
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
-        """Wrap the work, so that its end is noted, and so that it has a name while the host waits for it."""
+        """Wrap the work. Its end is then noted in the history, and it has a name while the host waits for it."""
         note = self.note
         assert note is not None
         note.mark(history.State.OPEN if work is not None or not async_op else history.State.DONE)
@@ -225,7 +225,7 @@ class Issuing(Named):
 
 
 class Followed:
-    """A work whose end is noted in the history."""
+    """A work of torch. The history notes its end."""
 
     __slots__ = ("_work", "_op", "_owner", "_note")
 
@@ -278,7 +278,7 @@ class GroupTransport(Transport):
         self._note: history.Note | None = None
 
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make a buffer. For a group of ranks, the first call may need a meeting of all its ranks, which may fail."""
+        """Make a buffer. The first call for a group of ranks may need all its ranks to meet. This may fail."""
         if purpose == "result":
             how: Any = self.scatter  # not necessarily one of the classes above
             result: Tensor = getattr(how, "allocate_result", how.allocate)(
@@ -331,7 +331,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
 
     Args:
         whole: [W * n], contiguous; written. part: [n], this rank's part, of the same dtype. It may be its own place in `whole`.
-        group: of W ranks. owner: of the bytes, for errors and the event log.
+        group: the group of W ranks. owner: the owner of the bytes, for errors and the event log.
 
     Returns:
         An event after which `whole` is complete. Keep both tensors until then (`core.collectives`, Note [Why flat buffers outlive
@@ -350,8 +350,8 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
     """Start to average one flat tensor over the ranks on `stream`; each rank gets its part. Return before it is done.
 
     Args:
-        part: [n]; written: this rank's part of the mean, the n elements from `rank * n` on.
-        whole: [W * n], contiguous; of the same dtype, in which the sums are made.
+        part: [n]; written: this rank's part of the mean, which is the n elements from `rank * n` on.
+        whole: [W * n], contiguous, of the same dtype. The sums are computed in this dtype.
 
     Returns:
         An event after which `part` is complete. Keep both tensors until then, as for `all_gather_flat`.

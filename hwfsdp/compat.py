@@ -46,7 +46,7 @@ LATE_IMPORT = "torch._dynamo"
 # torch's own FSDP2, and `replicate`, which is built on it: these modules keep torch's names
 INSIDE_FSDP2 = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp")
 
-# Their functions can switch off the modes that watch operators.
+# Functions of these modules can switch off the modes that watch operators.
 NATIVE_MODULES = ("torch._C", "torch._subclasses")
 
 
@@ -61,19 +61,19 @@ def empty_from_group(
 
 
 def cpu_backend(group: dist.ProcessGroup) -> str:
-    """Name of the backend that moves CPU tensors of this group, for example "gloo"; "" if none does."""
+    """Return the name of the backend that moves CPU tensors of this group, for example "gloo", or "" if none does."""
     config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
     return dict(part.split(":") for part in config.split(",") if ":" in part).get("cpu", "")
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """The kinds of device whose tensors this group moves, for example ["cpu", "cuda"]."""
+    """Return the types of device whose tensors this group moves, for example ["cpu", "cuda"]."""
     config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
     return [part.split(":")[0] for part in config.split(",") if ":" in part]
 
 
 def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Send [n] uint8 to a rank of the group, however long the other rank takes to receive them.
+    """Send [n] uint8 to a rank of the group. Wait as long as the other rank takes to receive them, up to a day.
 
     Recordings do not see this. Messages that belong to a step go through `dist.send`.
     """
@@ -81,15 +81,15 @@ def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> N
 
 
 def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Receive what `send_bytes` sent, however long it takes."""
+    """Receive the bytes that `send_bytes` sent. Wait as long as this takes, up to a day."""
     group.recv([data], rank, tag).wait(timedelta(days=1))
 
 
 def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
-    """Whether the connection to a rank of a gloo group is known to be broken; never blocks.
+    """True if the connection to a rank of a gloo group is known to be broken. This never blocks.
 
     Args:
-        tag: one that no message has. The receive that is posted under this tag never gets a message.
+        tag: a tag that no message has. The receive that is posted under this tag never gets a message.
     """
     try:
         group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag)
@@ -99,9 +99,9 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
 
 
 def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
+    """Make a gloo group of the same ranks with the same time limit, for `send_bytes` and `receive_bytes` only.
 
-    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. Where ranks have different numbers
+    `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. If ranks have different numbers
     of groups, they would wait for each other under different names. Here the name comes from the group.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
@@ -148,16 +148,16 @@ def note_applied(module: nn.Module, name: str) -> None:
 
 
 def profiler_is_running() -> bool:
-    """Whether torch's profiler is recording now."""
+    """True if torch's profiler is recording now."""
     return bool(profiler._is_profiler_enabled)
 
 
 def profiler_range(moment: str, fqn: str = "", shards: int = 0) -> AbstractContextManager[Any]:
-    """Make a range that torch's profiler shows around the block, with FSDP2's name; do nothing if no profiler is running.
+    """Make a range that torch's profiler shows around the block, with FSDP2's name. Do nothing if no profiler is running.
 
     Args:
         moment: for example "all_gather"; "backward_prefetch for" is followed by the name alone.
-        fqn: of the module; "" for the root. shards: the number of ranks that share a group, if the module has several
+        fqn: fqn of the module; "" for the root. shards: the number of ranks that share a group, if the module has several
             groups; else 0.
     """
     if not profiler._is_profiler_enabled:
@@ -184,7 +184,7 @@ def default_store_below(prefix: str) -> Any:
 
 
 def default_store_by_itself() -> Any:
-    """Return the same store over a separate connection, for a thread that waits; None if this torch or store has no copies."""
+    """Return the same store over a separate connection, for a thread that waits. None if torch or the store cannot copy it."""
     store = default_store()
     try:
         return store.clone()
@@ -193,7 +193,7 @@ def default_store_by_itself() -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which a collective of the group gives up, by its CPU backend or, without one, by its first backend."""
+    """Return the timeout of the group's collectives in seconds: the timeout of its CPU backend, else of its first backend."""
     kinds = device_types(group)
     kind = "cpu" if "cpu" in kinds else kinds[0]
     options = getattr(group._get_backend(torch.device(kind)), "options", None)
@@ -237,7 +237,7 @@ def read_debug_level() -> None:
 
 
 def collectives_are_checked() -> bool:
-    """Whether `TORCH_DISTRIBUTED_DEBUG` is DETAIL: every collective is compared across ranks before it runs."""
+    """True if `TORCH_DISTRIBUTED_DEBUG` is DETAIL. Then every collective is compared across ranks before it runs."""
     return bool(getattr(dist, "get_debug_level")() == getattr(dist, "DebugLevel").DETAIL)  # noqa: B009
 
 
@@ -254,7 +254,7 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_shard(placement: Placement) -> bool:
-    """Whether the placement cuts the tensor. `_StridedShard` does; only in some versions it is a `Shard`."""
+    """True if the placement cuts the tensor. `_StridedShard` does, although only some versions of torch make it a `Shard`."""
     return isinstance(placement, Shard | _StridedShard)
 
 
@@ -264,8 +264,8 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether this is a ShardedTensor, which torch had before DTensor."""
-    home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there can be none
+    """True if this is a ShardedTensor, the type that torch had before DTensor."""
+    home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there is none
     return home is not None and isinstance(value, home.ShardedTensor)
 
 
@@ -293,7 +293,7 @@ def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
     )
 
 
-IS_PARAMETER = "_is_param"  # the attribute by which torch knows parameters that are of a subclass of Tensor
+IS_PARAMETER = "_is_param"  # torch marks parameters of a Tensor subclass with this attribute
 
 
 def quantized_over(integers: Tensor, like: Tensor) -> Tensor:
@@ -322,15 +322,16 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-USE_COUNT = "_storage_Use_Count"  # of torch, not documented
+USE_COUNT = "_storage_Use_Count"  # a function of torch that is not documented
 
 
 def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None:
-    """Whether anything except this list refers to its storage at `index`; None if this torch cannot tell.
+    """True if anything except this list refers to its storage at `index`. None if this version of torch cannot tell.
 
     Tensors refer to a storage, and so does everything made of them: views, arrays, tensors that autograd saved. Weak references
-    cannot tell, because a view outlives its tensor. References of C++ are counted in C++, where no public function looks. All
-    references of Python count as one there; they are compared with the references to another object in a list.
+    cannot tell, because a view outlives its tensor. C++ counts its own references, and no public function returns this count. There,
+    all Python references together count as one. So Python references are compared with the references to an object that only
+    another list holds.
     """
     use_count = getattr(torch._C, USE_COUNT, None)
     if use_count is None:
@@ -376,7 +377,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether this tensor was made under `fake_tensors`."""
+    """True if this tensor was made under `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -404,7 +405,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_fake_work(work: dist.Work) -> bool:
-    """Whether the work is of a fake process group: it is done when it is issued, although its `is_completed` says no."""
+    """True if the work belongs to a fake process group. It is done when it is issued, although its `is_completed` says no."""
     return type(work).__name__ == "FakeWork"
 
 
@@ -435,12 +436,12 @@ def functional_operators() -> list[Any]:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Whether an operator consists of other operators on all devices; then these should be looked at."""
+    """True if an operator consists of other operators on all devices. Then look at those operators instead."""
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def exchange(a: Tensor, b: Tensor) -> None:
-    """Swap two tensors as `torch.utils.swap_tensors` does, but also fake tensors, which have weak references to them."""
+    """Swap two tensors as `torch.utils.swap_tensors` does. This also swaps fake tensors, to which weak references exist."""
     names: list[str] = getattr(copyreg, "_slotnames")(type(a))  # noqa: B009  (as torch does)
     held = [(name, getattr(a, name), getattr(b, name)) for name in names]
     a.__class__, b.__class__ = b.__class__, a.__class__

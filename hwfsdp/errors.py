@@ -14,7 +14,7 @@ from hwfsdp.core.errors import FSDPError as FSDPError
 from hwfsdp.core.errors import StateError as StateError
 from hwfsdp.core.errors import UsageError as UsageError
 
-_PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # where in its own source a backend raised, as gloo says it
+_PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # gloo puts the place in its own source in front of a message
 
 
 def in_one_line(message: str) -> str:
@@ -26,7 +26,8 @@ class WrongTypeError(UsageError, TypeError):
     """An argument of a type that the call cannot use."""
 
 
-# Where torch's FSDP2 has another type for the same mistake, ours is one of that type, too: programs catch what torch raises.
+# torch's FSDP2 raises other types for some mistakes. Our errors derive from these types, too,
+# because programs catch them.
 
 
 class RefusedError(UsageError, AssertionError):
@@ -42,7 +43,7 @@ class NoRootError(UsageError, RuntimeError):
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """Valid in principle, not built: the message names the alternative. Nothing was changed."""
+    """A valid request that this package does not implement. The message names the alternative. The call changed nothing."""
 
 
 class CollectiveError(FSDPError, RuntimeError):
@@ -74,8 +75,8 @@ class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint that is damaged or incomplete, or could not be written or read.
 
     Attributes:
-        file: its path, or the name within the checkpoint. key: of the entry concerned, as one would index it.
-        offset: bytes from the beginning of the file. Each is None where it does not apply.
+        file: its path, or its name within the checkpoint. key: the entry concerned, written as Python indexes it.
+        offset: bytes from the beginning of the file. Each attribute is None if it does not apply.
     """
 
     file: str | None = None
@@ -83,7 +84,7 @@ class CheckpointError(FSDPError, RuntimeError):
     offset: int | None = None
 
     def at(self, file: object = None, key: str | None = None, offset: int | None = None) -> Self:
-        """Set the attributes; return itself."""
+        """Set the attributes. Return this error."""
         self.file, self.key, self.offset = None if file is None else str(file), key, offset
         return self
 
@@ -99,8 +100,8 @@ class RankError(FSDPError, RuntimeError):
         traceback: that rank's traceback, or where each rank stood when time ran out.
         reason: "raised", "died" or "late".
         table: a sentence that says where ranks differ, and the last calls of all ranks, side by side (`divergence`); "" if
-            that does not matter.
-        deadlock: it was late, and more time would not have helped: the ranks wait for each other (`caller`, Note [Deadlocks]).
+            the table would not help.
+        deadlock: True if the rank was late because the ranks wait for each other: more time would not help (`caller`, Note [Deadlocks]).
 
     As text, the error begins with the sentence of the table: the rank that failed first is not always the one with the mistake.
     """
@@ -122,9 +123,9 @@ class RankError(FSDPError, RuntimeError):
         verb = " raised" if self.reason == "raised" and self.traceback else ":"
         got = in_one_line(self.got)
         if self.reason == "late" and self.table:
-            got = got.partition(" (")[0]  # the table says better who waits for whom
+            got = got.partition(" (")[0]  # the table shows better which rank waits for which
         if got.startswith("CollectiveError: "):
-            # It says itself what was expected, found, and to do. Keep what failed, and how.
+            # Its own message has three parts. Keep only which collective failed, and how.
             what, _, why = got.partition(": expected ")
             got = what if self.table or not why else f"{what}: {why.partition('; got ')[2]}"
         return f"rank {self.rank}{verb} {got.removesuffix('.')}. {self.remedy}"

@@ -1,23 +1,23 @@
 """The command `hwfsdp`: a table of verbs and their options, `verbs.toml`, and a module for each verb that has work to do here.
 
     options    options, read from the rows of the table; the answer as text or JSON
-    training   what verbs that train share
+    training   code that all training verbs share
     demo       the same run three times, compared, and drawn
-    health     what doctor looks at
+    health     the checks of doctor
     doctor     whether this machine can do what the package needs
     course     a folder with the course to work in; check, watch, lab
-    explain    how a model's parameters would lie over ranks
-    simulate   a step on GPUs that are not there
-    trace      record a run, show, compare, export
+    explain    how ranks would share a model's parameters
+    simulate   a step on GPUs that you do not have
+    trace      record a run; show, compare or export its log
     train      the training loop
-    swap       a program of torch's FSDP2, on hwfsdp
+    swap       run a program that uses torch's FSDP2 on hwfsdp
     grade      one submission, or a class of them
     release    the student's edition
     greeting   the command without a verb: what to do next
     command    the parser of the table, and the exit status
 
-The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported when
-the verb runs, and nothing imports torch before, so that `hwfsdp --help` answers at once.
+The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported
+only when the verb runs. Nothing imports torch before, so `hwfsdp --help` answers at once.
 """
 
 from hwfsdp.cli.command import build_parser as build_parser

@@ -1,7 +1,7 @@
 """The command `hwfsdp`: its verbs, from the table `verbs.toml`, and its exit status.
 
 Exit status: 0 when the requested result holds, 1 when it does not, 2 for unusable arguments. An error is one line on stderr;
-a terminal gets that line wrapped to its width. A verb imports torch only if it needs it, so that `--help` answers at once.
+on a terminal, it is wrapped to the width. A verb imports torch only if it needs it, so `--help` answers at once.
 Without a verb, `greeting` answers.
 """
 
@@ -25,8 +25,8 @@ from hwfsdp.cli.options import add_options
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.launcher.fork_server import start_server
 
-_VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # as help lists them
-_NO_OPTIONS = {"verb", "action", "parser", "does", "json"}  # not given by name
+_VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # a verb in a line of the help
+_NO_OPTIONS = {"verb", "action", "parser", "does", "json"}  # parsed, but no options of a verb
 _HERE = Path(__file__).parent
 
 
@@ -67,7 +67,7 @@ def _fail(error: FSDPError, status: int) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print to standard error: as it is for programs, wrapped for a terminal."""
+    """Print to standard error. On a terminal, wrap lines to its width."""
     lines = text.splitlines()
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
@@ -101,7 +101,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Call what the table names for this verb."""
+    """Call the function that the table names for this verb."""
     if args.does.get("server"):
         start_server()
     module, _, function = args.does["run"].rpartition(".")
@@ -153,7 +153,7 @@ def _add_verb(to: Any, name: str, verb: dict[str, Any], rows: dict[str, str]) ->
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are wrapped for a terminal."""
+    """A parser that wraps its errors for a terminal."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ParserWithScript(_Parser):
-    """A parser that leaves everything after the first `--` to the script: it goes to `script_arguments`, unread."""
+    """A parser that does not read arguments after the first `--`. It leaves them to the script, in `script_arguments`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -179,12 +179,12 @@ class _Grouped(_Parser):
 
     Attributes:
         verbs: the action whose `choices` are the parsers of the verbs.
-        headings: by the verb that each stands above.
+        headings: verb → the heading above it.
     """
 
     headings: dict[str, str]
     verbs: argparse._SubParsersAction[_Parser]
-    METAVAR = "VERB [options]"  # as long as the longest verb, for the columns of the help; not shown there
+    METAVAR = "VERB [options]"  # as long as the longest verb, for the columns of the help; not shown
 
     def format_help(self) -> str:
         lines = []

@@ -20,7 +20,7 @@ _STEPS_TO_LEARN = 20  # with fewer steps, the loss need not fall
 
 
 def demo(args: argparse.Namespace) -> int:
-    """Run the demo; write and print what it found."""
+    """Run the demo. Write and print its results."""
     args.out.mkdir(parents=True, exist_ok=True)  # raises here, before the work begins
     config = training.config_of(args)
     with training.prints_of_ranks(args.json):
@@ -81,7 +81,7 @@ def _report(summary: dict[str, Any], out: Path) -> str:
 
 
 def _side_by_side(summary: dict[str, Any]) -> list[str]:
-    """Table of losses and gradient norms: the first three steps, every tenth, and the last."""
+    """Make the table of losses and gradient norms: the first three steps, every tenth step, and the last step."""
     runs, steps = list(summary["losses"]), summary["steps"]
     names = [run if len(run) <= 10 else f"{run[:9]}…" for run in runs]
     columns = [*names, "", *names]

@@ -24,7 +24,7 @@ def doctor(args: argparse.Namespace) -> int:
     for look in examine(args.ranks):
         looks.append(look)
         if not args.json:
-            print(_line(look), flush=True)  # as soon as it is known: ranks take a while
+            print(_line(look), flush=True)  # at once, because the ranks take a while
     broken = [look.name for look in looks if look.status == "broken"]
     torch_works = "torch" not in broken
     if torch_works:
@@ -45,7 +45,7 @@ def _line(look: Look) -> str:
 
 
 def _row(status: str, name: str, text: str) -> str:
-    """A row of the table. Its text is wrapped to the terminal."""
+    """Make a row of the table. Its text is wrapped to the terminal."""
     width = max(40, shutil.get_terminal_size((100, 24)).columns - _WIDTH)
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
     return f"\n{'':{_WIDTH}}".join([f"{status:<8}{name:<{_WIDTH - 8}}{lines[0]}", *lines[1:]])
@@ -54,7 +54,7 @@ def _row(status: str, name: str, text: str) -> str:
 def _found(
     ranks: int, looks: Sequence[Look], limits: Sequence[Limit], calibration: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The result as `--json` prints it."""
+    """Return the result as `--json` prints it."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "cores": os.cpu_count(),
@@ -98,7 +98,7 @@ def _calibrate(ranks: int) -> dict[str, Any]:
 def _rest(
     broken: Sequence[str], limits: Sequence[Limit], calibration: dict[str, Any] | None, asked: bool
 ) -> str:
-    """The lines after the looks: measurements, limits of submissions, and the verdict."""
+    """Return the lines after the looks: measurements, limits of submissions, and the verdict."""
     rows = [*_measured(calibration)] if calibration else []
     for number, limit in enumerate(limits):
         why = f": NOT in force, {limit.why_not}" if limit.why_not else ""

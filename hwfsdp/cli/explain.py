@@ -10,7 +10,7 @@ from hwfsdp.train.builders import find_builder
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print the table; draw it if that was asked for."""
+    """Print the table. With `--png`, draw it, too."""
     found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
     if args.png is not None:
         from hwfsdp.plot.parameters import plot_parameters

@@ -1,11 +1,11 @@
-"""`hwfsdp` without a verb: what this is, and the one thing to do next.
+"""`hwfsdp` without a verb: it says what hwfsdp is, and names the next thing to do.
 
     no course here or in the package     the demo
     the course, nothing checked yet      the demo, then the first exercise
-    some exercises passed                the first exercise that is not
+    some exercises passed                the first exercise that is not passed
     all passed                           the homework, then the lab
 
-It answers at once: nothing here imports torch. An exercise is passed if `hwfsdp status` says so.
+It answers at once, because nothing here imports torch. An exercise is passed if `hwfsdp status` says so.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     ok        it works
     note      something optional is missing: training works without it
-    broken    training does not work, or not on the device that it would choose
+    broken    training does not work, or does not work on the device that it would choose
 
 Looks do not depend on each other. A look that raises becomes a line, not a traceback, and the looks after it still run. A look
 at other processes has a time limit. Modules that may be missing or broken are imported inside the functions.
 
-Left out: the speed of the machine (`virtual.calibration`), and other machines.
+Left out: the speed of this machine (`virtual.calibration`), and other machines.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
 
 OLDEST, NEWEST = (2, 13), (2, 15)  # releases of torch that are supported
-SECONDS = 120.0  # for the ranks to start and hear each other
+SECONDS = 120.0  # for the ranks to start and reach each other
 _PATIENCE = 20.0  # seconds for other programs and for loopback
-_PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # as gloo says where in its own source it raised
+_PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # gloo adds the place in its own source in this form
 _ROOM = 64 << 20  # bytes; containers often get no more in /dev/shm
 _ANOTHER_BUILD = (
     'make setup TORCH_SPEC=torch TORCH_ARGS="--index-url …", with the index that '
@@ -60,7 +60,7 @@ def examine(ranks: int, seconds: float = SECONDS) -> Iterator[Look]:
     yield _taken("loopback", "broken", look_at_loopback)
     yield _taken("temporary files", "broken", look_at_temporary_files)
     if torch.status != "broken":
-        start_server()  # not before: it imports torch, and a broken torch would print its own errors
+        start_server()  # only now: it imports torch, and a broken torch would print its own errors
         yield _taken("backend", "broken", look_at_backend)
         yield _taken("ranks", "broken", lambda: look_at_ranks(ranks, seconds=seconds))
         yield from _gpus(seconds)
@@ -89,7 +89,7 @@ def look_at_python() -> Look:
 
 
 def look_at_torch() -> Look:
-    """Look whether torch can be imported, at its release, and at its build."""
+    """Check whether torch can be imported, and look at its release and its build."""
     try:
         import torch.version
 
@@ -106,7 +106,7 @@ def look_at_torch() -> Look:
 
 
 def torch_build() -> str:
-    """The release of torch, and the device it was built for."""
+    """Return the release of torch, and the device for which it was built."""
     import torch.version
 
     hip = getattr(torch.version, "hip", None)
@@ -115,12 +115,12 @@ def torch_build() -> str:
 
 
 def installed() -> str:
-    """The last words of `make setup`."""
+    """Return the last lines that `make setup` prints."""
     return f"Installed: torch {torch_build()}.\nAnother build: {_ANOTHER_BUILD}.\nNext: make demo"
 
 
 def look_at_loopback() -> Look:
-    """Look whether this machine can connect to itself."""
+    """Check whether this machine can connect to itself."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_PATIENCE)
@@ -138,7 +138,7 @@ def look_at_loopback() -> Look:
 
 
 def look_at_temporary_files() -> Look:
-    """Look whether ranks can meet in a file."""
+    """Check whether ranks can meet in a file."""
     try:
         folder = os.environ.get("TMPDIR") or tempfile.gettempdir()  # as `ranks` does
         with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=folder) as meeting:
@@ -151,7 +151,7 @@ def look_at_temporary_files() -> Look:
 
 
 def look_at_backend() -> Look:
-    """Look whether torch has the backend for the CPU."""
+    """Check whether torch has the backend for the CPU."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -161,7 +161,7 @@ def look_at_backend() -> Look:
 
 
 def look_at_ranks(ranks: int, device: str = "cpu", seconds: float = SECONDS) -> Look:
-    """Look whether ranks start, and an all-reduce gives the sum."""
+    """Check whether ranks start, and an all-reduce gives the sum."""
     from hwfsdp.launcher.ranks import launch
 
     name = f"{ranks} rank{'s' if ranks > 1 else ''}" + (" on GPUs" if device != "cpu" else "")
@@ -208,7 +208,7 @@ def _gpus(seconds: float) -> Iterator[Look]:
 
 
 def look_at_gpus() -> Look:
-    """Look at the GPUs that the driver lists, and whether this build of torch can use them."""
+    """Look at the GPUs that the driver lists, and check whether this build of torch can use them."""
     import torch
     import torch.version
 
@@ -234,7 +234,7 @@ def look_at_gpus() -> Look:
 
 
 def _driver_lists() -> list[str]:
-    """Names of the NVIDIA GPUs, even if torch was built for the CPU; none without nvidia-smi."""
+    """Return the names of the NVIDIA GPUs, even if torch was built for the CPU. Without nvidia-smi, return no names."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE)
@@ -243,11 +243,11 @@ def _driver_lists() -> list[str]:
     return [] if found.returncode else [line.strip() for line in found.stdout.splitlines() if line.strip()]
 
 
-# --- What comes beside -------------------------------------------------------------------------------------
+# --- Optional parts ----------------------------------------------------------------------------------------
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> Look:
-    """Look whether NCCL and data loaders have room. Ranks on the CPU share memory in another way (`shared_memory`)."""
+    """Check whether NCCL and data loaders have room. Ranks on the CPU share memory in another way (`shared_memory`)."""
     if not os.path.isdir(folder):
         return Look("/dev/shm", "ok", "none; ranks on the CPU do not need it")
     free = shutil.disk_usage(folder).free
@@ -259,11 +259,11 @@ def look_at_shared_memory(folder: str = "/dev/shm") -> Look:
 
 
 def look_at_matplotlib() -> Look:
-    """Look whether matplotlib can draw, and can remember the fonts that it found."""
+    """Check whether matplotlib can draw, and can remember the fonts that it found."""
     asked = os.environ.get("MPLCONFIGDIR")
     logger = logging.getLogger("matplotlib")
     before = logger.level
-    logger.setLevel(logging.ERROR)  # its warnings are the looks below
+    logger.setLevel(logging.ERROR)  # this look reports the same faults as its warnings
     try:
         import matplotlib
         import matplotlib.figure
@@ -278,7 +278,7 @@ def look_at_matplotlib() -> Look:
     finally:
         logger.setLevel(before)
     says = f"matplotlib {matplotlib.__version__}"
-    if os.environ.get("MPLCONFIGDIR") != asked:  # it has made a folder for this process alone
+    if os.environ.get("MPLCONFIGDIR") != asked:  # it has made a folder for this process only
         says += f"; {asked or 'its folder for settings'} cannot be written, so it looks for fonts in every process"
         remedy = "Set MPLCONFIGDIR to a writable folder: export MPLCONFIGDIR=~/mpl"
         return Look("pictures", "note", says, remedy)
@@ -286,7 +286,7 @@ def look_at_matplotlib() -> Look:
 
 
 def look_at_notebooks() -> Look:
-    """Look whether notebooks can run: whether their kernel exists, and its program starts."""
+    """Check whether notebooks can run: their kernel must exist, and its program must start."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError as error:
@@ -295,7 +295,7 @@ def look_at_notebooks() -> Look:
         kernel: Any = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel:
         return Look("notebooks", "note", "jupyter has no kernel named python3", f"Install ipykernel: {_DEV}")
-    # As jupyter takes it.
+    # Jupyter also replaces these two names with its own Python.
     program = sys.executable if kernel.argv[0] in ("python", "python3") else kernel.argv[0]
     trial = [program, "-c", "import ipykernel"]
     try:
@@ -310,7 +310,7 @@ def look_at_notebooks() -> Look:
 
 
 def look_at_calibration() -> Look:
-    """Look whether this machine has been measured."""
+    """Check whether this machine has been measured."""
     from hwfsdp.errors import UsageError
     from hwfsdp.virtual.devices import THIS_MACHINE, calibration_file, device_named
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_KIND = re.compile(r"([^=!]+)(!?)(?:=(.*))?")  # whether it must be given, and its default
-_MANY = ("...", "?", "*", "+")  # ends of the name of a value
+_KIND = re.compile(r"([^=!]+)(!?)(?:=(.*))?")  # the kind, "!" if the option is required, and its default
+_MANY = ("...", "?", "*", "+")  # these ends of a value's name say how often it may come
 _MOST_GPUS = 1 << 16
 
 
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shared: Mapping[str,
         shared: rows by their name, for "@name".
     """
     to: Any = parser
-    for row in re.sub(r"\n +", " ", textwrap.dedent(rows).strip()).splitlines():  # each in one line
+    for row in re.sub(r"\n +", " ", textwrap.dedent(rows).strip()).splitlines():  # one line per row
         if row.startswith("@"):
             add_options(to, shared[row[1:]], shared)
         elif row.startswith("["):
@@ -36,20 +36,20 @@ def add_options(parser: argparse.ArgumentParser, rows: str, shared: Mapping[str,
 
 
 def _value(name: str) -> dict[str, Any]:
-    """How often a value may come, and its name in the help."""
+    """Return how often a value may come, and its name in the help."""
     many = next((end for end in _MANY if name.endswith(end)), "")
     found = {"nargs": argparse.REMAINDER if many == "..." else many, "metavar": name.removesuffix(many)}
     return {key: value for key, value in found.items() if value}
 
 
 def _kind(text: str) -> dict[str, Any]:
-    """The type of an option's value, and whether it must be given or else its default."""
+    """Return the type of an option's value, and its default, or that the option is required."""
     found = _KIND.fullmatch(text)
     assert found is not None, text
     kind, required, default = found.groups()
     more: dict[str, Any] = {"required": True} if required else {}
     if default is not None:
-        more["default"] = default  # argparse gives it the type
+        more["default"] = default  # argparse converts it to the type
     if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", kind):
         return {"type": whole(int(bounds[1]), int(bounds[2])), **more}
     return {**(KINDS[kind] if kind in KINDS else {"choices": kind.split("|")}), **more}
@@ -115,6 +115,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def answer(args: argparse.Namespace, found: Any, text: str, holds: bool = True) -> int:
-    """Print what a verb found: as text, or as JSON if that was asked for. Return the exit status: 0 if it holds, else 1."""
+    """Print the result of a verb as text, or as JSON with `--json`. Return the exit status: 0 if the result holds, else 1."""
     print(json.dumps(found, indent=2) if args.json else text, flush=True)
     return 0 if holds else 1

@@ -40,7 +40,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 
 def _simulations(args: argparse.Namespace) -> Iterator[run.Simulation]:
-    """Simulate, and show on a terminal how far a sweep is."""
+    """Simulate. On a terminal, show the progress of a sweep."""
     shown = args.sweep and sys.stderr.isatty()
     for gpus in args.sweep or [args.gpus]:
         yield _once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp))
@@ -58,7 +58,7 @@ def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
         settings["param_dtype"] = getattr(torch, args.dtype)
     target = find_function(args.model) if ":" in args.model else args.model
     nodes = args.nodes if choice.gpus == args.gpus else None
-    # If an operator raises, torch prints all its arguments.
+    # Otherwise torch prints all arguments of an operator that raises.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
     of_the_user = in_one_line(f"a virtual step of {args.model}", "it to run", remedy)

@@ -1,4 +1,4 @@
-"""`hwfsdp swap`: run a program that imports FSDP2 from torch on hwfsdp, unchanged."""
+"""`hwfsdp swap`: run an unchanged program that imports FSDP2 from torch. It then uses hwfsdp."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from types import TracebackType
 
 import hwfsdp
 
-# With the `sitecustomize` that exchanges the names when Python starts.
+# The folder with the `sitecustomize` that exchanges the names when Python starts.
 STARTUP = Path(hwfsdp.__file__).parent / "startup"
 
 
 def swap(args: argparse.Namespace) -> int:
-    """Run the program; an error of it is shown as Python shows it."""
+    """Run the program. Show its error as Python shows it."""
     hwfsdp.install()
     behind = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), behind]))
     sys.argv = [args.script, *args.args]
-    if not sys.flags.safe_path:  # the first entry is what Python took this command from
+    if not sys.flags.safe_path:  # the first entry is the folder of this command
         sys.path[0] = os.getcwd() if args.m else str(Path(args.script).resolve().parent)
     try:
         if args.m:
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(args.script, run_name="__main__")
-    except Exception as error:  # the program's own, as Python shows it
+    except Exception as error:  # an error of the program
         error.with_traceback(within_the_program(error.__traceback__))
         sys.excepthook(type(error), error, error.__traceback__)
         return 1

@@ -1,4 +1,4 @@
-"""`hwfsdp trace`: record a run, show what moved, compare two, write other formats."""
+"""`hwfsdp trace`: record a run, show what moved, compare two runs, write other formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwfsdp.plot import export as pictures
 
 
 def run(args: Namespace) -> int:
-    """Record a run, and show what it found; return 0 if it found no race."""
+    """Record a run, and show its findings. Return 0 if there is no race."""
     from hwfsdp.cli.training import reshard_of
     from hwfsdp.train.implementations import OURS, read_implementation
     from hwfsdp.train.traced_run import DEMO, Target, trace_run
@@ -54,7 +54,7 @@ def _check_writable(out: Path) -> None:
 
 
 def show(args: Namespace) -> int:
-    """Show what a log says; return 0 if it has no race."""
+    """Show the findings of a log. Return 0 if it has no race."""
     return _tell(args, examine(load(args.file)), str(args.file))
 
 
@@ -64,14 +64,14 @@ def _tell(args: Namespace, found: Findings, name: str) -> int:
 
 
 def diff(args: Namespace) -> int:
-    """Compare two logs; return 0 if they have the same counts and bytes."""
+    """Compare two logs. Return 0 if they have the same counts and bytes."""
     found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
     said = comparison.describe(found, names)
     return answer(args, comparison.as_json(found, names), said, found.same_traffic)
 
 
 def export(args: Namespace) -> int:
-    """Write a log, or a page of two logs, in another format: by default beside the first file, under its name."""
+    """Write a log, or a page of two logs, in another format. By default, the new file is beside the first one and has its name."""
     files, out = args.files, args.out
     if len(files) > (2 if args.to == "html" else 1):
         raise UsageError(
@@ -102,7 +102,7 @@ def export(args: Namespace) -> int:
 
 
 def load(file: Path) -> EventLog:
-    """Load the log in a file. Raise UsageError, in one line, if it is no log, has no events, or is of another version."""
+    """Load the log in a file. Raise a UsageError of one line if it is no log, has no events, or has another version."""
     log = EventLog.load(file)
     if not log.events:
         raise UsageError(

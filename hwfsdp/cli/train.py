@@ -22,7 +22,7 @@ from hwfsdp.train.snapshots import SnapshotConfig
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train, and tell how it went."""
+    """Train, and print the result."""
     config = training.config_of(
         args,
         param_dtype=args.param_dtype,

@@ -1,4 +1,4 @@
-"""What verbs that train share: the run's settings, and its progress line."""
+"""Code that all training verbs share: the settings of a run, and its progress line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwfsdp.train.models import GPTConfig
 
 
 def reshard_of(args: argparse.Namespace) -> bool | None:
-    """Return the value for `fully_shard`; None: its own default."""
+    """Return `reshard_after_forward` for `fully_shard`. None means its own default."""
     return {None: None, "yes": True, "no": False}[args.reshard_after_forward]
 
 
@@ -27,7 +27,7 @@ def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
 
 
 def progress(args: argparse.Namespace, label: str) -> Callable[[int, float, float], None]:
-    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere, nothing for JSON."""
+    """Make a function that shows progress: it rewrites one line on a terminal, prints every tenth step elsewhere, nothing for JSON."""
     steps = args.steps
 
     def show(step: int, loss: float, grad_norm: float) -> None:

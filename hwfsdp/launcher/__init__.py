@@ -1,12 +1,12 @@
 """Processes to run on: ranks of one machine, forked from a server that has imported torch.
 
-    fork_server  the process that ranks are forked from, started ahead of need
-    preload      what it imports before it forks
-    messages     what ranks say to their caller
-    worker       what runs on each rank
+    fork_server  the process from which ranks are forked; it starts before it is needed
+    preload      the modules that this process imports before it forks
+    messages     the messages from ranks to their caller
+    worker       the process of each rank
     caller       the ranks of one call, as their caller sees them
     ranks        the public function: launch
-    capture      a script of yours on each rank, as torchrun would run it; which of its steps are recorded
+    capture      your script on each rank, as torchrun would run it, with some of its steps recorded
 
-The folder is not called launch: `hwfsdp.launch` is a function.
+The folder is not called launch, because `hwfsdp.launch` is a function.
 """

@@ -1,4 +1,4 @@
-"""The ranks of one call, as their caller sees them: started, heard, blamed, ended.
+"""The ranks of one call, as their caller sees them: start them, read their messages, report a failure, end them.
 
 Note [Which rank failed first]
     When a rank dies, its connections break. So its neighbors fail a moment later, with errors about the connection. After
@@ -40,8 +40,8 @@ from hwfsdp.launcher.worker import Task, run_rank
 _SILENT, _GONE = "does not answer", "gone"
 _LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
-_STILL = 1.0  # seconds without a turn on a processor: a rank that waits is not about to go on
-_GRACE = 0.5  # seconds that the other ranks get to fail after the first did
+_STILL = 1.0  # seconds: a waiting rank without a turn on a processor for this long does not go on
+_GRACE = 0.5  # seconds that the other ranks get to fail after the first failure
 LOST_PEER = (
     "Connection reset by peer",
     "Connection closed by peer",
@@ -52,7 +52,7 @@ LOST_PEER = (
 
 
 class _Failure(NamedTuple):
-    """The failure of a rank: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
+    """The failure of a rank: `RankError.reason`, what happened, its traceback, and the exception if it can be pickled."""
 
     reason: str
     got: str
@@ -65,7 +65,7 @@ class Rank:
     """A rank as its caller sees it.
 
     Attributes:
-        history: the file in which it notes what it calls (`history`).
+        history: the file in which the rank notes its calls (`history`).
     """
 
     process: BaseProcess
@@ -95,7 +95,7 @@ def start_ranks(task: Task) -> list[Rank]:
 
 @contextmanager
 def _hidden_main() -> Iterator[None]:
-    """Hide the caller's script in the block: multiprocessing would run it again in each child. The function travels by value."""
+    """Hide the caller's script in the block: multiprocessing would run it again in each child. The function is pickled by value."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -105,7 +105,7 @@ def _hidden_main() -> Iterator[None]:
 
 
 class Caller:
-    """Reads what the ranks say until all have returned, one has failed, or time is up."""
+    """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Caller:
             rank.inbox.largest = LARGEST_REPORT
 
     def collect(self) -> list[Any]:
-        """Collect the value that each rank returned; raise RankError for the first rank that failed."""
+        """Return the values that the ranks returned. Raise RankError for the first rank that failed."""
         while not all(rank.finished for rank in self.ranks):
             if any(rank.failure for rank in self.ranks):
                 grace = time.monotonic() + _GRACE
@@ -133,10 +133,10 @@ class Caller:
         return [rank.result for rank in self.ranks]
 
     def read_messages(self, deadline: float | None) -> bool:
-        """Wait for news of any rank that is still running, and take it in; False if none came in time."""
+        """Wait for messages of ranks that still run, and handle them. Return False if no message came in time."""
         running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
         remaining = None if deadline is None else deadline - time.monotonic()
-        is_late = remaining is not None and remaining < 0  # also with a rank that never stops talking
+        is_late = remaining is not None and remaining < 0  # also if a rank never stops sending
         if not running or is_late:
             return False
         ready = wait([rank.connection for rank in running], remaining)
@@ -175,7 +175,7 @@ def _unpickled(exception: bytes | None) -> BaseException | None:
     try:
         found = pickle.loads(exception) if exception else None
     except Exception:
-        return None  # an exception that pickles, but does not come back; its traceback has been told as text
+        return None  # it cannot be unpickled; the caller has its traceback as text
     return found if isinstance(found, BaseException) else None
 
 
@@ -267,7 +267,7 @@ def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
 
 
 def _turns(pid: int | None) -> str | None:
-    """Number of times that the main thread of a process has left a processor; None if the system does not tell."""
+    """Return how often the main thread of a process has left a processor, as text. None if the system does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -276,7 +276,7 @@ def _turns(pid: int | None) -> str | None:
 
 
 def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str:
-    """The last calls of the ranks, side by side; "" if they agree."""
+    """Describe the last calls of the ranks, side by side. Return "" if they agree."""
     reports = []
     for number, rank in enumerate(ranks):
         calls = history.read(os.pread(rank.history.fileno(), history.SIZE, 0))

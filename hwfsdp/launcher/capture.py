@@ -1,17 +1,17 @@
 """The program of each rank of `hwfsdp trace run`: a script, as torchrun would run it, with some of its steps recorded.
 
-The script needs no change. It finds the environment that torchrun sets, its own arguments in `sys.argv`, and is
-`__main__`. It may initialize the process group itself, leave that to `fully_shard`, or ask whether it is there.
+The script needs no change. It runs as `__main__`, with the environment that torchrun sets and its own arguments in `sys.argv`. It
+may initialize the process group itself, leave this to `fully_shard`, or ask whether a process group exists.
 
 Note [Where a recording begins]
-    A step is over when an optimizer has stepped. The recording cannot begin there, because torch is running the hooks that a
-    recording would add to. So it begins or ends at the next forward of any module. Between these moments, the modules of the
-    script have no hooks of ours.
+    A step ends when an optimizer has stepped. The recording cannot begin at this moment, because torch is running the hooks, and a
+    recording would add hooks. So it begins or ends at the next forward of any module. While nothing is recorded, the modules of
+    the script have no hooks of ours.
 
 Note [Which steps]
-    A step reaches from the first forward after an optimizer's step to the first forward after its next one. So what a script
-    does between them, such as averaging the loss, belongs to the step before. The first steps of a run are not like the
-    others: they learn the order of the forwards, and allocate.
+    A step lasts from the first forward after one optimizer step to the first forward after the next optimizer step. So work after
+    an optimizer step, such as averaging the loss, belongs to the step that this optimizer step ended. The first steps of a run
+    differ from the others: FSDP learns the order of the forwards, and memory is allocated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hwfsdp.launcher.worker import wait_for_connections
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
 
-WARM_UP, RECORDED = 2, 2  # steps that are left out, and recorded, where nobody says
+WARM_UP, RECORDED = 2, 2  # by default: number of steps to leave out, and to record
 
 
 class Steps(NamedTuple):
-    """Steps first … last, counted from 0, both included; `last` None: to the end of the run."""
+    """The steps from `first` to `last`, counted from 0, both included. `last` None: to the end of the run."""
 
     first: int = WARM_UP
     last: int | None = WARM_UP + RECORDED - 1
@@ -54,10 +54,10 @@ class Steps(NamedTuple):
 
 
 def read_steps(text: str) -> Steps:
-    """Parse `--steps`. "5": five steps after the warm-up; "3..7": those, counted from 0; "3..": all from there.
+    """Parse `--steps`. "5": five steps after the warm-up; "3..7": steps 3 to 7, counted from 0; "3..": all steps from 3 on.
 
     Raises:
-        UsageError: anything else, or no step at all.
+        UsageError: the text has another form, or it names no step.
     """
     if re.fullmatch(r"\d{1,9}", text) and int(text) > 0:
         return Steps(WARM_UP, WARM_UP + int(text) - 1)
@@ -75,16 +75,16 @@ def read_steps(text: str) -> Steps:
 
 
 class Capture:
-    """Records some training steps of this process.
+    """The recorder of some training steps of this process.
 
     Attributes:
-        log: the recording; None before the first step to record. steps: number of finished steps, recorded or not.
+        log: the recording. None before the first step to record. steps: number of finished steps, recorded or not.
     """
 
     def __init__(self, wanted: Steps) -> None:
         self.wanted, self.steps = wanted, 0
         self.log: EventLog | None = None
-        self._leader: weakref.ref[Optimizer] | None = None  # whose steps count, should there be several
+        self._leader: weakref.ref[Optimizer] | None = None  # only steps of this optimizer count
         self._recording = ExitStack()
 
     @contextmanager
@@ -100,7 +100,7 @@ class Capture:
             handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._leader is None or self._leader() is None:  # the first one, or a new one in its place
+        if self._leader is None or self._leader() is None:  # the first optimizer, or its replacement
             self._leader = weakref.ref(optimizer)
         if self._leader() is not optimizer:
             return
@@ -126,7 +126,7 @@ class Capture:
 # --- A script ----------------------------------------------------------------------------------------------
 
 
-_ENVIRONMENT = {  # what torchrun sets beside the numbers of ranks; its id makes a `launch` of the script stay in this process
+_ENVIRONMENT = {  # torchrun sets these, too; with its id set, a `launch` in the script starts no ranks
     "GROUP_RANK": "0",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
@@ -135,13 +135,13 @@ _ENVIRONMENT = {  # what torchrun sets beside the numbers of ranks; its id makes
 
 
 def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: float | None = None) -> None:
-    """Run a script to its end, on a rank whose process group is initialized already.
+    """Run a script to its end, on a rank that already has an initialized process group.
 
     Args:
-        rendezvous: a folder that all ranks share, for the process group that the script may want to make itself.
-        seconds: for each collective of that; None: as the script says.
+        rendezvous: a folder that all ranks share. They meet there if the script initializes the process group itself.
+        seconds: timeout for each collective of that process group. None: the script's own timeout.
 
-    Whatever the script raises is raised; its exit with status 0 is an end like any other.
+    Errors of the script pass unchanged. An exit with status 0 is a normal end.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
@@ -156,10 +156,10 @@ def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: fl
 
 @contextmanager
 def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterator[None]:
-    """Let the script's `init_process_group` inside the block replace the process group that is there.
+    """Inside the block, let the script's `init_process_group` replace the existing process group.
 
-    There is no port to meet at, so ranks meet in a file; everything else is as the script says, but for the time that
-    collectives get, where somebody else said that.
+    No port is reserved for the ranks, so they meet in a file. The other arguments of the script stay, but `seconds` replaces its
+    timeout, unless it is None.
     """
     original, made = dist.init_process_group, 0
 

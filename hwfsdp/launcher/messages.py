@@ -1,12 +1,12 @@
-"""Messages from a rank to its caller. Reading one runs no code, and never waits for the rest of a message.
+"""Messages from a rank to its caller. Reading a message runs no code, and never waits for the rest of it.
 
-To unpickle is to run what the pickle says. Messages are made of text and bytes only, and are read by an unpickler that
-knows nothing else. What ranks return and raise travels in them as bytes, and who trusts them unpickles these.
+A pickle can run any code when it is unpickled. So messages consist of text and bytes only, and their unpickler accepts no other
+objects. Results and exceptions of ranks are pickled bytes inside messages. Only a caller that trusts its ranks unpickles them.
 
     ("print", text)
     ("return", pickled)
     ("raise", (what happened, traceback, pickled exception or None))
-    ("where", (the collective that it waits in or "", stack))
+    ("where", (the collective in which it waits or "", stack))
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-LARGEST_MESSAGE = 8 << 30  # bytes of what a rank returns
-LARGEST_REPORT = 64 << 20  # of what a rank returns that nobody trusts
+LARGEST_MESSAGE = 8 << 30  # bytes of a message
+LARGEST_REPORT = 64 << 20  # bytes of a message, if the caller does not trust its ranks
 
 
 class Inbox:
-    """The messages of a rank so far. A message that does not end must not keep its reader waiting.
+    """The bytes of a rank's messages so far. An incomplete message must not block its reader, as `Connection.recv_bytes` does.
 
-    `Connection.recv_bytes` would wait for the rest. A message is its length in bytes, 4 of them, or -1 and then 8, and then
-    so many bytes (`multiprocessing.connection`).
+    A message begins with its length in 4 bytes. If this is -1, the length follows in 8 bytes. Then come the bytes of the message
+    (`multiprocessing.connection`).
     """
 
     def __init__(self) -> None:
         self._data, self.largest = bytearray(), LARGEST_MESSAGE
 
     def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
-        """Read what is there, which has to be something, and give the messages that are complete.
+        """Read the bytes that have arrived, and yield the messages that are complete. Some bytes must have arrived.
 
         Raises:
-            EOFError: the rank is gone. ValueError, UnpicklingError: what it said is no message.
+            EOFError: the rank is gone. ValueError, UnpicklingError: the bytes are no message.
         """
         piece = os.read(connection.fileno(), 1 << 20)
         if not piece:
@@ -59,7 +59,7 @@ class Inbox:
 
 
 def _checked(message: Any) -> tuple[str, Any]:
-    """A message whose parts are of the right types."""
+    """Return the message if its parts have the right types."""
     kind, content = message
     types = {"print": (str,), "return": (bytes,), "raise": (str, str, bytes | None), "where": (str, str)}
     parts = content if isinstance(content, tuple) else (content,)
@@ -74,5 +74,5 @@ class _Primitives(pickle.Unpickler):
 
 
 def read_message(data: bytes) -> Any:
-    """Unpickle a rank's message, if it is made of text, bytes, numbers, tuples and None."""
+    """Unpickle a rank's message. It may contain only text, bytes, numbers, tuples and None."""
     return _Primitives(io.BytesIO(data)).load()

@@ -1,10 +1,10 @@
-"""The start of the server from which ranks are forked: it imports, it adopts orphans, and it leaves memory alone.
+"""The start of the server from which ranks are forked: it imports modules, adopts orphans, and keeps memory shared.
 
-Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither. One call of
-`torch.cuda.is_available` is enough, and CUDA refuses to start in every rank.
+Only that server imports this module (`ranks`). Nothing here may start threads or ask a driver for GPUs, because both
+break in forked processes. After a single call of `torch.cuda.is_available`, CUDA refuses to start in every rank.
 
-Where the system has it (Linux), processes that a rank leaves behind become children of the server, instead of
-getting lost, so that `course.processes` can find and end them.
+On Linux, processes that a rank leaves behind become children of the server. So they are not lost: `course.processes` can find and
+end them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans; do nothing where the system does not know this."""
+    """Make this process the parent of its descendants' orphans. Do nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
@@ -34,7 +34,7 @@ def import_for_ranks() -> None:
 
 
 def leave_to_all() -> None:
-    """Keep what is there now out of garbage collections: one in a rank would write to, and so copy, all of this memory."""
+    """Exclude the current objects from garbage collection. A collection in a rank would write to their memory and so copy it."""
     gc.collect()
     gc.freeze()
 

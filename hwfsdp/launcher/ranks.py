@@ -2,9 +2,9 @@
 
     losses = launch(train, 2, steps=100)
 
-Ranks are forked from a server process that has imported torch already, so they start in a tenth of a second instead of three. Each
-rank is a new process: nothing of an earlier call is left in it. The function may be defined anywhere, also in a notebook cell,
-because it travels by value.
+Ranks are forked from a server process that has imported torch already, so they start in a tenth of a second instead of three
+seconds. Each rank is a new process: nothing of an earlier call is left in it. You can define the function anywhere, also in a
+notebook cell, because it is pickled by value.
 
 Under torchrun the ranks exist already. Then `launch` initializes the process group, and calls the function in this process.
 
@@ -40,11 +40,12 @@ from hwfsdp.launcher.worker import (
     stop_requested,
 )
 
-COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
-# Seconds that a collective has beyond the whole call: ranks that hang are asked where they are before they give up.
+COLLECTIVE_TIMEOUT = 300.0  # seconds, if `launch` gets no timeout; gloo's own default is half an hour
+# Seconds by which the timeout of a collective exceeds the timeout of the call. So the caller can ask
+# ranks that hang where they are before their collectives give up.
 _ASKED_FIRST = 10.0
 
-_running: list[list[Rank]] = []  # of the calls under way
+_running: list[list[Rank]] = []  # the ranks of each call that is running
 
 
 def launch(
@@ -58,18 +59,18 @@ def launch(
     """Call `fn(*args, **kwargs)` on each of `world_size` ranks, each in its own process.
 
     Args:
-        fn: finds an initialized process group (`torch.distributed.get_rank()` …). The function, its arguments and its result must
-            be picklable. Functions and classes of the caller's own script or notebook are.
-        timeout: seconds for the whole call, including collectives. None: no limit, but 300 s for each collective.
+        fn: it runs in an initialized process group (`torch.distributed.get_rank()` …). The function, its arguments and its result
+            must be picklable. Functions and classes of the caller's own script or notebook are picklable here.
+        timeout: seconds for the whole call, including collectives. None: no limit for the call, but 300 s for each collective.
         device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
 
     Returns:
-        The results of all ranks, in rank order. Prints of ranks appear in the caller's `sys.stdout`.
+        The results of all ranks, in rank order. The output of the ranks appears in the caller's `sys.stdout`.
 
     Raises:
         RankError: a rank raised, died, or did not finish in time. The error names the first rank that failed; the rank's exception
             is its cause. When the call has ended, no rank runs any more.
-        UsageError: the world size is below 1, or not torchrun's.
+        UsageError: the world size is below 1, or differs from torchrun's; or the timeout is not above 0.
     """
     if world_size < 1:
         raise UsageError(
@@ -102,13 +103,13 @@ def run_ranks(
     """Launch ranks like `launch`, for callers that must not trust their ranks (see `messages`).
 
     Args:
-        call: what `cloudpickle.dumps` makes of the function, its arguments and keywords.
-        write: gets what the ranks print.
-        unpickle: for what ranks return and raise. None: nothing of theirs is unpickled. What each returned stays the bytes
-            that it pickled, and errors are text.
-        environ: of the ranks; None: the caller's. They meet in a folder below its TMPDIR.
-        prepare: called in each rank's process before anything else, with the folder where the ranks meet; an error of it
-            ends the rank.
+        call: the function, its arguments and keywords, pickled by `cloudpickle.dumps`.
+        write: called with the text that ranks print.
+        unpickle: called with the pickled results of ranks; their exceptions are unpickled, too. None: nothing from a rank is
+            unpickled. Then results stay pickled bytes, and errors are text.
+        environ: environment of the ranks. None: the caller's. The ranks meet in a folder below its TMPDIR.
+        prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
+            the rank ends.
     """
     environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
@@ -132,7 +133,7 @@ def run_ranks(
 def stoppable() -> Iterator[None]:
     """Let SIGTERM inside the block ask this process and its ranks to stop (Note [Asked to stop]).
 
-    Only the main thread can take signals; in another one the block changes nothing.
+    Only the main thread can receive signals. In another thread, the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -153,7 +154,7 @@ def stoppable() -> Iterator[None]:
 
 def _ask_to_stop(ranks: list[Rank]) -> None:
     for rank in ranks:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the rank has ended
             rank.connection.send("stop")
 
 
@@ -170,7 +171,7 @@ def _run_under_torchrun(
     timeout: float | None,
     device: str,
 ) -> list[Any]:
-    """The ranks are there; this process is one of them."""
+    """Call the function in this process, which is a rank of torchrun. Return the results of all ranks."""
     started = int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise UsageError(

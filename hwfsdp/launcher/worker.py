@@ -1,8 +1,8 @@
 """The process of one rank. Its caller is in `ranks`.
 
 Note [Time runs out]
-    A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
-    collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
+    The main thread of a rank that hangs cannot say where it hangs. So each rank has another thread, which listens to the caller. It
+    answers with the collective in which the rank waits, and with the stack. It also ends the rank when the caller is gone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Task:
     """The task of every rank.
 
     Attributes:
-        folder: where the ranks meet, and where the files of their histories are.
-        prepare: a pickled function, called with the folder before anything else is done.
+        folder: the ranks meet here, and the files of their histories are here.
+        prepare: a pickled function. It is called with the folder before anything else.
     """
 
     call: bytes
@@ -57,19 +57,19 @@ class Task:
         return f"file://{self.folder}/store"
 
     def history_of(self, rank: int) -> str:
-        """The file that the rank writes its history to; the caller has made it."""
+        """Return the file to which the rank writes its history. The caller has created it."""
         return f"{self.folder}/history-{rank}"
 
 
 class _Relay(io.TextIOBase):
     """`sys.stdout` of a rank. Its output appears at the caller: in a terminal, a test or a notebook.
 
-    This holds for Python's output. Standard error, and the output of C++ and of child processes, go where the server's go.
+    This is true for Python's output. Standard error, and output of C++ and of child processes, go where the server's output goes.
     """
 
     def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
         self._send, self._isatty = send, isatty
-        self._line = ""  # not ended yet: lines are printed whole, so that several ranks' lines do not mix
+        self._line = ""  # an unfinished line: only whole lines are sent, so lines of ranks do not mix
 
     def write(self, text: str) -> int:
         self._line += text
@@ -80,7 +80,7 @@ class _Relay(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show a line that has not ended."""
+        """Send the unfinished line."""
         if self._line:
             self._send(("print", self._line))
             self._line = ""
@@ -111,7 +111,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     os.environ.clear()
     os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ[history.PATH] = task.history_of(rank)
-    tempfile.tempdir = None  # the server has asked where it is
+    tempfile.tempdir = None  # the server has cached its own folder
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
     try:
@@ -121,7 +121,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
         finish_saves()
         sys.stdout.flush()
         send(("return", cloudpickle.dumps(result)))
-    except BaseException as error:  # pytest's failures are no Exceptions
+    except BaseException as error:  # pytest's failures do not derive from Exception
         sys.stdout.flush()
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:
@@ -129,7 +129,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
 
 
 def finish_saves() -> None:
-    """End background saves; raise if one failed and nothing has raised its error."""
+    """Wait for background saves to end. If one failed and its error was not raised yet, raise it."""
     background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
     if background is not None:
         background.finish_saves()
@@ -145,11 +145,11 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         return cloudpickle.dumps(error)  # type: ignore[no-any-return]
     except Exception:
-        return None  # some exceptions hold what cannot travel; the traceback, as text, does
+        return None  # some exceptions cannot be pickled; the traceback arrives as text
 
 
 def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
-    """Answer the caller's question where this rank stands; end the rank when the caller is gone."""
+    """Tell the caller, when it asks, where this rank is. End the rank when the caller is gone."""
     while True:
         try:
             question = connection.recv()
@@ -168,7 +168,7 @@ def _pending_collective() -> str:
     return collectives.pending_collective
 
 
-describe_wait: Callable[[], str] = _pending_collective  # what a rank says it waits in; "" for nothing
+describe_wait: Callable[[], str] = _pending_collective  # the collective that a rank waits in, or ""
 
 
 def init_process_group(
@@ -180,7 +180,7 @@ def init_process_group(
         timeout: seconds for each collective.
 
     Raises:
-        UsageError: a device other than "cpu" and "cuda".
+        UsageError: the device is neither "cpu" nor "cuda".
     """
     compat.read_debug_level()  # torch read the environment when the server imported it
     backend = {"cpu": "gloo", "cuda": "nccl"}.get(device)
@@ -199,7 +199,7 @@ def init_process_group(
 
 
 def limit_collectives(seconds: float) -> None:
-    """Give collectives of the default process group this timeout: the ranks meet again, in the same store."""
+    """Set the timeout of collectives in the default process group. For this, the ranks meet again in the same store."""
     backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     store, limit = compat.default_store_below("with a limit"), timedelta(seconds=seconds)
     dist.destroy_process_group()
@@ -214,10 +214,10 @@ def wait_for_connections() -> None:
 
 
 def destroy_process_group() -> None:
-    """End communication while the interpreter is whole.
+    """End communication before the interpreter shuts down.
 
-    A sharded model is a cycle of references that holds on to its process group. Left to the interpreter's exit,
-    gloo's threads are sometimes still running when their owner is torn down, and the process aborts.
+    A sharded model is a cycle of references that keeps its process group alive. If the cycle lives until the interpreter's exit,
+    gloo's threads sometimes still run when their owner is destroyed. Then the process aborts.
     """
     gc.collect()
     if dist.is_initialized():

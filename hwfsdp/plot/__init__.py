@@ -23,15 +23,14 @@
     states      memory of model states against the number of ranks
 
     Of several runs
-    loss        loss curves laid over each other
+    loss        loss curves on top of each other
     scaling     speed, time, memory, exposed communication against the number of GPUs
 
     player      a log as one page that plays the step: HTML
     export      a log as a picture, for a spreadsheet, for a viewer
 
-Every function returns a `matplotlib.figure.Figure` and does nothing else: no window opens, no file is
-written, no state of pyplot changes. `figure.savefig(path)` writes it; a notebook shows it when it is a
-cell's value and `%matplotlib inline` has been said.
+Every function returns a `matplotlib.figure.Figure` and does nothing else: it opens no window, writes no file, and changes no
+state of pyplot. `figure.savefig(path)` writes the figure. A notebook shows it as the value of a cell, after `%matplotlib inline`.
 """
 
 from hwfsdp.doors import lazy_door

@@ -1,9 +1,9 @@
 """A collective in one picture: the numbers that each rank held before, and the numbers that it holds after.
 
 A cell is an element of a real tensor. Before, a cell has the color of the rank that holds it. After, it has the colors of all
-ranks from which its number comes: one color for a gathered element, all colors for a sum. Above a chunk stands the rank to which
-it goes, or from which it came. The picture raises an error if a number is not the result of the collective. So a drawing cannot
-show something that did not happen.
+ranks from which its number comes: one color for a gathered element, all colors for a sum. The text above a chunk names the
+rank to which it goes, or from which it came. The picture raises an error if a number is not the result of the collective. So a
+drawing cannot show something that did not happen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hwfsdp.plot import sheet, style
 MOST_RANKS, MOST_ELEMENTS = 7, 24
 
 _ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.6, 1.2, 0.12, 0.5  # inches
-# Of the marks that say where a number comes from.
+# Hatches of the strips that show from which ranks a number comes.
 _HATCHES = ("", "///", "...", "\\\\\\", "|||", "xxx", "ooo")
 _WORDS = {
     "all_gather": "Every rank gives its shard, and gets the shards of all ranks, in their order.",
@@ -32,10 +32,11 @@ _WORDS = {
 
 
 class _Side(NamedTuple):
-    """Before or after: the rows of the ranks, in chunks of so many elements, and which ranks each chunk comes from.
+    """One side of the picture, before or after: the rows of all ranks, cut into chunks.
 
     Attributes:
-        names: of the chunks. sources: by chunk, the ranks; None: the rank that holds it.
+        rows: the numbers of each rank. chunk: number of elements in a chunk. names: names of the chunks.
+        sources: for each chunk, the ranks from which it comes. None: it comes from the rank that holds it.
     """
 
     rows: list[list[float]]
@@ -49,12 +50,12 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
 
     Args:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        before: by rank, its 1-D input. All have one length, at most 24 elements (also in `after`); for a reduce-scatter, a
-            multiple of the number of ranks.
-        after: by rank, its result.
+        before: the 1-D input of each rank. All inputs have one length, at most 24 elements (also in `after`). For a reduce-scatter,
+            the length is a multiple of the number of ranks.
+        after: the result of each rank.
 
     Raises:
-        UsageError: another op, tensors of other shapes, more than 7 ranks, or `after` is not the result of the op on `before`.
+        UsageError: the op or a shape is not allowed, there are more than 7 ranks, or `after` is not the result of the op on `before`.
     """
     reduction = _check(op, before, after)
     ranks = len(before)
@@ -169,7 +170,7 @@ def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> N
 
 
 def _name_chunk(axes: Axes, x: float, name: str, width: float, gid: str) -> None:
-    """The name above a chunk: in its middle, or from its left edge if it is wider."""
+    """Write the name above a chunk: in the middle, or from the left edge if the name is wider than the chunk."""
     wide = sheet.inches(name, style.SMALL_SIZE) > width
     at, side = (x, "left") if wide else (x + width / 2, "center")
     sheet.say(axes, at, -0.12, name, size=style.SMALL_SIZE, ha=side, gid=f"{gid} chunk")
@@ -178,7 +179,7 @@ def _name_chunk(axes: Axes, x: float, name: str, width: float, gid: str) -> None
 def _draw_cell(
     axes: Axes, at: tuple[float, float], width: float, value: float, sources: Sequence[int], gid: str
 ) -> None:
-    """A number in its cell; below it a strip with the color of every rank that it comes from."""
+    """Draw a number in its cell, and below it a strip with the colors of all ranks from which it comes."""
     x, y = at
     height, strip = _ROW * 0.86, _ROW * 0.24
     one = len(sources) == 1

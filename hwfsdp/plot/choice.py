@@ -8,13 +8,13 @@ from hwfsdp.observe.events import Event
 
 
 def chosen(log: EventLog, subject: str, *, rank: int | None = None, step: int | None = None) -> list[Event]:
-    """The events of this rank and this optimizer step (`Event.step`); None stands for all of them.
+    """Return the events of this rank and this optimizer step (`Event.step`). None means all ranks, or all steps.
 
     Args:
-        subject: the call, for the error.
+        subject: the name of the call, for the error.
 
     Raises:
-        UsageError: there is no such event; the remedy names the ranks and steps that there are.
+        UsageError: there is no such event. The remedy names the ranks and steps in the log.
     """
     found = [e for e in log.events if rank in (None, e.rank) and step in (None, e.step)]
     if found:
@@ -30,7 +30,7 @@ def chosen(log: EventLog, subject: str, *, rank: int | None = None, step: int | 
 
 
 def name_of_steps(events: list[Event]) -> str:
-    """For a title: "step 1", "steps 0 to 3"; what follows the last step that an optimizer ended counts for none."""
+    """Name the steps for a title: "step 1", "steps 0 to 3". Steps without an optimizer event do not count if others have one."""
     steps = {e.step for e in events if e.op == "optimizer"} or {e.step for e in events}
     first, last = min(steps), max(steps)
     return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,4 +1,4 @@
-"""Two runs, or more, on one axis of time: the same step of each, begun at the same moment, one band below the other.
+"""Two or more runs on one axis of time: the same step of each run, from the same start, one band below the other.
 
 All bands have the same scale. Each band is drawn as in `timeline`, with times from the run's own first event. A line marks its
 end, so you can read off the difference between the steps.
@@ -23,11 +23,11 @@ _CAPTION = 0.28  # inches
 
 
 def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | None = None) -> Figure:
-    """Draw a band per run, all on one axis of time, which begins with each run's first event.
+    """Draw a band per run on one axis of time. Time 0 is the first event of each run.
 
     Args:
-        logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the first one's.
-        rank: which rank of each run. step: which optimizer step; by default everything that was recorded.
+        logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the length of the first.
+        rank: the rank to draw of each run. step: the optimizer step to draw; by default the whole recording.
 
     Raises:
         UsageError: there are no logs, or the rank or the step has no events in one of them.
@@ -51,7 +51,7 @@ def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | 
 
 
 def _from_zero(log: EventLog, name: str, rank: int, step: int | None) -> list[Event]:
-    """What can be drawn of a run, with times from its first event."""
+    """Return the events of a run that can be drawn, with times from its first event."""
     found = chosen(log, f"plot_comparison: {name!r} ", rank=rank, step=step)
     events = [e for e in found if e.op in style.DRAWN_OPS]
     if not events:
@@ -75,7 +75,7 @@ def _draw_end(axes: Axes, end: float) -> None:
 
 
 def _draw_caption(axes: Axes, name: str, end: float, first: float) -> None:
-    """The run's name and length, above its band."""
+    """Write the run's name and length above its band."""
     text = style.format_ms(end)
     if end != first:
         text += f", {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"

@@ -24,9 +24,9 @@ _DPI = 150
 
 
 class View(NamedTuple):
-    """What a picture shows. `picture`: one of `PICTURES`; rank, step: of the events.
+    """A picture, and the events of a log that it shows. `picture` is one of `PICTURES`; `rank` and `step` choose the events.
 
-    None: all of them; of memory and lifetimes, which are of one rank, the first.
+    None means all ranks, or all steps. Memory and lifetimes show only one rank: the first.
     """
 
     picture: str = "timeline"
@@ -35,11 +35,11 @@ class View(NamedTuple):
 
 
 def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
-    """Writes the log to `target`.
+    """Write the log to `target`.
 
     Args:
-        to: a key of `FORMATS`: "perfetto" is what `EventLog.save` writes; "csv" has a line per event, lists of numbers
-            being separated by blanks; "html" is the step player (`write_page`); the others are pictures.
+        to: a key of `FORMATS`. "perfetto" is the format of `EventLog.save`. "csv" has a line per event, with blanks between the
+            numbers of a list. "html" is the step player (`write_page`). The others are pictures.
 
     Raises:
         UsageError: there is nothing to draw. OSError: the file cannot be written.
@@ -55,7 +55,7 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
 
 
 def write_csv(log: EventLog, target: Path) -> None:
-    """One line per event, its attributes in the order of `Event`."""
+    """Write one line per event, with its attributes in the order of `Event`."""
     names = [field.name for field in fields(Event)]
     with target.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -66,7 +66,7 @@ def write_csv(log: EventLog, target: Path) -> None:
 
 
 def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = View()) -> None:
-    """Writes the step player of one log, or of two side by side, each with its name; of `view`, rank and step count.
+    """Write the step player of one log, or of two logs side by side, each with its name. Only rank and step of `view` count.
 
     Raises:
         UsageError: a log has no such rank or step, or too much for a page. OSError: the file cannot be written.
@@ -77,14 +77,14 @@ def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = 
 
 
 def _part(log: EventLog, view: View) -> EventLog:
-    """What is of the rank and the step of a view."""
+    """Return the part of a log that has the rank and the step of a view."""
     chosen(log, "trace export", rank=view.rank, step=view.step)
     log = log if view.rank is None else log.of_rank(view.rank)
     return log if view.step is None else _during(log, view.step)
 
 
 def draw(log: EventLog, view: View) -> Figure:
-    """The picture. The module that draws it is imported now, as that takes a while."""
+    """Draw the picture. Its module is imported only now, because the import takes a while."""
     chosen(log, "trace export", rank=view.rank, step=view.step)
     rank = min(log.ranks) if view.rank is None and view.picture in _OF_ONE_RANK else view.rank
     log = log if rank is None else log.of_rank(rank)
@@ -99,7 +99,7 @@ def draw(log: EventLog, view: View) -> Figure:
 
 
 def _during(log: EventLog, step: int) -> EventLog:
-    """The part of a step; with what was alive when that began, as a sample holds until the next."""
+    """Return the part of a log during a step. The last sample before the step is included, because it holds until the next one."""
     events = log.select(step=step)
     begin, end = min(e.start_us for e in events), max(e.end_us for e in events)
     samples = {}
@@ -110,7 +110,7 @@ def _during(log: EventLog, step: int) -> EventLog:
 
 
 def _closed_forms(log: EventLog) -> dict[str, dict[str, int]]:
-    """Bytes by collective of the strategies that the log matches, or else of what it should have moved."""
+    """Return bytes by collective of the strategies that the log matches, or else the bytes that it should have moved."""
     found = examine(log)
     closed = {each.strategy: each.bytes_by_op for each in found.strategies if each.matches}
     if not closed and found.expected is not None:

@@ -1,7 +1,7 @@
 """The sharding grid: which part of each parameter each rank holds, and what is padding.
 
-There is one line per parameter. On the left is the whole tensor as a map, in the colors of the ranks that own its parts. The
-first dimension that is cut runs to the right; if a second one is cut, it runs downwards. Next to it is one cell per rank: its
+There is one line per parameter. The map on the left shows the whole tensor, in the colors of the ranks that own its parts. The
+first dimension that is cut runs to the right; if a second one is cut, it runs downwards. Next to the map, each rank has a cell: its
 full chunk under FSDP, with the rank's own rows filled and the padding hatched. Ranks of the same color hold the same part
 (replicas). If tensor parallelism has cut before FSDP, the map shows why such placements are called strided: the parts of
 neighboring ranks are not neighbors.
@@ -30,7 +30,7 @@ from hwfsdp.plot import sheet, style
 MOST_RANKS = 64
 
 _MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 1.9, 2.0, 0.36, 0.15, 0.24  # inches
-_CELL = 0.92  # inches of a cell at most
+_CELL = 0.92  # the widest cell, in inches
 _PADDING = style.Look(style.WHITE, "/////")
 
 
@@ -43,7 +43,7 @@ class LaidOut(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank holds of a parameter, how long its full chunk is, and the first rank that holds it: its color."""
+    """The part of a parameter on one rank, the length of its full chunk, and the first rank with this part, which gives the color."""
 
     extent: LocalExtent
     chunk: int
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """The dimensions that a map shows, to the right and downwards; the one that FSDP cuts, which cells show."""
+    """The dimensions that a map shows to the right and downwards, and the dimension that FSDP cuts, which cells show."""
 
     across: int
     down: int | None
@@ -73,7 +73,7 @@ def plot_sharding(
         parameters: see `laid_out`.
         mesh: name → number of ranks along each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
             {"dp": 2, "tp": 2}.
-        fsdp: the axis along which FSDP cuts, whose chunks are padded. By default the only axis, or the axis with the name
+        fsdp: the axis along which FSDP cuts and pads its chunks. By default the only axis, or the axis with the name
             "shard", "fsdp" or "dp".
 
     Raises:
@@ -137,7 +137,7 @@ def _fsdp_axis(mesh: Mapping[str, int], name: str | None) -> int:
 
 
 def _parts(parameter: LaidOut, mesh: Mapping[str, int], axis: int) -> list[_Part]:
-    """What each rank holds, in row-major order of the mesh."""
+    """Return the part that each rank holds, in row-major order of the mesh."""
     sizes, dim = tuple(mesh.values()), _fsdp_dim(parameter, axis)
     owners: dict[LocalExtent, int] = {}
     parts = []
@@ -151,7 +151,7 @@ def _parts(parameter: LaidOut, mesh: Mapping[str, int], axis: int) -> list[_Part
 
 
 def _fsdp_dim(parameter: LaidOut, axis: int) -> int:
-    """The dimension that FSDP cuts; 0 if it cuts none."""
+    """Return the dimension that FSDP cuts, or 0 if it cuts none."""
     return int(getattr(parameter.placements[axis], "dim", 0)) % len(parameter.shape)
 
 
@@ -191,7 +191,7 @@ def _name_ranks(axes: Axes, ranks: int, cell: float) -> None:
 
 
 def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Part], cut: _Cut) -> None:
-    """The whole tensor; each part with the numbers of the ranks that hold it, where they fit."""
+    """Draw the whole tensor. Write the numbers of the ranks that hold a part into the part, if they fit."""
     axes.add_patch(Rectangle((0.0, line + 0.1), 1.0, 0.7, facecolor=style.GREYS[0], gid=f"map {line}"))
     across, down = shape[cut.across], 1 if cut.down is None else shape[cut.down]
     for owner in sorted({part.owner for part in parts}):
@@ -210,7 +210,7 @@ def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Pa
 
 
 def _draw_cell(axes: Axes, line: int, rank: int, part: _Part, cut: _Cut, cell: float) -> None:
-    """A full chunk: filled as far as the rank's own rows go."""
+    """Draw a full chunk: the rank's own rows are filled, the rest is padding."""
     length, left, room = part.extent.shape[cut.fsdp], rank + 0.04, 0.92
     owned = room * length / part.chunk if part.chunk and prod(part.extent.shape) else 0.0
     face, name = style.color_of(part.owner), f"cell {line} rank {rank}"
@@ -236,7 +236,7 @@ def _add_box(
 
 
 def _label(axes: Axes, at: tuple[float, float], text: str, face: str, width: float, height: float) -> None:
-    """`text` in the middle of a box of so many inches, if it fits there; of several lengths the longest."""
+    """Write `text` in the middle of a box of `width` by `height` inches, in the larger of two sizes that fits, if any fits."""
     for size in (style.TEXT_SIZE - 1.0, style.SMALL_SIZE):
         fits = style.text_width(text, size) + 4.0 < width * style.POINTS_PER_INCH
         if fits and size < height * style.POINTS_PER_INCH:

@@ -20,7 +20,7 @@ _HEIGHT = 0.84  # of a bar, in rows
 
 
 class Issued(NamedTuple):
-    """An event, and the places from which to which it is drawn."""
+    """An event, and the places where its bar begins and ends."""
 
     event: Event
     begin: int
@@ -28,13 +28,13 @@ class Issued(NamedTuple):
 
 
 def issued(events: Sequence[Event]) -> list[Issued]:
-    """Collectives and innermost spans of compute, in order, each with its places."""
+    """Return collectives and innermost spans of compute in order, each with its places."""
     shown = [e for e in events if e.op in ROWS and not _is_outer(e, events)]
     return [Issued(e, place, _end(e, place, shown, events)) for place, e in enumerate(shown)]
 
 
 def _is_outer(event: Event, events: Sequence[Event]) -> bool:
-    """Whether a span of compute has another of its kind inside."""
+    """True if a span of compute contains another span of its kind."""
     inside = (e for e in events if e.op == event.op and e.seq > event.seq and e.end_us <= event.end_us)
     return event.op not in COLLECTIVES and any(inside)
 
@@ -47,7 +47,7 @@ def _end(event: Event, place: int, shown: Sequence[Event], events: Sequence[Even
 
 
 def draw_issued(axes: Axes, found: Sequence[Issued], places: int) -> None:
-    """A row for gathers, one for compute, one for reductions, as far as there are any; `places` wide."""
+    """Draw rows for gathers, compute and reductions, `places` wide. Rows below the last used row are left out."""
     rows = 1 + max((ROWS[each.event.op] for each in found), default=1)
     sheet.bare(axes, places, rows, top=0.1)
     axes.set_yticks([row + _HEIGHT / 2 for row in range(rows)], _NAMES[:rows])
@@ -56,7 +56,7 @@ def draw_issued(axes: Axes, found: Sequence[Issued], places: int) -> None:
 
 
 def draw_box(axes: Axes, at: tuple[float, float], length: float, look: style.Look, text: str) -> None:
-    """A bar of so many places, with a word in it."""
+    """Draw a bar of `length` places, with a text in it."""
     x, y = at
     sheet.add_box(axes, (x + 0.04, y), (length - 0.08, _HEIGHT), look, f"issued {text}")
     hatched = bool(look.hatch)

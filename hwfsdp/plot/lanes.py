@@ -1,10 +1,10 @@
 """One rank's streams as a band of lanes: a row per stream, a bar per event, an arrow per dependency.
 
-Spans nest: the outer one is pale and full height (pale and uncovered is work of its own, outside the inner modules),
-the inner ones are lower and in full color. A bar wide enough carries the fqn of its parameter group, or as many of its
-last components as fit. A thin arrow goes from an event to one of another stream that waited for it (`events`, Note
-[Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw what
-they do.
+A span may contain other spans. The outer span is pale and has the full height; inner spans are lower and have the full color.
+Where the pale span is not covered, the outer module works outside its inner modules. A wide bar shows the fqn of its parameter
+group, or as many of its last components as fit. A thin arrow goes from an event to an event of another stream that waited for it
+(`events`, Note [Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw their
+effects.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hwfsdp.plot import sheet, style
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
 LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches
 WIDTH = sheet.PAGE - LEFT - sheet.MARGIN  # of a band, in inches
-_ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; the others have 1.0
-_BAR, _INNER = 0.84, 0.74  # share of its row that a bar fills, share of the outer bar that an inner one does
+_ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; other streams have 1.0
+_BAR, _INNER = 0.84, 0.74  # share of a row that a bar fills; share of a bar that an inner bar fills
 _PALE = 0.68  # how much white is mixed into an outer span
 
 
 class Words(NamedTuple):
-    """What a picture of bands says: its title, the text below it, the name of its axis of time."""
+    """The words of a picture of bands: its title, the text below it, the name of its axis of time."""
 
     title: str
     text: str
@@ -46,7 +46,7 @@ class Bands(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Where a stream is drawn: the middle and the height of its bars, in rows; y grows downwards."""
+    """The place of a stream: the middle and the height of its bars, in rows. y grows downwards."""
 
     middle: float
     height: float
@@ -54,7 +54,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lanes:
-    """What bands share: the window in µs, the rows by stream, their total height."""
+    """The scales that all bands share: the window in µs, the rows by stream, their total height."""
 
     start: float
     end: float
@@ -67,7 +67,7 @@ class _Lanes:
 
 
 def _lanes_of(events: Sequence[Event]) -> _Lanes:
-    """Rows for the streams that these events ran on, over the time from the first to the last."""
+    """Make rows for the streams of these events, over the time from the first event to the last."""
     rows, top = {}, 0.0
     for stream in STREAMS:
         if any(e.stream == stream for e in events):
@@ -78,10 +78,10 @@ def _lanes_of(events: Sequence[Event]) -> _Lanes:
 
 
 def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float]) -> Bands:
-    """A figure with one band below the other, on one axis of time.
+    """Draw bands one below the other, on one axis of time.
 
     Args:
-        bands: the events of each, those of one rank. above: inches that are free above each.
+        bands: for each band, the events of one rank. above: for each band, the free inches above it.
     """
     shown = [event for events in bands for event in events]
     lanes = _lanes_of(shown)
@@ -103,7 +103,7 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
 
 
 def _frame_band(axes: Axes, lanes: _Lanes) -> None:
-    """Scales of a band; its axis of time has no numbers, as only the last one's has."""
+    """Set the scales of a band. Its axis of time has no numbers: only the last band gets them."""
     style.open_frame(axes)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_facecolor(style.GREYS[0])
@@ -117,7 +117,7 @@ def _frame_band(axes: Axes, lanes: _Lanes) -> None:
 
 
 def _draw_band(axes: Axes, lanes: _Lanes, events: Sequence[Event]) -> None:
-    """Draws the events of one rank, and the arrows between them unless those are too many."""
+    """Draw the events of one rank, and the arrows between them unless there are too many."""
     drawn = draw(events)
     for span in drawn.values():
         _draw_span(axes, lanes, span)
@@ -127,20 +127,20 @@ def _draw_band(axes: Axes, lanes: _Lanes, events: Sequence[Event]) -> None:
 
 
 def _arrows_left_out(events: Sequence[Event]) -> int:
-    """How many dependencies of one rank's events have no arrow: all of them, if they would hide the bars."""
+    """Count the dependencies of one rank's events that get no arrow: all of them if the arrows would hide the bars, else 0."""
     count = len(_dependencies(events))
     return count if count > MAX_ARROWS else 0
 
 
 def _dependencies(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Pairs of events of one rank, on different streams, the second of which waited for the first."""
+    """Return pairs of events of one rank, on different streams. The second event waited for the first."""
     by_seq = {e.seq: e for e in events}
     pairs = [(by_seq[seq], e) for e in events for seq in e.after if seq in by_seq]
     return [(source, target) for source, target in pairs if source.stream != target.stream]
 
 
 def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
-    """The legend's keys: the ops that are drawn, and what an arrow means or how many are `missing`."""
+    """Return the keys of the legend: the ops that are drawn, and what an arrow means, or how many arrows are `missing`."""
     drawn, exposed = {e.op for e in events}, any(e.op in COLLECTIVES for e in events)
     names = {"wait": "wait (exposed communication)"} if exposed else {}
     keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
@@ -167,7 +167,7 @@ def _draw_span(axes: Axes, lanes: _Lanes, span: Drawn) -> None:
 
 
 def _draw_label(axes: Axes, lanes: _Lanes, span: Drawn, face: str) -> None:
-    """The owner, in the widest part of the bar that no inner one covers, if it fits there."""
+    """Write the owner into the widest part of the bar that no inner bar covers, if it fits."""
     start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
     room = (end - start) * lanes.points_per_us - 4.0
     text = _fitting(span.event.owner, room)
@@ -185,14 +185,14 @@ def _uncovered(span: Drawn) -> Iterator[tuple[float, float]]:
 
 
 def _fitting(owner: str, room: float) -> str:
-    """As many of the fqn's last components as are at most `room` points wide together; "" if none is."""
+    """Return as many of the fqn's last components as fit into `room` points, or "" if none fits."""
     parts = owner.split(".")
     tails = (".".join(parts[place:]) for place in range(len(parts)))
     return next((t for t in tails if style.text_width(t, style.SMALL_SIZE) <= room), "")
 
 
 def _draw_arrow(axes: Axes, lanes: _Lanes, source: Drawn, target: Drawn) -> None:
-    """From the end of what was waited for to where the other could go on: a wait has begun before that."""
+    """Draw an arrow from the end of `source` to the time when `target` could go on. A wait has begun before that time."""
     rows = lanes.rows
     down = 1.0 if rows[target.event.stream].middle > rows[source.event.stream].middle else -1.0
     arrival = min(max(target.start, source.end), target.end)

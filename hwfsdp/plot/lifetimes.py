@@ -1,9 +1,9 @@
 """The states of each parameter group over time: sharded, gathering, full, freed.
 
-One row per group, in the order of the first gathers (`hwfsdp.observe.lifetimes` says how the log shows them). A thin line
+There is one row per group, in the order of the first gathers (`hwfsdp.observe.lifetimes` says how the log shows them). A thin line
 means that the rank holds only its shard. Gathering begins with the copy-in and ends with the all-gather. A group that was
 gathered early lies in its buffer until the copy-out fills the parameters. Then the group is full, until the last of its
-storages is freed. A bar inside shows when the group computed: so you see why it was gathered, how far ahead, and how long it
+storages is freed. A bar inside shows when the group computed. So you see why it was gathered, how far ahead, and how long it
 stayed.
 """
 
@@ -31,7 +31,7 @@ _LOOKS = {
     "backward": style.look_of_op("backward"),
 }
 _COMPUTE = ("forward", "backward")
-_HIGH, _LOW = 0.7, 0.34  # of a bar, and of one inside it, in shares of a row
+_HIGH, _LOW = 0.7, 0.34  # height of a bar, and of a bar inside it, in shares of a row
 
 
 def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> Figure:
@@ -76,7 +76,7 @@ def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> 
 
 
 def _told_apart(lifetimes: Sequence[Lifetime], gathers: Sequence[Event]) -> Iterator[Lifetime]:
-    """Of what is gathering, the time after the all-gather: the group lies in its buffer, and waits to be copied out."""
+    """Split the state "gathering" at the end of the all-gather. From then on, the group lies in its buffer until its copy-out."""
     for each in lifetimes:
         ends = [
             e.end_us for e in gathers if e.owner == each.owner and each.start_us <= e.start_us < each.end_us
@@ -89,14 +89,14 @@ def _told_apart(lifetimes: Sequence[Lifetime], gathers: Sequence[Event]) -> Iter
 
 
 def _text(groups: dict[str, list[Lifetime]]) -> str:
-    """How many groups are full at once, at most."""
+    """Say how many groups there are, and how many are full at the same time at most."""
     full = [lifetime for found in groups.values() for lifetime in found if lifetime.state == "full"]
     most = max((sum(a.start_us <= b.start_us < a.end_us for a in full) for b in full), default=0)
     return f"{len(groups)} group{'s' * (len(groups) > 1)}, at most {most} full at the same time"
 
 
 def _keys() -> list[Artist]:
-    """The legend's."""
+    """Return the keys of the legend."""
     return [
         sheet.line_key("sharded: own rows only", color=style.GREYS[2], linewidth=1.2),
         sheet.key(_LOOKS["gathering"], "being gathered"),
@@ -109,7 +109,7 @@ def _keys() -> list[Artist]:
 
 
 def _draw_states(axes: Axes, row: int, lifetimes: Sequence[Lifetime], begin: float, end: float) -> None:
-    """Lines, bars and the moments of freeing of one group, as far as they lie between `begin` and `end`, in µs."""
+    """Draw the lines, bars and moments of freeing of one group between `begin` and `end`, in µs."""
     for _, owner, state, start, stop in lifetimes:
         low, high = max(start, begin), min(stop, end)
         if state in _LOOKS:

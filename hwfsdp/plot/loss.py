@@ -1,4 +1,4 @@
-"""Loss curves laid over each other: do these runs learn the same?
+"""Loss curves on top of each other: do these runs learn the same?
 
 The most interesting result is hard to see: two curves that are the same. So the curves get thinner from first to last, and all
 except the first are dashed. A curve that lies on another one shows as a dashed core in a wide band. A curve that leaves it shows
@@ -29,7 +29,7 @@ _LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the loss by step, one curve per name, the first one widest and lowest.
+    """Draw the loss by step, one curve per name. The first curve is the widest and lies below the others.
 
     Args:
         curves: name → loss of steps 0, 1, …; lengths may differ. A loss that is not finite leaves a gap.
@@ -93,7 +93,7 @@ def _draw(axes: Axes, curve: Curve, label: str, place: int, count: int) -> None:
 
 
 def _labels(curves: Mapping[str, Curve]) -> dict[str, str]:
-    """Each name, with what is to say about the first curve before it that it equals, or seems to."""
+    """Make the label of each curve: its name, and the earlier curve that it equals, or seems to equal, if any."""
     names = list(curves)
     finite = [value for curve in curves.values() for value in curve if math.isfinite(value)]
     visible = _LOOKS_EQUAL * (max(finite) - min(finite)) if finite else 0.0
@@ -112,7 +112,7 @@ def _labels(curves: Mapping[str, Curve]) -> dict[str, str]:
 
 
 def _distance(first: Curve, second: Curve) -> float:
-    """The largest difference at any step; NaN equals NaN, as does an infinity itself, and nothing else."""
+    """Return the largest difference at any step. NaN equals only NaN, and an infinity equals only itself."""
     return max(_apart(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -38,13 +38,13 @@ STAY = ("sharded_param", "optimizer_state", "sharded_grad")
 COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer")
 
 _LEFT, _BOTTOM = 0.75, 0.55  # inches
-_ONE, _OF_SEVERAL = 2.9, 1.7  # inches of a panel that is alone, and of one of several
-_ABOVE, _STRIP = 0.5, 0.17  # inches: above a panel, and of them for the strip of phases
+_ONE, _OF_SEVERAL = 2.9, 1.7  # height in inches of a single panel, and of one of several
+_ABOVE, _STRIP = 0.5, 0.17  # inches above a panel, and the part of them for the strip of phases
 _DASHES = ((5, 3), (2, 2), (8, 2, 2, 2), (1, 1))  # of expected values, in their order
 
 
 class _Phase(NamedTuple):
-    """Forward, backward or optimizer of the rank, from when to when, in µs."""
+    """A phase of the rank: forward, backward or optimizer, with its start and its end in µs."""
 
     op: str
     start: float
@@ -58,8 +58,8 @@ class _Stack:
     Attributes:
         times: one per sample, and the end of the recording.
         heights: kind → bytes at these times, from the lowest area to the highest.
-        peak: the first sample with the most bytes, and how many these are.
-        phases: of the strip.
+        peak: the time of the first sample with the most bytes, and these bytes.
+        phases: the phases in the strip.
     """
 
     times: list[float]
@@ -69,12 +69,12 @@ class _Stack:
 
     @property
     def bases(self) -> list[int]:
-        """Bytes of what stays, at these times."""
+        """Bytes of the kinds that stay, at these times."""
         stay = [heights for kind, heights in self.heights.items() if kind in STAY]
         return [sum(found[place] for found in stay) for place in range(len(self.times))]
 
     def in_order(self) -> _Stack:
-        """The same, a millisecond from one sample to the next, and no phases: nothing says when these were."""
+        """Return the same samples a millisecond apart, without phases, because nothing says when they were."""
         places = [1e3 * place for place in range(len(self.times))]
         return _Stack(places, self.heights, (places[self.times.index(self.peak[0])], self.peak[1]), [])
 
@@ -156,20 +156,20 @@ def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None, from_zero:
     shown = [*samples, Sample(end, last.bytes_by_kind)]
     heights = {kind: [s.bytes_by_kind.get(kind, 0) for s in shown] for kind in _ordered(found)}
     totals = [sum(found) for found in zip(*heights.values(), strict=True)]
-    highest = totals.index(max(totals))  # of several, the first
+    highest = totals.index(max(totals))  # the first of several
     zero = shown[0].us if from_zero else 0.0
     phases = [_Phase(op, begin - zero, end - zero) for op, begin, end in _phases(events)]
     return _Stack([s.us - zero for s in shown], heights, (shown[highest].us - zero, totals[highest]), phases)
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Kinds from the lowest area to the highest."""
+    """Sort kinds from the lowest area to the highest."""
     known = (*STAY, *COME_AND_GO)
     return sorted(kinds, key=lambda kind: (known.index(kind) if kind in known else len(known), kind))
 
 
 def _phases(events: Sequence[Event]) -> list[_Phase]:
-    """What follows each other of one op is one phase; what lies within another, such as recomputation, is none."""
+    """Find the phases. Spans of one op that follow each other are one phase. A span inside another, such as recomputation, is none."""
     phases: list[_Phase] = []
     spans = [e for e in events if e.op in ("forward", "backward", "optimizer")]
     for event in sorted(spans, key=lambda e: (e.start_us, -e.dur_us)):
@@ -182,7 +182,7 @@ def _phases(events: Sequence[Event]) -> list[_Phase]:
 
 
 def _keys(stacks: Mapping[str, _Stack]) -> list[Patch]:
-    """Kinds from the lowest area to the highest; of a stack that is alone, with their bytes at the peak."""
+    """Return the keys of the kinds, from the lowest area to the highest. A single stack adds their bytes at the peak."""
     kinds = dict.fromkeys(kind for stack in stacks.values() for kind in stack.heights)
     labels = {kind: kind for kind in _ordered(kinds)}
     if len(stacks) == 1:
@@ -205,15 +205,15 @@ def _draw_areas(axes: Axes, stack: _Stack, unit: style.ByteUnit) -> None:
         upper = [low + nbytes / unit.nbytes for low, nbytes in zip(lower, heights, strict=True)]
         look = style.look_of_kind(kind)
         hatched = style.filled(look, style.mixed(look.color, style.BLACK, 0.25))
-        # Without a line, since an area without height must not leave one; the edge colors the hatch.
+        # Areas have no outline: an area of height 0 would leave a line. The edge color is for the hatch.
         axes.fill_between(times, lower, upper, **hatched, step="post", linewidth=0.0, label=kind)
         lower = upper
-    # What lasts too short for an area to be seen is a line at least.
+    # This line shows peaks that are too short to be seen as an area.
     axes.plot(times, lower, drawstyle="steps-post", color=style.GREYS[3], linewidth=0.5, gid="total")
 
 
 def _draw_phases(axes: Axes, phases: Sequence[_Phase], inches_per_ms: float, height: float) -> None:
-    """The strip above the frame; a phase is named where there is room for it."""
+    """Draw the strip above the frame. A phase has its name if there is room for it."""
     transform, y = axes.get_xaxis_transform(), 1.0 + 0.03 / height
     for op, start, end in phases:
         look, size = style.look_of_op(op), ((end - start) / 1e3, _STRIP / height)
@@ -225,7 +225,7 @@ def _draw_phases(axes: Axes, phases: Sequence[_Phase], inches_per_ms: float, hei
 
 
 def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit, name: str, timed: bool) -> None:
-    """A dot on the peak, and what it is above the frame; of several panels, behind the name."""
+    """Draw a dot on the peak, and write its bytes above the frame. If there are several panels, write the name there, too."""
     us, nbytes = stack.peak
     look: dict[str, Any] = {"color": style.BLACK, "zorder": 5, "clip_on": False, "gid": "peak"}
     axes.plot([us / 1e3], [nbytes / unit.nbytes], "o", markersize=5, **look)
@@ -238,7 +238,7 @@ def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit, name: str, timed
 
 
 def _draw_expected(axes: Axes, stack: _Stack, expected: Mapping[str, int], unit: style.ByteUnit) -> None:
-    """Dashed lines that follow what stays, so many bytes above it."""
+    """Draw the expected values as dashed lines, that many bytes above the kinds that stay."""
     times, bases = [us / 1e3 for us in stack.times], stack.bases
     for (name, nbytes), dashes in zip(expected.items(), cycle(_DASHES), strict=False):
         level = [(base + nbytes) / unit.nbytes for base in bases]

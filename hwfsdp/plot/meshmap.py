@@ -1,7 +1,7 @@
 """A map of the mesh: which ranks gather together, which replicate, which compute one layer together, and on which nodes.
 
-One panel per axis of the mesh. Each panel shows all ranks in their nodes; ranks of one color and letter communicate with
-each other along that axis. Below stands whether these groups stay within a node, where links are fast, or cross nodes.
+There is one panel per axis of the mesh. Each panel shows all ranks in their nodes. Ranks of one color and letter communicate with
+each other along this axis. The caption says whether these groups stay within a node, where links are fast, or cross nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
 
 MOST_RANKS = 256
-ROLES = {  # what ranks do together along an axis, by its usual names
+ROLES = {  # usual name of an axis → what its ranks do together
     **dict.fromkeys(("shard", "fsdp", "dp_shard", "dp"), "gather and reduce-scatter together"),
     **dict.fromkeys(("replicate", "dp_replicate"), "hold the same shards, all-reduce together"),
     "tp": "compute each layer together",
@@ -31,7 +31,7 @@ _TEXT = "A color and a letter are a group: these ranks communicate with each oth
 
 
 class _Node(NamedTuple):
-    """A node: its ranks, and where its box begins, in tiles from the top and in inches."""
+    """A node: its ranks, and the distance of its box from the top, in inches."""
 
     ranks: range
     top: float
@@ -84,7 +84,7 @@ def plot_mesh(
 
 
 def _checked(mesh: Mapping[str, int], node: int | None) -> tuple[int, int]:
-    """How many ranks there are, and how many of them on a node."""
+    """Return the number of ranks, and the number of ranks on a node."""
     ranks = prod(mesh.values()) if mesh else 0
     node = ranks if node is None else node
     if not mesh or min(mesh.values()) < 1 or ranks > MOST_RANKS or node < 1 or ranks % node:
@@ -104,7 +104,7 @@ def _title(mesh: Mapping[str, int], nodes: int) -> str:
 
 
 def _panel(mesh: Mapping[str, int], axis: str) -> _Panel:
-    """Ranks that differ in their coordinate along `axis` only are a group."""
+    """Make the panel of an axis. Ranks form a group if only their coordinates along `axis` differ."""
     place, groups = list(mesh).index(axis), dict[tuple[int, ...], int]()
     coordinates = product(*map(range, mesh.values()))
     group_of = [groups.setdefault((*c[:place], *c[place + 1 :]), len(groups)) for c in coordinates]
@@ -112,7 +112,7 @@ def _panel(mesh: Mapping[str, int], axis: str) -> _Panel:
 
 
 def _nodes(ranks: int, node: int) -> tuple[list[_Node], float]:
-    """Boxes from top to bottom, and their height with all gaps, in inches."""
+    """Return the nodes from top to bottom, and their height with all gaps, in inches."""
     lines = -(-node // _TILES_PER_LINE)
     pitch = lines * _TILE + _NODE_NAME + _NODE_GAP
     boxes = [_Node(range(n * node, (n + 1) * node), n * pitch) for n in range(ranks // node)]
@@ -120,7 +120,7 @@ def _nodes(ranks: int, node: int) -> tuple[list[_Node], float]:
 
 
 def _captions(panel: _Panel, node: int, roles: Mapping[str, str]) -> list[str]:
-    """The name of an axis and what it is for; how many groups it has, and whether they leave their node."""
+    """Return three lines: the name of the axis, what its ranks do, and how many groups it has and whether they cross nodes."""
     role = roles.get(panel.axis, "communicate along this axis")
     members: dict[int, set[int]] = {}
     for rank, group in enumerate(panel.group_of):
@@ -163,7 +163,7 @@ def _draw_tile(axes: Axes, at: tuple[float, float], rank: int, group: int) -> No
 
 
 def letter_of(group: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
+    """Return the letters of a group: A, B, …, Z, AA, AB, …"""
     letters = ""
     number = group + 1
     while number:

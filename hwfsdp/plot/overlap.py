@@ -35,7 +35,7 @@ _LABELS = {
 
 
 class Shares(NamedTuple):
-    """µs of one rank: computing alone, computing while it communicated, communicating alone, neither."""
+    """Times of one rank in µs: compute alone, compute during communication, communication alone, neither."""
 
     compute: float
     hidden: float
@@ -44,7 +44,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(events: Sequence[Event], start_us: float, end_us: float) -> Shares:
-    """How one rank spent the time from `start_us` to `end_us`; the four add up to it."""
+    """Return how one rank spent the time from `start_us` to `end_us`. The four shares add up to this time."""
     window = [(start_us, end_us)]
     busy, moving = intersect(computing(events), window), intersect(communicating(events), window)
     hidden = length(intersect(busy, moving))
@@ -79,7 +79,7 @@ def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
 
 
 def _text(shares: dict[int, Shares], total: float) -> str:
-    """The rank that waited longest for bytes."""
+    """Say how long the time was, and which rank waited longest for bytes."""
     rank, worst = max(shares.items(), key=lambda item: item[1].exposed)
     if not worst.hidden + worst.exposed:
         return f"{style.format_ms(total)}, without communication"
@@ -90,7 +90,7 @@ def _text(shares: dict[int, Shares], total: float) -> str:
 
 
 def _draw_row(axes: Axes, row: int, shares: Shares, points_per_us: float) -> None:
-    """The four parts one after the other, each with its share where there is room for it."""
+    """Draw the four parts one after the other. A part has its share written in it if there is room."""
     left, total = 0.0, sum(shares)
     for name, us in shares._asdict().items():
         look, corner = _LOOKS[name], (left / 1e3, row - 0.38)

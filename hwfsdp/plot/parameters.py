@@ -24,7 +24,7 @@ from hwfsdp.plot import sheet, style
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
 _MOST_FOR_NAMES = 2.2  # inches
 _OWN, _OTHERS, _PADDING = style.Look(style.BLUE), style.Look(style.GREYS[1]), style.Look(style.WHITE, "/////")
-_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as torch's versions write it
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as the versions of torch write it
 _HEADS = ("parameter", "shape", "dtype", "placement")
 
 
@@ -71,7 +71,7 @@ def plot_parameters(explanation: Explanation) -> Figure:
 
 
 def _widths(cells: Sequence[Sequence[tuple[str, ...]]]) -> list[float]:
-    """Inches of the columns of text."""
+    """Return the widths of the text columns in inches."""
     columns = zip(_HEADS, *(line for lines in cells for line in lines), strict=True)
     return [
         sheet.column_of([f"{name} ", *texts], style.TEXT_SIZE, _MOST_FOR_NAMES) for name, *texts in columns
@@ -113,7 +113,7 @@ def _keys() -> list[Patch]:
 
 
 def _draw_rows(axes: Axes, left: float, y: float, row: ParamRow) -> None:
-    """The dimension that is cut, as a strip; padding as if it stood behind the rows, where it is sent."""
+    """Draw the dimension that is cut as a strip. Padding stands behind this rank's rows, as it is sent."""
     start, stop = row.rows
     length, padded = _length_and_padding(row)
     scale = _STRIP / max(1.0, length + max(0.0, stop + padded - length))
@@ -125,9 +125,9 @@ def _draw_rows(axes: Axes, left: float, y: float, row: ParamRow) -> None:
 
 
 def _length_and_padding(row: ParamRow) -> tuple[int, float]:
-    """Of the dimension that is cut: its rows, and this rank's padding in rows.
+    """Return the length of the dimension that is cut, and this rank's padding, both in rows.
 
-    Which dimension it is, the rows alone do not say: it is the one that the placement names.
+    The placement names this dimension. The rows alone do not tell which one it is.
     """
     found = _SHARD.search(row.placement)
     dim = int(found[1]) if found else 0

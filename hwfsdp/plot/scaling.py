@@ -1,9 +1,9 @@
 """A scaling curve: speed, time, memory and exposed communication against the number of GPUs.
 
 The large panel shows tokens per second and GPU. The dashed line is ideal: every GPU is as fast as at the smallest number of
-GPUs. The percentages below the points are shares of this ideal. The three small panels explain them:
-the step's time, the memory of a GPU, and the share of the step in which communication is not hidden. Measurements,
-where there are any, are diamonds. What a model of the hardware leaves out belongs under its picture: the caption.
+GPUs. The percentages below the points are shares of this ideal. The three small panels explain them: the step's time, the memory of
+a GPU, and the share of the step in which communication is not hidden. Measurements, if any, are diamonds. The caption below the
+picture says what the model of the hardware leaves out.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DIAMOND: dict[str, Any] = {"marker": "D", "color": style.BLACK, "markersize": 6
 
 
 class ScalingPoint(NamedTuple):
-    """The figures of a run on some number of GPUs.
+    """The numbers of a run on some number of GPUs.
 
     Attributes:
-        gpus: this number. tokens_per_second_per_gpu, step_seconds: of a training step.
+        gpus: number of GPUs. tokens_per_second_per_gpu, step_seconds: speed and time of a training step.
         memory_gib: peak of one GPU.
         exposed_fraction: share of the step in which only communication runs, 0.0 to 1.0.
     """
@@ -63,10 +63,10 @@ def plot_scaling(
         points: one per number of GPUs.
         title: the model and the machine. caption: what the numbers leave out; a long caption is broken into lines.
         measured: measured speeds to compare the points with.
-        device: the word for a GPU, if the devices are none, such as "rank".
+        device: the word for a device that is not a GPU, such as "rank".
 
     Raises:
-        UsageError: no points, two for one number of GPUs, or a number that is negative or not finite.
+        UsageError: there are no points, two points for one number of GPUs, or a number that is negative or not finite.
     """
     _check(points)
     ordered = sorted(points, key=lambda p: p.gpus)
@@ -87,7 +87,7 @@ def plot_scaling(
 
 
 def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint], device: str) -> None:
-    """The small ones, one below the other, at the right."""
+    """Draw the three small panels, one below the other, at the right."""
     height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
     panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
@@ -125,7 +125,7 @@ def _text(points: Sequence[ScalingPoint], device: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, thousands apart, millions and billions as letters: "0.125", "48.3", "5,762", "1.25 M"."""
+    """Format a number for a reader: "0.125", "48.3", "5,762", "1.25 M". Letters stand for millions (M) and billions (G)."""
     for size, letter in ((1e9, "G"), (1e6, "M")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g} {letter}"
@@ -159,9 +159,9 @@ def _draw_speed(axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[M
 def _name_points(
     axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[MeasuredSpeed], low: float
 ) -> None:
-    """The share of the ideal below each point, and the speed above each measurement.
+    """Write the share of the ideal below each point, and the speed above each measurement.
 
-    The other way round where a measurement is below its point; what is lower than `low` has no room below it.
+    If a measurement is below its point, it is the other way round. Points lower than `low` have no room for a text below them.
     """
     computed = {p.gpus: p.tokens_per_second_per_gpu for p in points}
     slower = {m.gpus for m in measured if m.tokens_per_second_per_gpu < computed.get(m.gpus, 0.0)}
@@ -193,14 +193,14 @@ def _draw_panel(
 
 
 def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
-    """Numbers of GPUs on a scale of powers of two, values from zero up."""
+    """Set the scales: numbers of GPUs in powers of two, and values from zero up."""
     style.open_frame(axes)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0.0, top)
     axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
     room = axes.get_position().width * sheet.PAGE * style.POINTS_PER_INCH
     shown = [gpus[0]]
-    for count in gpus:  # as many as stand beside each other
+    for count in gpus:  # as many as fit beside each other
         if _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0:
             shown.append(count)
     axes.set_xticks(shown, list(map(str, shown)))
@@ -210,5 +210,5 @@ def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
 
 
 def _distance(first: int, second: int, gpus: Sequence[int], room: float) -> float:
-    """Points between two ticks."""
+    """Return the points between two ticks."""
     return room * math.log2(second / first) / math.log2(1.25**2 * gpus[-1] / gpus[0])

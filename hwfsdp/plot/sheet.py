@@ -5,7 +5,7 @@ as its text, a column of names is as wide as its longest name, and the sheet is 
 size and never overlap, with one group or with sixty.
 
 Note [A page has one width]
-    Pages of the site, of GitHub and of notebooks shrink what is wider than their column, letters included. So every
+    Pages of the site, of GitHub and of notebooks shrink a picture that is wider than their column, and its letters, too. So every
     picture is at most `PAGE` inches wide, which is the site's column of 736 pixels, and no letter is smaller than
     `style.SMALL_SIZE`, 9 pixels there. Files have twice the pixels, for screens that have them and for enlarging.
 """
@@ -30,11 +30,11 @@ from hwfsdp.plot import style
 
 PAGE, MARGIN = 8.2, 0.2  # inches
 DPI = 180  # pixels per inch: two for each pixel of a page
-_COLORS = 128  # of a file: more than are told apart, and a third of the bytes
+_COLORS = 128  # of a file: more than a reader can tell apart, at a third of the bytes
 _TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
-_KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters
-# A legend that begins exactly where it is said to.
+_KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters (`_KEY_SIZE`)
+# Options for a legend that begins exactly at the given place.
 LEGEND: dict[str, Any] = dict(
     loc="upper left", frameon=False, borderaxespad=0.0, borderpad=0.0, handlelength=_KEY_HANDLE
 )
@@ -42,10 +42,10 @@ LEGEND: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Head:
-    """What stands above a picture.
+    """The head above a picture.
 
     Attributes:
-        title: one line. lines: of text below it. keys: of the legend below that, in so many columns.
+        title: one line. lines: the text below the title. keys: the legend below the text. columns: of the legend.
     """
 
     title: str
@@ -55,12 +55,12 @@ class Head:
 
     @property
     def height(self) -> float:
-        """Inches, with the gap to what follows."""
+        """Height in inches, including the gap below."""
         rows = -(-len(self.keys) // self.columns)
         return _TITLE_BASELINE + _TEXT_LINE * len(self.lines) + _KEY_LINE * rows + 0.2
 
     def draw(self, figure: Figure, left: float = MARGIN) -> None:
-        """Writes it on top of the sheet, `left` inches from its edge."""
+        """Draw the head at the top of the sheet, `left` inches from its left edge."""
         width, height = figure.get_figwidth(), figure.get_figheight()
         baseline = height - _TITLE_BASELINE
         write(
@@ -84,7 +84,7 @@ class Head:
 
 
 def head(title: str, text: str, keys: Sequence[Artist], width: float) -> Head:
-    """The head of a picture: text is broken, and keys are set in columns, to be at most `width` inches wide."""
+    """Make the head of a picture, at most `width` inches wide: break its text into lines, and set its keys in columns."""
     labels = [str(key.get_label()) for key in keys]
     columns = next((n for n in range(len(keys), 1, -1) if _width_of_keys(labels, n) <= width), 1)
     return Head(
@@ -93,7 +93,7 @@ def head(title: str, text: str, keys: Sequence[Artist], width: float) -> Head:
 
 
 def _width_of_keys(labels: Sequence[str], columns: int) -> float:
-    """Inches of a legend, which fills its columns one after the other, the first ones with one key more."""
+    """Return the width of a legend in inches. It fills one column after the other; the first columns may have one key more."""
     each, more = divmod(len(labels), columns)
     total, begin = 0.0, 0
     for column in range(columns):
@@ -105,17 +105,17 @@ def _width_of_keys(labels: Sequence[str], columns: int) -> float:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of this size in inches, whose places are given in inches too (`axes_at`)."""
+    """Make a figure of this size in inches. Places in it are given in inches, too (`axes_at`)."""
     return Figure(figsize=(width, height), dpi=DPI)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a picture of the documents: PNG, as wide as the page."""
+    """Write a picture for the documents: a PNG as wide as the page."""
     rasterize(figure, PAGE).save(path, optimize=True, dpi=(DPI, DPI))
 
 
 def rasterize(figure: Figure, width: float = 0) -> Image.Image:
-    """The picture on white with few colors, two pixels for each of the page's, and at least `width` inches wide."""
+    """Return the picture on white with few colors, with two pixels for each pixel of a page, at least `width` inches wide."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     image = Image.open(drawn)
@@ -125,27 +125,27 @@ def rasterize(figure: Figure, width: float = 0) -> Image.Image:
 
 
 def axes_at(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """New axes in this rectangle of the sheet, in inches from its lower left corner."""
+    """Add axes in this rectangle of the sheet, in inches from its lower left corner."""
     full, high = figure.get_figwidth(), figure.get_figheight()
     return figure.add_axes((left / full, bottom / high, width / full, height / high))
 
 
 def page(head: Head, left: float, width: float, height: float, bottom: float) -> tuple[Figure, Axes]:
-    """A figure with a head and, in inches from its left and lower edges, axes of this size."""
+    """Make a figure with a head and axes of this size. `left` and `bottom` are inches from the edges of the sheet."""
     figure = new_figure(left + width + MARGIN, head.height + height + bottom)
     head.draw(figure, left)
     return figure, axes_at(figure, left, bottom, width, height)
 
 
 def blank(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
-    """Axes without a frame, in inches from their upper left corner downwards, with `top` more above it."""
+    """Remove the frame. Coordinates are inches from the upper left corner downwards, with `top` inches more above it."""
     axes.axis("off")
     axes.set_xlim(0.0, width)
     axes.set_ylim(height, -top)
 
 
 def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
-    """Axes without a frame and without ticks, but for names; downwards, with `top` more above."""
+    """Remove the frame and the ticks; names may be added. Coordinates grow downwards, with `top` more above."""
     axes.spines[:].set_visible(False)
     axes.set_xlim(0.0, width)
     axes.set_ylim(height, -top)
@@ -155,7 +155,7 @@ def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
 
 
 def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
-    """Rows with their names at the left, and a scale below that is in this unit."""
+    """Write the names of rows at the left, and the unit below the scale."""
     style.open_frame(axes)
     axes.spines[["left"]].set_visible(False)
     axes.set_yticks(places, names)
@@ -167,23 +167,23 @@ def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: s
 
 
 def write(figure: Figure, left: float, bottom: float, text: str, gid: str, **more: Any) -> None:
-    """A line of text on the sheet itself, in inches from its lower left corner; `more`: see `say`."""
+    """Write a line of text on the sheet itself, in inches from its lower left corner. `more`: as for `say`."""
     place = left / figure.get_figwidth(), bottom / figure.get_figheight()
     figure.text(*place, text, gid=gid, **_letters(more))
 
 
 def say(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
-    """A line of text, its middle at the height `y`; `more`: its size, and what matplotlib knows of texts."""
+    """Write a line of text with its middle at the height `y`. `more`: its `size`, and matplotlib's options for texts."""
     axes.text(x, y, text, va="center", **_letters(more))
 
 
 def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
-    """A line of text beside a point of the picture, `offset` points away; `more` as `say` takes it."""
+    """Write a line of text beside a place in the picture, `offset` points away. `more`: as for `say`."""
     axes.annotate(text, at, offset, textcoords="offset points", **_letters(more))
 
 
 def tied(tie: dict[str, Any]) -> dict[str, Any]:
-    """What `note` needs for the name of a line at its end, tied to it where it was moved away; `tie`: how."""
+    """Return options for `note` that name a line at its end. A tie connects both if the name was moved away. `tie`: its look."""
     arrow = {"arrowstyle": "-", "shrinkA": 1, "relpos": (0.0, 0.5), **tie}
     return {"va": "center", "arrowprops": arrow, "annotation_clip": False}
 
@@ -195,27 +195,27 @@ def _letters(asked: dict[str, Any]) -> dict[str, Any]:
 def add_box(
     axes: Axes, at: tuple[float, float], size: tuple[float, float], look: style.Look, gid: str, **more: Any
 ) -> None:
-    """A filled rectangle with a corner at `at`; `more`: what matplotlib knows of patches."""
+    """Add a filled rectangle with a corner at `at`. `more`: matplotlib's options for patches."""
     axes.add_patch(Rectangle(at, *size, gid=gid, **{"linewidth": 0.5, **style.filled(look), **more}))
 
 
 def key(look: style.Look, label: str, edge: str = "") -> Patch:
-    """A key of the legend: a patch filled as areas of this look are; `edge`: its outline, if another."""
+    """Make a key of the legend: a patch with this look. `edge`: the color of its outline, if it is another."""
     return Patch(**style.filled(look, edge), linewidth=0.5, label=label)
 
 
 def line_key(label: str, **more: Any) -> Line2D:
-    """A key of the legend: a line; `more`: what matplotlib knows of lines."""
+    """Make a key of the legend: a line. `more`: matplotlib's options for lines."""
     return Line2D([], [], label=label, **more)
 
 
 def inches(text: str, size: float) -> float:
-    """Width of a line of text, and a little more: on coarse screens letters are set on whole pixels, further apart."""
+    """Return the width of a line of text and a little more: on coarse screens, letters stand on whole pixels, further apart."""
     return 1.09 * style.text_width(text, size) / style.POINTS_PER_INCH
 
 
 def broken(text: str, width: float) -> list[str]:
-    """`text` in lines of at most `width` inches, broken between words."""
+    """Break `text` between words into lines of at most `width` inches."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -227,11 +227,11 @@ def broken(text: str, width: float) -> list[str]:
 
 
 def fitting(name: str, size: float, width: float) -> str:
-    """`name`, or its end behind "…", as much of it as is at most `width` inches wide."""
+    """Return `name` if it fits into `width` inches. Otherwise return "…" and as much of its end as fits."""
     if inches(name, size) <= width:
         return name
     dots = [at + 1 for at, letter in enumerate(name) if letter == "."]
-    # At a dot if possible. The later the cut, the shorter what is left.
+    # Cut at a dot if possible. A later cut leaves a shorter text.
     for cuts in (dots, range(1, len(name))):
         first = bisect_left(cuts, True, key=lambda at: inches(f"…{name[at:]}", size) <= width)
         if first < len(cuts):
@@ -240,12 +240,12 @@ def fitting(name: str, size: float, width: float) -> str:
 
 
 def column_of(names: Iterable[str], size: float, most: float) -> float:
-    """Inches for a column of these names: what the widest needs, but not more than `most`; see `fitting`."""
+    """Return the inches that a column needs for the widest of these names, but not more than `most` (see `fitting`)."""
     return min(most, max((inches(name, size) for name in names), default=0.0))
 
 
 def moved_apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
-    """The heights (ascending), moved until they are `distance` apart and none is above `top`."""
+    """Move the heights (ascending) until they are `distance` apart and none is above `top`."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + distance) if moved else height)

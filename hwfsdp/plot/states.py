@@ -3,7 +3,7 @@
 Lines are `accounting.model_state_bytes` of rank 0, which has the most rows. Both scales are logarithmic. So a strategy that
 divides everything by the number of ranks is a falling straight line, and a strategy that keeps a state whole levels off.
 Points are measurements, in the marker of their line, filled black. If a point is not on its line, one of them is wrong.
-Names stand at the end of the lines, moved apart where lines end in the same place.
+Names stand at the end of the lines, moved apart if lines end in the same place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARKERS = dict(zip(Strategy, "s^Dov", strict=True))
 
 
 class MeasuredState(NamedTuple):
-    """Bytes of parameters, gradients and optimizer state that a rank held, at so many ranks."""
+    """Measured bytes of parameters, gradients and optimizer state on a rank, when there were `world_size` ranks."""
 
     strategy: Strategy
     world_size: int
@@ -49,16 +49,16 @@ def plot_model_states(
     per_element: StateBytes = FP32_ADAM,
     measured: Sequence[MeasuredState] = (),
 ) -> Figure:
-    """Bytes of a rank by number of ranks: a line per strategy, a point per measurement.
+    """Draw the bytes of a rank against the number of ranks: a line per strategy, a point per measurement.
 
     Args:
-        shapes: of all parameters of the model.
-        world_sizes: for which the closed form is computed.
-        shards: ranks of one copy under HSDP; drawn at the world sizes that this divides. None: HSDP is left out.
+        shapes: the shapes of all parameters of the model.
+        world_sizes: the numbers of ranks for which the closed form is computed.
+        shards: ranks of one copy under HSDP. HSDP is drawn at the world sizes that this number divides. None: it is left out.
         per_element: see `accounting.model_state_bytes`.
 
     Raises:
-        UsageError: no shapes, no world sizes, or one below 1.
+        UsageError: there are no shapes, no world sizes, or a world size below 1.
     """
     if not shapes or not world_sizes or min(world_sizes) < 1:
         raise UsageError(
@@ -116,7 +116,7 @@ def _count(elements: int) -> str:
 
 
 def _agreement(worst: int) -> str:
-    """What the largest difference, in bytes, says of all."""
+    """Say how well measurements agree with the closed form. `worst` is the largest difference, in bytes."""
     if not worst:
         return "equal to the closed form"
     return f"up to {style.format_bytes(abs(worst))} {'above' if worst > 0 else 'below'} the closed form"

@@ -1,9 +1,9 @@
-"""What the pictures share: colors, hatches, units of bytes.
+"""The common style of all pictures: colors, hatches, units of bytes.
 
-A color means the same in every picture: green is gathering, vermilion is scattering, blue is compute or
-parameters, purple is the optimizer. The palette is that of Okabe and Ito, eight colors that people with any
-common kind of color vision tell apart (M. Okabe and K. Ito, "Color Universal Design", 2008,
-https://jfly.uni-koeln.de/color/); the greys are ours. Hatches keep apart what would print in the same grey.
+A color means the same in every picture: green is gathering, vermilion is scattering, blue is compute or parameters, purple is the
+optimizer. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
+(M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys are ours. Hatches distinguish
+areas that would print in the same grey.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LOOK_OF_KIND = {
     "reduce_scatter_buffer": Look(VERMILION, "\\\\\\"),
 }
 _OTHER = Look(GREYS[2], "++")
-DRAWN_OPS = tuple(_LOOK_OF_OP)  # in the order of the legend; alloc and free have no extent in time
+DRAWN_OPS = tuple(_LOOK_OF_OP)  # in the order of the legend; alloc and free take no time
 
 
 def look_of_op(op: str) -> Look:
@@ -75,36 +75,36 @@ def look_of_kind(kind: str) -> Look:
 
 
 def color_of(number: int) -> str:
-    """Of a rank or a group: seven colors, then the same ones paler."""
+    """Return the color of a rank or a group: one of seven colors, then the same colors paler."""
     return mixed(SEVEN[number % len(SEVEN)], WHITE, min(0.75, 0.3 * (number // len(SEVEN))))
 
 
 def filled(look: Look, edge: str = "") -> dict[str, Any]:
-    """What matplotlib calls a look; `edge`: of the outline, if it is not the look's own."""
+    """Return a look as options for matplotlib. `edge`: the color of the outline, if it is not the look's own."""
     return {"facecolor": look.color, "edgecolor": edge or edge_of(look), "hatch": look.hatch or None}
 
 
 def edge_of(look: Look) -> str:
-    """The color of a look's outline and hatch: dark on white, else a darker shade of its own."""
+    """Return the color of a look's outline and hatch: dark on white, else a darker shade of the look's color."""
     return GREYS[3] if look.color == WHITE else mixed(look.color, BLACK, 0.3)
 
 
 def mixed(color: str, other: str, share: float) -> str:
-    """`color` with a share of `other` in it: 0.0 is `color`, 1.0 is `other`."""
+    """Mix a share of `other` into `color`: 0.0 gives `color`, 1.0 gives `other`."""
     pairs = zip(to_rgb(color), to_rgb(other), strict=True)
     red, green, blue = ((1.0 - share) * a + share * b for a, b in pairs)
     return to_hex((red, green, blue))
 
 
 def ink_on(color: str) -> str:
-    """Black or white, whichever reads better on `color` (luma weights of ITU-R BT.601)."""
+    """Return black or white, whichever reads better on `color` (luma weights of ITU-R BT.601)."""
     red, green, blue = to_rgb(color)
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else WHITE
 
 
 @functools.cache
 def text_width(text: str, size: float) -> float:
-    """Width in points of one line of text set in `size` points; needs no canvas."""
+    """Return the width in points of one line of text in `size` points. This needs no canvas."""
     if not text.strip():
         return 0.0
     width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), False)
@@ -122,12 +122,12 @@ _BYTE_UNITS = tuple(ByteUnit(name, 1024**i) for i, name in enumerate(("B", "KiB"
 
 
 def byte_unit(nbytes: float) -> ByteUnit:
-    """The largest unit of which `nbytes` holds at least one; bytes for anything smaller."""
+    """Return the largest unit that is not larger than `nbytes`. Below one byte, return bytes."""
     return max((u for u in _BYTE_UNITS if u.nbytes <= nbytes), key=lambda u: u.nbytes, default=_BYTE_UNITS[0])
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB"; three digits, bytes exact."""
+    """Format bytes for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB". Bytes are exact; other units have three digits."""
     unit = byte_unit(nbytes)
     if unit.nbytes == 1:
         return f"{nbytes} B"
@@ -135,7 +135,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_ms(us: float) -> str:
-    """Microseconds as milliseconds for a reader: "0.25 ms", "12.5 ms", "1250 ms"."""
+    """Format microseconds as milliseconds for a reader: "0.25 ms", "12.5 ms", "1250 ms"."""
     return f"{_three_digits(us / 1e3)} ms"
 
 
@@ -153,7 +153,7 @@ def draw_label(
     hatched: bool = True,
     **more: Any,
 ) -> None:
-    """Text in the middle of an area of color `face`; on a hatch it gets a rim of that color. `more`: of matplotlib."""
+    """Write text in the middle of an area of color `face`. On a hatch, it gets a rim of this color. `more`: for matplotlib."""
     axes.text(
         *at,
         text,
@@ -168,13 +168,13 @@ def draw_label(
 
 
 def open_frame(axes: Axes) -> None:
-    """Leaves of the frame only the two lines that carry scales."""
+    """Keep only the two lines of the frame that carry scales."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREYS[2])
     axes.tick_params(color=GREYS[2], labelcolor=GREYS[3], labelsize=TEXT_SIZE)
 
 
 def draw_grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
-    """Pale lines behind everything else."""
+    """Draw pale lines behind everything else."""
     axes.grid(axis=axis, color=GREYS[1], linewidth=0.6)
     axes.set_axisbelow(True)

@@ -1,10 +1,10 @@
 """The streams of every rank on one time axis: events as bars, waits as arrows.
 
-One band per rank (see `lanes`). A collective under a bar of compute is hidden communication. A hatched bar on the compute row
+There is one band per rank (see `lanes`). A collective under a bar of compute is hidden communication. A hatched bar on the compute row
 is the opposite: compute stood still until a collective (on a single rank: a copy) had ended.
 
-Time is the log's. Ranks that were recorded on one machine share a clock; bars of ranks from several machines are only
-as aligned as the log says their clocks are.
+Times come from the log. Ranks on one machine share a clock. Bars of ranks on several machines are aligned only as well as their
+clocks; the log says how well.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def plot_timeline(
     step: int | None = None,
     title: str = "",
 ) -> Figure:
-    """Bands of ranks, rows of streams, bars of events, arrows of dependencies.
+    """Draw a band per rank, a row per stream, a bar per event, an arrow per dependency.
 
     Args:
-        start_us, end_us: draw only what ran between these times, cut at them; by default all of it.
+        start_us, end_us: draw only events between these times, and cut them there; by default draw all.
         step: draw only events of this optimizer step (`Event.step`).
-        title: by default, whose streams these are.
+        title: title of the picture; by default it names the ranks and steps.
 
     Raises:
         UsageError: nothing is left to draw.
@@ -57,7 +57,7 @@ def plot_timeline(
 
 
 def _selected(log: EventLog, start: float | None, end: float | None, step: int | None) -> list[Event]:
-    """The events that can be drawn, of that step, cut at the window."""
+    """Return the events of this step that can be drawn, cut at the window."""
     found = [e for e in log.select(*style.DRAWN_OPS) if step is None or e.step == step]
     low = min((e.start_us for e in found), default=0.0) if start is None else start
     high = max((e.end_us for e in found), default=0.0) if end is None else end
@@ -75,13 +75,13 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
 
 
 def _cut(event: Event, low: float, high: float) -> Event:
-    """What of it ran between these times, in µs."""
+    """Return the part of the event between these times, in µs."""
     start = max(event.start_us, low)
     return replace(event, start_us=start, dur_us=min(event.end_us, high) - start)
 
 
 def _draw_step_ends(axes: Axes, events: Sequence[Event], named: bool) -> None:
-    """A line wherever an optimizer step is over and another one follows."""
+    """Draw a line at the end of each optimizer step, if another one follows."""
     for event in events:
         if event.op == "optimizer" and any(e.step > event.step for e in events):
             at = event.end_us / 1e3

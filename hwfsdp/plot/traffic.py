@@ -1,8 +1,8 @@
-"""Bytes that each collective moved, beside the bytes that a closed form says it must.
+"""The bytes that each collective moved, beside the bytes that a closed form demands.
 
-Bytes are those of the whole tensors, of one optimizer step, as in `accounting`. Below each other stand what the ranks
-measured (one bar, if all of them measured the same; they should) and what one or several closed forms ask for. The
-words behind a bar say what no eye can: whether two bars are equal to the byte.
+Bytes count the whole tensors in one optimizer step, as in `accounting`. First come the measurements: one bar if all ranks measured
+the same, as they should, otherwise one bar per rank. Below them come the bars of one or more closed forms. The words behind a bar
+say whether two bars are equal to the byte, because no eye can see this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = style.SMALL_SIZE + 1  # points
 
 
 class _Bar(NamedTuple):
-    """A bar: its collective, whose it is, bytes of a step, words behind it, whether it was measured."""
+    """A bar: its collective, its name, bytes of a step, words behind it, True if it was measured."""
 
     op: str
     name: str
@@ -35,9 +35,9 @@ class _Bar(NamedTuple):
 
 
 def traffic_of(log: EventLog, rank: int) -> dict[str, float]:
-    """Bytes by collective of one optimizer step of a rank; of the recording if it has no optimizer step.
+    """Return the bytes by collective of a rank in one optimizer step; in the whole recording if it has no optimizer step.
 
-    Of parameter groups only, if any moved something: what a script sends besides is in no closed form.
+    If parameter groups moved bytes, only these bytes count: closed forms do not know what else a script sends.
     """
     events = log.select(rank=rank)
     steps = {e.step for e in events if e.op == "optimizer"}
@@ -47,14 +47,14 @@ def traffic_of(log: EventLog, rank: int) -> dict[str, float]:
 
 
 def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Figure:
-    """For each collective a bar of the bytes measured in a step, and one of each closed form.
+    """Draw, for each collective, a bar of the bytes measured in a step, and a bar of each closed form.
 
     Args:
         expected: name of a closed form → bytes by collective of one step, as from `accounting.step_traffic` or
-            `accounting.strategy_traffic`. The words behind measured bars compare with the first.
+            `accounting.strategy_traffic`. The words behind measured bars compare them with the first closed form.
 
     Raises:
-        UsageError: the log has no events, or neither log nor closed forms have a collective with bytes.
+        UsageError: the log has no events, or no collective has bytes in the log or in a closed form.
     """
     measured = {rank: traffic_of(log, rank) for rank in sorted({e.rank for e in log.events})}
     ops = [op for op in COLLECTIVES if any(t.get(op) for t in (*measured.values(), *expected.values()))]
@@ -79,7 +79,7 @@ def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Fi
 def _bars(
     op: str, measured: Mapping[int, Mapping[str, float]], expected: Mapping[str, Mapping[str, int]]
 ) -> list[_Bar]:
-    """Those of one collective: measured ones first."""
+    """Make the bars of one collective: first the measured bars."""
     values = {rank: traffic.get(op, 0) for rank, traffic in measured.items()}
     if len(set(values.values())) == 1 and len(values) > 1:
         names = {f"each of {len(values)} ranks": values[min(values)]}
@@ -117,7 +117,7 @@ def _text(measured: Mapping[int, Mapping[str, float]], expected: Mapping[str, Ma
 
 def _draw_bars(axes: Axes, bars: list[_Bar], names: float, width: float) -> None:
     unit = style.byte_unit(max(bar.nbytes for bar in bars))
-    places = [0.5 + _GAP / _BAR / 2]  # of the middle of each bar
+    places = [0.5 + _GAP / _BAR / 2]  # the middle of each bar
     for previous, bar in zip(bars, bars[1:], strict=False):
         places.append(places[-1] + 1.0 + (_GAP / _BAR if previous.op != bar.op else 0.0))
     for place, bar in zip(places, bars, strict=True):

@@ -1,13 +1,13 @@
 """Training: models, text, the loop, and the demo's three runs.
 
     models           a byte-level GPT and Llama, to shard
-    builders         which model: by name, or a function of yours
+    builders         the model to build: a name in the zoo, or your own function
     data             text to train on
-    implementations  hwfsdp, FSDP2, none, or a file of yours: one way to call them
+    implementations  one way to call hwfsdp, FSDP2, no sharding, or your own file
     snapshots        the saved state from which a run continues
     loop             the training loop
-    traced_run       a run on ranks of its own, some of its steps recorded
+    traced_run       start ranks, run a script or the demo, record some steps
     demo             the same run three times: hwfsdp, FSDP2, unsharded
 
-All of it takes any implementation of FSDP, so that implementations can be compared.
+These modules work with any implementation of FSDP, so you can compare implementations.
 """

@@ -1,6 +1,6 @@
-"""Which model: one that is known by name, or a function of yours that builds it.
+"""The model to build: a model with a known name, or a model that your own function returns.
 
-An error in a user's function becomes one line that names its place.
+An error in your function becomes one line, which says where it was raised.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hwfsdp.train.models import zoo
 
 
 def find_builder(name: str) -> Callable[[], nn.Module]:
-    """Find the function that builds a model: a name of `zoo`, or the user's "module:function".
+    """Return a function that builds the model. `name` is a name in `zoo`, or the user's "module:function".
 
-    Modules are looked for in the current directory, too. What the function prints goes to standard error.
+    Python searches the current directory for the module, too. The output of the user's function goes to standard error.
 
     Raises:
-        UsageError: there is no such name, module or function; the builder raises it, too: the function raised something, or
-            returned no module.
+        UsageError: no such name, module or function exists. The returned function raises it, too, if the user's function
+            raised an error or returned no module.
     """
     if ":" not in name:
         return partial(zoo.build, zoo.config_of(name))
@@ -38,10 +38,10 @@ def find_builder(name: str) -> Callable[[], nn.Module]:
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """The user's function "module:function"; what it returns is not looked at.
+    """Return the user's function "module:function". It may return any type.
 
     Raises:
-        UsageError: as `find_builder`.
+        UsageError: no such module or function exists. The returned function raises it, too, if the user's function raised an error.
     """
     module_name, _, function_name = name.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -68,7 +68,7 @@ def _function_of(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
 
 
 def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
-    """`call()`; whatever it raises becomes one line that says where."""
+    """Return `call()`. An exception becomes one line, which says where it was raised."""
     remedy = "Name it as module:function, importable from the current directory, callable without arguments."
     with contextlib.redirect_stdout(sys.stderr), in_one_line(f"model {name!r}", f"{what} to go well", remedy):
         return call()
@@ -76,7 +76,7 @@ def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def in_one_line(subject: str, expected: str, remedy: str) -> Iterator[None]:
-    """Turn an exception of the user's code in the block into a UsageError that says where; leave our errors."""
+    """Turn an exception of the user's code in the block into a UsageError that says where it was raised. Our errors pass unchanged."""
     try:
         yield
     except FSDPError:

@@ -1,7 +1,7 @@
 """Text to train on, as bytes.
 
-A batch is a pure function of (text, seed, step): any rank, at any world size, in any process can compute it,
-and a rank takes its share of the rows. So runs that differ in nothing but sharding see the same data.
+A batch is a pure function of (text, seed, step). Every rank can compute the whole batch, in any process and at any world
+size. Then it takes its share of the rows. So runs that differ only in sharding see the same data.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hwfsdp.errors import UsageError
 
 
 class Batch(NamedTuple):
-    """Bytes and the bytes that follow them, both [B, T] int64."""
+    """Input bytes, and for each of them the next byte of the text; both [B, T] int64."""
 
     inputs: Tensor
     targets: Tensor
 
 
 def load_text(path: str | Path | None = None) -> Tensor:
-    """A file's bytes; without a path, the help topics that come with Python (some 460 kB of English).
+    """Read the bytes of a file. Without a path, use the help topics that come with Python (about 460 kB of English).
 
     Returns:
         [bytes] uint8.
@@ -49,11 +49,11 @@ def load_text(path: str | Path | None = None) -> Tensor:
 
 
 def draw_batch(text: Tensor, seq_len: int, rows: int, seed: int, step: int) -> Batch:
-    """The batch of one step: `rows` windows of the text, at random places.
+    """Draw the batch of one step: `rows` windows of the text, at random places.
 
     Args:
         text: [bytes] uint8, longer than `seq_len`.
-        rows: of the whole batch, all ranks together; `share` cuts it.
+        rows: number of rows in the whole batch, over all ranks. `share` returns the rows of one rank.
 
     Raises:
         UsageError: the text is too short.
@@ -72,7 +72,7 @@ def draw_batch(text: Tensor, seq_len: int, rows: int, seed: int, step: int) -> B
 
 
 def share(batch: Batch, rank: int, world_size: int) -> Batch:
-    """The rows of one rank; every rank gets as many."""
+    """Return the rows of one rank. Every rank gets the same number of rows."""
     rows = batch.inputs.shape[0] // world_size
     cut = slice(rank * rows, (rank + 1) * rows)
     return Batch(batch.inputs[cut], batch.targets[cut])

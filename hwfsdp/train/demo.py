@@ -1,8 +1,8 @@
-"""Three times the same run: hwfsdp or a file of yours, torch's FSDP2, and a model that is not sharded at all.
+"""The same run three times: with hwfsdp or your own file, with torch's FSDP2, and with an unsharded model.
 
-All three start from the same weights and see the same batches, step by step in turn, so that the first two can be
-compared bit for bit, and all three under the same load. The last steps of the first run are recorded. Its bytes moved and bytes
-alive are compared with the closed forms of `accounting`.
+All three runs start from the same weights and see the same batches. They take turns at each step, so the machine has the same
+load for all three. The first two runs are compared bit for bit. The last steps of the first run are recorded: the bytes that it
+moved and the bytes alive are compared with the closed forms of `accounting`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from hwfsdp.train.models import GPT
 RECORDED_STEPS = 2
 _MEASURED = ("bytes_by_op", "count_by_op", "overlap_fraction", "exposed_comm_us")
 THEIRS, WHOLE = "FSDP2", "unsharded"
-# Relative: more than rounding makes of losses and norms over a demo, less than any mistake does.
+# Relative tolerance for losses and norms: rounding in a demo stays below it, a mistake exceeds it.
 ROUNDING = 1e-3
 
 
 @dataclass
 class Comparison:
-    """The findings of one rank. Runs are called `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
+    """The result of the three runs on one rank. Their names are `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
 
     Attributes:
-        losses: per run and step, mean over the whole batch; step_ms: per run and step.
-        grad_norms: per run and step, the L2 norm of the gradients of all parameters together.
-        equal: every loss and every gradient of the first run and FSDP2 was the same, bit for bit, on all ranks.
-        largest_difference: between gradients of the two, anywhere.
-        log: the first run's last `RECORDED_STEPS` steps.
+        losses: for each run and step, the mean loss over the whole batch.
+        grad_norms: for each run and step, the L2 norm of the gradients of all parameters together.
+        step_ms: for each run and step, its time in milliseconds.
+        equal: True if every loss and every gradient of the first run equaled FSDP2's, bit for bit, on all ranks.
+        largest_difference: the largest difference between a gradient of the first run and FSDP2's, on this rank.
+        log: the last `RECORDED_STEPS` steps of the first run.
     """
 
     losses: dict[str, list[float]]
@@ -69,14 +70,14 @@ class Comparison:
         return cls({run: [] for run in runs}, {run: [] for run in runs}, {run: [] for run in runs})
 
     def note(self, run: str, loss: float, square: float, ms: float) -> None:
-        """One step of a run: this rank's loss, its share of the squared gradient norm, and milliseconds."""
+        """Add one step of a run: this rank's loss, its share of the squared gradient norm, and milliseconds."""
         self.losses[run].append(loss)
         self.grad_norms[run].append(square)
         self.step_ms[run].append(ms)
 
 
 class _Comparer:
-    """The three runs on one rank. The unsharded one runs on rank 0 alone, on the whole batch."""
+    """The three runs on one rank. Only rank 0 has the unsharded run, which trains on the whole batch."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -94,7 +95,7 @@ class _Comparer:
         return draw_batch(self.text, config.model.seq_len, config.batch * self.world_size, config.seed, step)
 
     def step(self, step: int) -> None:
-        """One step of each run; which of the sharded ones is first changes from step to step."""
+        """Make one step of each run. The two sharded runs alternate in going first."""
         batch = self.batch_of(step)
         losses = {}
         for run in sorted(self.sharded, reverse=step % 2 == 1):
@@ -114,7 +115,7 @@ class _Comparer:
         dist.barrier()
 
     def finish(self) -> Comparison:
-        """Record a few more steps; return the result, with means and norms over all ranks."""
+        """Record a few more steps. Return the result, with means and norms over all ranks."""
         found = self.found
         for run in self.sharded:
             found.losses[run] = mean_over_ranks(found.losses[run])
@@ -126,7 +127,7 @@ class _Comparer:
 
 
 def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None) -> Comparison:
-    """Run the three on this rank of an initialized process group."""
+    """Make the three runs on this rank of an initialized process group."""
     limit_collectives(patience(config.implementation, config.timeout))
     runs = _Comparer(config)
     for step in range(config.steps):
@@ -139,7 +140,7 @@ def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | 
 
 
 def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, losses: list[Tensor]) -> None:
-    """Hold this rank's loss and gradients of the step just made against FSDP2's."""
+    """Compare this rank's loss and gradients of the last step with FSDP2's."""
     found.equal &= torch.equal(*losses)
     mine = dict(ours.named_parameters())
     for name, param in theirs.named_parameters():
@@ -157,7 +158,7 @@ def _local_grad(param: nn.Parameter | None) -> Tensor | None:
 
 
 def _record_steps(runs: _Comparer) -> EventLog:
-    """A few steps more, recorded; apart from the others, so that recording slows none that is timed."""
+    """Make a few more steps and record them. They are not timed, because recording slows steps down."""
     steps = range(runs.config.steps, runs.config.steps + RECORDED_STEPS)
     batches = [share(runs.batch_of(step), runs.rank, runs.world_size) for step in steps]
     dist.barrier()
@@ -168,7 +169,7 @@ def _record_steps(runs: _Comparer) -> EventLog:
 
 
 def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:
-    """The groups that `shard_model` makes of an unsharded model: the root's, and one per block."""
+    """Return the sizes of the groups that `shard_model` makes of an unsharded model: the root group, and one per block."""
     blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in model.blocks]
     inside = {id(p) for block in model.blocks for p in block.parameters()}
     rest = [p.shape for p in model.parameters() if id(p) not in inside]
@@ -185,13 +186,13 @@ class Result(NamedTuple):
 def run_demo(
     ranks: int, config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None
 ) -> Result:
-    """Run the comparison on so many ranks.
+    """Run the comparison on `ranks` ranks.
 
     Args:
         on_step: called on rank 0 with the step's number, loss and gradient norm.
 
     Raises:
-        UsageError: the implementation is one of the two that others are compared with.
+        UsageError: the implementation is FSDP2 or none. The demo compares other implementations with these two.
     """
     if config.implementation in (TORCHS, NONE):
         raise UsageError(
@@ -206,7 +207,7 @@ def run_demo(
 
 
 def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
-    """The demo in numbers, measured beside expected."""
+    """Summarize the demo in numbers: measured values and expected values."""
     root, blocks = group_sizes(build_model(config.model, config.seed))
     traffic = step_traffic([root, *blocks], ranks)
     expected = {op: RECORDED_STEPS * nbytes for op, nbytes in traffic.items() if nbytes}

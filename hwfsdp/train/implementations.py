@@ -1,15 +1,15 @@
-"""One way to call any implementation of FSDP: ours, torch's, none at all, or a file of yours.
+"""One way to call any implementation of FSDP: ours, torch's, no sharding, or your own file.
 
     hwfsdp     `hwfsdp.fully_shard`
     fsdp2      torch's `fully_shard`
-    none       nothing is sharded: every rank has the whole model, and one all-reduce averages the gradients
-    FILE.py    the `fully_shard` of a file, such as the homework's
+    none       no sharding: every rank has the whole model, and one all-reduce averages the gradients
+    FILE.py    the `fully_shard` in a file, such as the homework's
 
-`sharder` returns a function with the call of torch's `fully_shard`. A file's own `fully_shard` gets torch's
-arguments that it names, and two more, which the homework has: `module_fqn`, the name of the module, and `comm_ctx`, one
-`FSDPCommContext(device_type)` of the file for all modules of a model.
+`sharder` returns a function that you call like torch's `fully_shard`. The `fully_shard` of a file gets only the arguments that
+it names. It may name torch's arguments, and two arguments of the homework: `module_fqn` is the name of the module. `comm_ctx` is
+an `FSDPCommContext(device_type)`, a class of the file; all modules of a model share one.
 
-The file is the user's own, so it runs without restrictions, as a script would. An error in it names its line (`blamed`).
+The file belongs to the user, so it runs without restrictions, like a script. If it raises, the error names the line (`blamed`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from hwfsdp.launcher import worker
 from hwfsdp.observe import events
 
 OURS, TORCHS, NONE = NAMES = ("hwfsdp", "fsdp2", "none")
-_MODULE = "hwfsdp_implementation"  # what the user's file is called among the modules of a rank
-_PATIENCE = 60.0  # seconds for a step of a user's file, unless they say otherwise
-_LATER = 5.0  # seconds: a rank that hangs by itself is named before the ranks that wait for it
+_MODULE = "hwfsdp_implementation"  # the name of the user's file in `sys.modules`
+_PATIENCE = 60.0  # seconds for a step of a user's file, if the user gives no limit
+_LATER = 5.0  # seconds: a rank that hangs by itself fails before the ranks that wait for it
 
 Shard = Callable[..., Any]
 
@@ -53,7 +53,7 @@ Shard = Callable[..., Any]
 
 
 def read_implementation(name: str) -> str:
-    """The name of an implementation, or the absolute path of a file that has one.
+    """Check an implementation. Return its name, or the absolute path of its file.
 
     Raises:
         UsageError: there is no such file, it is not Python, or it has no `fully_shard`.
@@ -82,7 +82,7 @@ def read_implementation(name: str) -> str:
 
 
 def _may_define(tree: ast.Module, name: str) -> bool:
-    """Whether anything in a file gives `name` a value; a star import may."""
+    """True if something in the file may define `name`. A star import may define it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return True
@@ -103,18 +103,18 @@ def _without_fully_shard(path: Path) -> UsageError:
 
 
 def shown(path: Path | str) -> str:
-    """A path as its user would type it: relative where it lies below the current folder."""
+    """Return a path as its user would type it: a relative path if the file is below the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def label_of(implementation: str) -> str:
-    """The name in tables and curves."""
+    """Return the name of an implementation for tables and curves."""
     return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
 
 
 def uneven_rows(model: nn.Module, ranks: int) -> str:
-    """The first parameter whose rows the ranks cannot share evenly, in words; "" if there is none."""
+    """Describe the first parameter whose rows the ranks cannot share evenly. Return "" if there is none."""
     for name, param in model.named_parameters():
         if param.shape[0] % ranks:
             return f"{name} has {param.shape[0]} rows for {ranks} ranks"
@@ -125,13 +125,13 @@ def uneven_rows(model: nn.Module, ranks: int) -> str:
 
 
 def sharder(implementation: str, model: nn.Module, mesh: DeviceMesh) -> Shard:
-    """A function to call with each module of `model` that is to be sharded, and torch's keywords of `fully_shard`.
+    """Return a function that shards one module of `model`. Call it with the module and the keywords of torch's `fully_shard`.
 
     Args:
         implementation: what `read_implementation` returned.
 
     Raises:
-        UsageError: a file has no `fully_shard`. What the file raises when it is run.
+        UsageError: the file has no `fully_shard`. Errors that the file raises when it runs pass unchanged.
     """
     if implementation == OURS:
         return partial(fully_shard, mesh=mesh)
@@ -191,7 +191,7 @@ class _FileSharder:
         return module
 
     def _named(self, offered: dict[str, Any], asked: Mapping[str, bool]) -> dict[str, Any]:
-        """The offered arguments that the function names."""
+        """Return the offered arguments that the function accepts."""
         names = {p.name for p in self.parameters}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters):
             names |= asked.keys() | {"mesh"}
@@ -224,12 +224,12 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """The name of each module in the model; the model's own is its class."""
+    """Return the name of each module in the model. The model itself has the name of its class."""
     return {module: name or type(model).__name__ for name, module in model.named_modules()}
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a user's file as a module; what lies beside it can be imported, as from a script."""
+    """Run a user's file as a module. Like a script, it can import the files in its folder."""
     module = ModuleType(_MODULE)
     module.__file__ = str(path)
     sys.modules[_MODULE] = module
@@ -239,7 +239,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replace the gradients of a model that every rank has whole by their mean over the ranks: one all-reduce."""
+    """Average the gradients of an unsharded model over the ranks, in place, with one all-reduce."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     with events.scope(owner=type(model).__name__):
@@ -253,11 +253,11 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
-    """This rank's share of the squared L2 norm of all gradients; the sum over the ranks is the square.
+    """Return this rank's share of the squared L2 norm of all gradients. The shares of all ranks add up to the squared norm.
 
-    The norm of a rank's part is not the norm of the gradient. A DTensor's part counts once for all ranks that hold it. A plain
-    tensor counts as the whole gradient on every rank if it has the shape that its parameter had before sharding (`shapes`, by
-    name). Otherwise it counts as a part that no other rank has.
+    The norm of a rank's part is not the norm of the gradient. If several ranks hold the same part of a DTensor, it counts once. A
+    plain tensor counts as the whole gradient, which every rank holds, if it has the shape of its parameter before sharding
+    (`shapes`, by name). Otherwise it counts as a part that no other rank has.
     """
     total = 0.0
     for name, param in model.named_parameters():
@@ -274,23 +274,23 @@ def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
 
 
 def _copies(grad: DTensor) -> int:
-    """Number of ranks that hold the same part."""
+    """Return the number of ranks that hold the same part of the gradient."""
     copies = 1
     for axis, placement in enumerate(grad.placements):
         copies *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
     return copies
 
 
-# --- What hangs, and what raises ---------------------------------------------------------------------------
+# --- Time limits and errors --------------------------------------------------------------------------------
 
 
 def patience(implementation: str, seconds: float | None) -> float | None:
-    """Time limit of a step in seconds: the requested one, or a default for a user's file."""
+    """Return the time limit of a step in seconds: the requested limit, or a default for a user's file."""
     return _PATIENCE if seconds is None and implementation not in NAMES else seconds
 
 
 def limit_collectives(seconds: float | None) -> None:
-    """Give collectives of the default process group a timeout a little longer than a step's (`time_limit`)."""
+    """Give collectives of the default process group a timeout that is a little longer than the limit of a step (`time_limit`)."""
     if seconds is not None:
         worker.limit_collectives(seconds + _LATER)
 
@@ -299,9 +299,8 @@ def limit_collectives(seconds: float | None) -> None:
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError inside the block when time is up, but not inside a collective, which has its own timeout.
 
-    An alarm during a collective takes effect after the collective. If the collective failed, its error is reported: this
-    rank waited for another rank, which is at fault. Only the main thread can be interrupted; in another one the
-    block has no limit.
+    An alarm during a collective takes effect after the collective. If the collective failed, its error is reported: this rank
+    waited for another rank, which is at fault. Only the main thread can be interrupted. In another thread, the block has no limit.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield

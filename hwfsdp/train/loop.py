@@ -1,4 +1,4 @@
-"""The training loop: the same for the command, for the demo, and under torchrun."""
+"""The training loop. The command, the demo and runs under torchrun all use it."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run.
+    """The settings of a run.
 
     Attributes:
-        batch: rows per rank; steps: optimizer steps; lr: AdamW's learning rate; seed: of weights and batches.
-        param_dtype: a key of `DTYPES`; gradients are reduced in float32.
+        batch: rows per rank. steps: number of optimizer steps. lr: learning rate of AdamW. seed: for weights and batches.
+        param_dtype: a key of `DTYPES`. Gradients are reduced in float32.
         reshard_after_forward: as for `fully_shard`.
-        text: path of the training text; None: the one that comes with Python.
-        record_last: how many of the last steps to record.
-        snapshots: where and when to save; None: never. Without it, a request to stop has no effect.
-        implementation: what shards: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
-        timeout: seconds for a step, and for a collective in it; None: 60 with a file, else 300 for a collective.
+        text: path of the training text. None: the text that comes with Python.
+        record_last: number of steps to record at the end of the run.
+        snapshots: where and when to save. None: never; then a request to stop has no effect.
+        implementation: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
+        timeout: seconds for a step, and for a collective in it. None: 60 with a file; otherwise 300 for a collective.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -84,12 +84,12 @@ class TrainConfig:
 
 @dataclass
 class TrainResult:
-    """The result of one rank: losses are means over all ranks, times are its own; the log if it recorded.
+    """The result of a run on one rank.
 
     Attributes:
-        losses: of all steps, those before the run was resumed as well. resumed_at: how many those are.
-        grad_norms: of the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
-        stopped: whether it was asked to stop before the last step.
+        losses: for each step, the mean loss over all ranks. resumed_at: number of steps before a resume; `losses` includes them.
+        grad_norms: for the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
+        step_ms: milliseconds of this run's steps on this rank. log: the recording. stopped: True if asked to stop before the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -101,17 +101,17 @@ class TrainResult:
 
 
 def build_model(config: GPTConfig, seed: int) -> GPT:
-    """The model with the weights that `seed` gives, the same in every process."""
+    """Build the model. The same `seed` gives the same weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT(config)
 
 
 def shard_model(model: GPT, shard: Callable[..., Any], **options: Any) -> GPT:
-    """Apply a `fully_shard`, ours or torch's, to each block and to the rest.
+    """Apply `shard`, such as our `fully_shard` or torch's, to each block and then to the whole model.
 
     Args:
-        options: for `shard`. Of an `mp_policy`, the output dtype holds for the whole model only: between blocks,
+        options: keywords for `shard`. The output dtype of an `mp_policy` applies only to the whole model: between blocks,
             activations stay in the param dtype.
     """
     inner = dict(options)
@@ -124,14 +124,14 @@ def shard_model(model: GPT, shard: Callable[..., Any], **options: Any) -> GPT:
 
 
 def policy_of(config: TrainConfig) -> MixedPrecisionPolicy:
-    """Parameters in the config's dtype, reductions and logits in float32."""
+    """Return the policy: parameters in the config's dtype, reductions and logits in float32."""
     if config.param_dtype == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(DTYPES[config.param_dtype], torch.float32, torch.float32)
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Sum each value over all ranks; every rank gives equally many. No recording shows it."""
+    """Sum each value over all ranks. Every rank must give the same number of values. Recordings do not show this collective."""
     total = torch.tensor(values, dtype=torch.float64)
     total = total.to("cuda" if dist.get_backend() == "nccl" else "cpu")
     with events.paused():
@@ -141,7 +141,7 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def mean_over_ranks(values: Sequence[float]) -> list[float]:
-    """Average each value over all ranks; every rank gives equally many."""
+    """Average each value over all ranks. Every rank must give the same number of values."""
     return [total / dist.get_world_size() for total in sum_over_ranks(values)]
 
 
@@ -152,7 +152,7 @@ def train_step(
     targets: Tensor,
     after_backward: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Forward, backward and update; returns this rank's loss."""
+    """Run forward, backward and the update. Return this rank's loss."""
     optimizer.zero_grad()
     loss = next_byte_loss(model(inputs), targets)
     loss.backward()
@@ -176,7 +176,7 @@ def train(
 def launch_blaming(
     config: TrainConfig, fn: Callable[..., Any], ranks: int, *args: Any, **options: Any
 ) -> list[Any]:
-    """`launch`, whose errors name the line of the user's file, if the config's implementation is one.
+    """Call `launch`. If the config's implementation is a user's file, errors name the line in that file.
 
     Raises:
         RankError, UsageError: as `launch` does.
@@ -193,10 +193,11 @@ def launch_blaming(
 
 
 class Trainee:
-    """A GPT, sharded by one implementation, with its optimizer, to train step by step.
+    """A GPT that one implementation has sharded, and its optimizer. It is trained step by step.
 
     Raises:
-        UsageError: a user's file cannot be called. What it raises; TimeoutError if it takes too long.
+        UsageError: the user's file cannot be called. Errors that the file raises pass unchanged.
+        TimeoutError: sharding takes too long.
     """
 
     def __init__(self, config: TrainConfig, implementation: str) -> None:
@@ -214,7 +215,7 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One training step; returns this rank's loss."""
+        """Make one training step. Return this rank's loss."""
         with implementations.time_limit(self.seconds, "a step"):
             return train_step(self.model, self.optimizer, inputs, targets, self._after_backward)
 
@@ -223,14 +224,14 @@ class Trainee:
             implementations.average_gradients(self.model)
 
     def own_square(self) -> float:
-        """This rank's share of the squared norm of the gradients of the last step."""
+        """Return this rank's share of the squared norm of the gradients of the last step."""
         return implementations.own_square(self.model, self.shapes)
 
 
 def _layout(
     config: TrainConfig, implementation: str, model: GPT, ranks: int
 ) -> tuple[dict[nn.Module, bool], Layout]:
-    """The modules that are sharded by themselves, whether backward gathers them again, and how they are laid out."""
+    """Return the modules that have their own group, with True if backward gathers it again; and the layout over the ranks."""
     if implementation == implementations.NONE:
         return {model: False}, Layout(1, ranks)
     policy, reshard = policy_of(config), config.reshard_after_forward
@@ -270,7 +271,7 @@ class _Run:
         return Snapshots(config.snapshots, trainee.model, trainee.optimizer, settings)
 
     def run(self) -> TrainResult:
-        """Train to the last step, or until it is asked to stop."""
+        """Train to the last step, or until a rank is asked to stop."""
         config, progress = self.config, self.progress
         result = TrainResult(resumed_at=progress.step)
         with ExitStack() as recording:
@@ -287,7 +288,7 @@ class _Run:
         return result
 
     def step(self) -> float:
-        """One step on the next batch; returns its milliseconds."""
+        """Make one step on the next batch. Return its milliseconds."""
         progress, config = self.progress, self.config
         batch = draw_batch(self.text, config.model.seq_len, self.rows, config.seed, progress.step)
         inputs, targets = share(batch, self.rank, self.world_size)
@@ -304,11 +305,11 @@ class _Run:
         return elapsed
 
     def any_asked_to_stop(self) -> bool:
-        """Whether any rank is to stop, so that all do after the same step."""
+        """True if any rank was asked to stop. All ranks agree on this, so they stop after the same step."""
         return any(sum_over_ranks([float(stop_requested.is_set())]))
 
     def save_if_due(self, stopping: bool) -> None:
-        """Save every so many steps, and at the end of the run."""
+        """Save after every `snapshots.every` steps, and at the end of the run."""
         assert self.config.snapshots is not None and self.snapshots is not None
         step, every = self.progress.step, self.config.snapshots.every
         if stopping or step == self.config.steps or (every and step % every == 0):
@@ -316,7 +317,7 @@ class _Run:
 
 
 def _check_savable(trainee: Trainee) -> None:
-    """Raise UsageError if a parameter does not say which part of it this rank has."""
+    """Raise UsageError if a parameter is a plain tensor. Only a DTensor says which part of it this rank has."""
     plain = [name for name, p in trainee.model.named_parameters() if not isinstance(p, DTensor)]
     if plain:
         raise UsageError(

@@ -1,11 +1,11 @@
-"""Snapshots: everything that a run needs to continue, saved now and then.
+"""Snapshots: everything that a run needs to continue, saved at intervals.
 
-A snapshot holds the model, the optimizer's state, how many steps are done, their losses and gradient norms, each rank's random
-number generators, and the settings that made the run what it is. Batches are a function of seed and step (see `data`), so
-the number of the step is also the position in the data. A run that goes on from a snapshot with as many ranks as
-before computes the same bits as one that was never interrupted; with another number of ranks, the same up to rounding.
+A snapshot holds the model, the optimizer's state, the number of finished steps, their losses and gradient norms, the states of
+each rank's random number generators, and the settings of the run. Batches are a function of seed and step (see `data`), so the
+number of the step is also the position in the data. A run that resumes on the same number of ranks computes the same bits as a
+run that was never interrupted. On another number of ranks, it computes the same up to rounding.
 
-Left out: the generators of Python and numpy, which training here does not use.
+Left out: the generators of Python and numpy. Training here does not use them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hwfsdp.compat import dtensor
 from hwfsdp.errors import UsageError
 from hwfsdp.core.ranks import default_mesh
 
-ROWS = "rows of a batch, all ranks together"  # the setting that may be shared out differently
+ROWS = "rows of a batch, all ranks together"  # the setting that ranks may share differently after a resume
 
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """Place and times of snapshots.
+    """Where and when to save snapshots.
 
     Attributes:
-        path: directory of the checkpoint. every: steps between two saves; None: at the end only.
-        keep: how many saves to have. resume: go on from the one that is there, if there is one.
-        blocking: training waits until a save is on the disk, not only until it is copied.
+        path: directory of the checkpoint. every: number of steps between two saves. None: save only at the end.
+        keep: number of saves to keep. resume: True continues from the newest save in `path`, if there is one.
+        blocking: True makes training wait until a save is on the disk. False: it waits only until the state is copied.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class SnapshotConfig:
 
 @dataclass
 class Progress:
-    """Steps done; of each the mean loss over all ranks, and the norm of the gradient."""
+    """The number of finished steps, and for each step the mean loss over all ranks and the gradient norm."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -74,10 +74,10 @@ class Progress:
 
 
 class Snapshots:
-    """The snapshots of one run, on one rank; every method is a collective over all ranks.
+    """The snapshots of one run, on one rank. Every method is a collective over all ranks.
 
     Args:
-        settings: what must not change between a run and the one that goes on from it; numbers and strings.
+        settings: numbers and strings that must be the same in a run and in the run that resumes it.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Snapshots:
         self._handle: SaveHandle | None = None
 
     def resume(self) -> Progress:
-        """Fill model and optimizer from the newest save, if the run is to go on and there is one.
+        """Load model and optimizer from the newest save, if the config says `resume` and there is one. Return the saved progress.
 
         Raises:
-            UsageError: the settings differ from the saved run's. And the errors of `store.load`.
+            UsageError: the settings differ from the saved run's. `store.load` may raise other errors.
         """
         source = saves.newest(self.config.path) if self.config.resume else None
         if source is None:
@@ -105,7 +105,7 @@ class Snapshots:
         self._check_settings(saved)
         generators: Tensor = self._generators()
         if (shape := found.tensors["state_dict['generators']"].shape) != tuple(generators.shape):
-            generators = torch.empty(shape, dtype=torch.uint8)  # of another number of ranks: of no use here
+            generators = torch.empty(shape, dtype=torch.uint8)  # saved on another number of ranks: not used
         init_optimizer_state(self.optimizer)
         losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
         norms = torch.empty_like(losses)
@@ -119,7 +119,7 @@ class Snapshots:
     def save(self, progress: Progress) -> None:
         """Save the run as it is now. If the save before failed, raise its error.
 
-        Returns when everything is copied, or, if the config says so, on the disk.
+        Return when everything is copied or, with `blocking`, when it is on the disk.
         """
         state, path, keep = self._state(progress), self.config.path, self.config.keep
         if self.config.blocking:
@@ -129,7 +129,7 @@ class Snapshots:
         self._handle = async_save(state, path, keep=keep)
 
     def finish(self) -> None:
-        """Wait until the last save is on the disk; raise its error."""
+        """Wait until the last save is on the disk. If it failed, raise its error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -160,7 +160,7 @@ class Snapshots:
         return next(self.model.parameters()).device
 
     def _generators(self) -> DTensor:
-        """[ranks, bytes] uint8, a row for each rank: the states of its generators."""
+        """Return the states of the generators, one row per rank: [ranks, bytes] uint8."""
         states = [torch.get_rng_state()]
         if self._device().type != "cpu":
             states.append(torch.get_device_module(self._device()).get_rng_state())
@@ -178,13 +178,13 @@ class Snapshots:
 
 
 def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
-    """Return the rows of a batch over all ranks: the old run's number if the number of ranks has changed.
+    """Return the number of rows in a batch over all ranks: the saved run's number if the number of ranks has changed.
 
     Args:
-        rows: what this run's settings make it.
+        rows: the number of rows by this run's settings.
 
     Raises:
-        UsageError: the ranks cannot share those rows evenly.
+        UsageError: the ranks cannot share the saved run's rows evenly.
     """
     source = saves.newest(config.path) if config is not None and config.resume else None
     if config is None or source is None:

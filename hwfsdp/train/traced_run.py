@@ -1,4 +1,4 @@
-"""`hwfsdp trace run`: ranks started, some of their steps recorded, their logs put together."""
+"""`hwfsdp trace run`: start ranks, record some of their steps, and merge their logs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Target:
     """The program to run.
 
     Attributes:
-        script: a file; None: the demo's model. arguments: what the script finds in `sys.argv`.
-        steps: which to record.
-        implementation, reshard_after_forward: of the demo, as in `TrainConfig`.
+        script: a Python file. None: train the demo's model. arguments: the script finds them in `sys.argv`.
+        steps: the steps to record.
+        implementation, reshard_after_forward: for the demo's model, as in `TrainConfig`.
     """
 
     script: Path | None
@@ -42,7 +42,7 @@ class Target:
 
 
 class Captured(NamedTuple):
-    """One rank's recording (None: it reached no wanted step), and the number of steps that it finished."""
+    """One rank's recording, and the number of steps that it finished. No recording means that it reached no wanted step."""
 
     log: EventLog | None
     steps: int
@@ -55,16 +55,16 @@ def trace_run(
     own_output: bool = True,
     timeout: float | None = None,
 ) -> EventLog:
-    """Run the target on ranks of its own and return the log of all of them.
+    """Start ranks, run the target on them, and return the merged log of all ranks.
 
     Args:
-        device: "cpu" or "cuda"; None: cuda where there is a GPU for each rank.
-        own_output: what the script prints goes to `sys.stdout`; off, to `sys.stderr`.
-        timeout: seconds for each collective of the default process group; None: what the script says, or 300.
+        device: "cpu" or "cuda". None: "cuda" if there is a GPU for each rank, else "cpu".
+        own_output: True sends the script's output to `sys.stdout`, False to `sys.stderr`.
+        timeout: seconds for each collective of the default process group. None: the script's own timeout, or 300.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks, which "cuda" needs; there is no such script, or it finished before the first step that was to be recorded.
-        RankError: it raised, on the rank and at the line that the message names.
+        UsageError: "cuda" needs more GPUs than there are; the script does not exist; or it ended before the first step to record.
+        RankError: the script raised an error. The message names the rank and the line.
     """
     _check(target)
     _check_gpus(ranks, device)
@@ -91,7 +91,7 @@ def trace_run(
 
 
 def _say_if_fewer(wanted: Steps, made: int) -> None:
-    """On standard error, that the script ended before all steps that were asked for."""
+    """Print to standard error if the script ended before the last step that was asked for."""
     if wanted.last is not None and made <= wanted.last:
         text = f"hwfsdp: the script made {made} steps; of steps {wanted}, {wanted.first}..{made - 1} are recorded"
         print(text, file=sys.stderr)
@@ -133,7 +133,7 @@ def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: floa
             run_script(target.script, list(target.arguments), rendezvous, seconds)
         else:
             last = target.steps.first + 1 if target.steps.last is None else target.steps.last
-            steps = last + 2  # the forward of the last one ends the recording
+            steps = last + 2  # one step more than wanted: its forward ends the recording
             config = TrainConfig(
                 GPTConfig(),
                 steps=steps,

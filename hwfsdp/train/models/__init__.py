@@ -1,8 +1,8 @@
 """Models to shard.
 
 gpt     a byte-level GPT, small enough to train on a CPU
-llama   Llama, in the sizes that the field compares itself on
-zoo     both by name
+llama   Llama, in the sizes that are common in comparisons
+zoo     both models by name, in published sizes
 """
 
 from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss

@@ -1,8 +1,8 @@
 """A byte-level GPT to shard.
 
-Tokens are bytes, so there is no tokenizer: text in, 256 logits per position out. The architecture is GPT-2's
-(Radford et al., 2019) with the normalization in front of each sublayer, and without biases and dropout. The
-embedding and the output layer have weights of their own, unless they are tied.
+Tokens are bytes, so there is no tokenizer: the input is text, the output has 256 logits per position. The architecture is GPT-2's
+(Radford et al., 2019), with the normalization in front of each sublayer, without biases and without dropout. The embedding and the
+output layer have separate weights, unless they are tied.
 
 Shape legend: B batch, T positions, D model width, H heads, V vocabulary.
 """
@@ -23,7 +23,7 @@ class GPTConfig:
     """Size of a model: `layers` blocks of width `dim` with `heads` heads, for at most `seq_len` positions.
 
     Attributes:
-        tied: whether the output layer is the embedding.
+        tied: True if the output layer shares the weight of the embedding.
     """
 
     dim: int = 128
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to what went in."""
+    """Attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model; `blocks` is what one shards one by one."""
+    """The model. Shard the modules of `blocks` one by one."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ class GPT(nn.Module):
 
 
 def _initialize(module: nn.Module) -> None:
-    """GPT-2's: normal with standard deviation 0.02."""
+    """Initialize weights as GPT-2 does: normal distribution with standard deviation 0.02."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte of logits [B, T, V] against targets [B, T]."""
+    """Return the mean cross-entropy in nats per byte of logits [B, T, V] against targets [B, T]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

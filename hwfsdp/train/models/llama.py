@@ -1,8 +1,8 @@
-"""Llama's architecture, as its authors published it, in the sizes that the field compares itself on.
+"""The architecture of Llama, as its authors published it. `zoo` has the sizes that are common in comparisons.
 
-Normalization by root mean square, rotary position embedding, grouped-query attention, a gated perceptron with SiLU, no
-biases (Touvron et al.: LLaMA, arXiv:2302.13971; Llama 2, arXiv:2307.09288; the Llama 3 herd, arXiv:2407.21783).
-Written plainly: every operator is one that PyTorch has, so its cost is what a framework without fused kernels pays.
+It has normalization by root mean square, rotary position embedding, grouped-query attention, a gated perceptron with SiLU, and no
+biases (Touvron et al.: LLaMA, arXiv:2302.13971; Llama 2, arXiv:2307.09288; the Llama 3 herd, arXiv:2407.21783). The code calls
+only PyTorch's own operators, so its cost is the cost of a framework without fused kernels.
 
 Shape legend: B batch, T positions, D model width, H query heads, K key and value heads, E = D / H, F hidden width,
 V vocabulary.
@@ -24,8 +24,8 @@ class LlamaConfig:
     """Size of a model.
 
     Attributes:
-        kv_heads: heads of keys and values, shared by `heads / kv_heads` query heads each.
-        hidden: width inside the perceptron. tied: whether the output layer is the embedding.
+        kv_heads: number of heads of keys and values. `heads / kv_heads` query heads share each of them.
+        hidden: width inside the perceptron. tied: True if the output layer shares the weight of the embedding.
         rope_theta: base of the rotary embedding's wavelengths.
     """
 
@@ -52,7 +52,7 @@ class LlamaConfig:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), scaled per feature; computed in float32."""
+    """Normalize x to x / rms(x), computed in float32, and scale each feature."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class LlamaAttention(nn.Module):
 
 
 def rotation_turns(width: int, length: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Unit complex numbers [T, E / 2], by which position t turns the pairs of features of a head.
+    """Return unit complex numbers [T, E / 2]. Row t rotates the pairs of features of a head at position t.
 
-    (Su et al.: RoFormer, arXiv:2104.09864.)
+    Source: Su et al.: RoFormer, arXiv:2104.09864.
     """
     waves = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), waves)
@@ -99,18 +99,18 @@ def rotation_turns(width: int, length: int, theta: float, device: torch.device |
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [B, T, heads, E], each pair of features turned by `turns` [T, E / 2]; computed in float32."""
+    """Rotate each pair of features of x [B, T, heads, E] by `turns` [T, E / 2], computed in float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, T, heads, E / 2]
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
 
 
 def _repeat(x: Tensor, times: int) -> Tensor:
-    """[B, T, K, E] → [B, T, K * times, E], each head `times` in a row."""
+    """Repeat each head `times` times in a row: [B, T, K, E] → [B, T, K * times, E]."""
     return x if times == 1 else x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 class LlamaMLP(nn.Module):
-    """silu(x W1) * (x W3), projected back by W2."""
+    """The gated perceptron: (silu(x W1) * (x W3)) W2."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and a gated perceptron, each normalized in front and added to what went in."""
+    """Attention and a gated perceptron, each with normalization in front and a residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model; `blocks` is what one shards one by one."""
+    """The model. Shard the modules of `blocks` one by one."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

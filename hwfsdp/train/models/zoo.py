@@ -1,8 +1,8 @@
-"""Models by name: what `explain` and `simulate` know without being given code.
+"""Models by name: `explain` and `simulate` know them, so you need no code.
 
-Sizes are those of the published configurations: GPT-2 (Radford et al., 2019), Llama 2 (arXiv:2307.09288, table 1 and the
-released `params.json`), Llama 3, 3.1 and 3.2 (arXiv:2407.21783, table 3, and the released configurations). GPT-2 and Llama 3.2 tie their embedding
-to the output layer. Those called mpt are the shapes of MosaicML's published throughput (llm-foundry,
+The sizes come from the published configurations: GPT-2 (Radford et al., 2019), Llama 2 (arXiv:2307.09288, table 1, and the
+released `params.json`), Llama 3, 3.1 and 3.2 (arXiv:2407.21783, table 3, and the released configurations). GPT-2 and Llama 3.2
+tie their embedding to the output layer. The mpt models have the shapes for which MosaicML published throughput (llm-foundry,
 scripts/train/benchmarking): a GPT without biases.
 """
 
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Config] = {
 
 
 def config_of(name: str) -> Config:
-    """The sizes that go by a name.
+    """Return the sizes of the model with this name.
 
     Raises:
         UsageError: no model has this name; the message lists the known models.
@@ -73,6 +73,6 @@ def config_of(name: str) -> Config:
 
 
 def build(of: str | Config) -> nn.Module:
-    """The model of this name or of these sizes, on the default device: `with torch.device("meta"):` costs no memory."""
+    """Build the model of this name or of these sizes on the default device. `with torch.device("meta"):` needs no memory."""
     config = config_of(of) if isinstance(of, str) else of
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
