@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from commands import assert_refused, said_by
 
 from hwfsdp import EventLog, launch
 from hwfsdp.cli import main
+from hwfsdp.launcher import worker
 from hwfsdp.train.data import draw_batch, load_text
+from hwfsdp.train.implementations import time_limit
 from hwfsdp.train.loop import TrainConfig, TrainResult, build_model, train, train_step
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.train.snapshots import SnapshotConfig
@@ -141,6 +144,24 @@ def test_the_demo_fails_a_file_whose_gradients_are_too_large(
     assert "NOT equal" in capsys.readouterr().out
     norms = json.loads((tmp_path / "o" / "summary.json").read_text())["grad_norms"]
     assert norms["sums.py"][0] == pytest.approx(2 * norms["FSDP2"][0])
+
+
+@pytest.mark.long
+def test_the_demo_reports_a_difference_that_only_the_last_rank_sees(tmp_path: Path) -> None:
+    text = SUMS.replace("reduced * self.world_size", "reduced * (1 + torch.distributed.get_rank())")
+    path = written(tmp_path, "one_rank", text)
+    assert main(["demo", "--implementation", str(path), "--steps", "1", "--out", str(tmp_path), *TINY]) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not summary["equal_to_fsdp2"] and summary["largest_gradient_difference_to_fsdp2"] > 0
+
+
+def test_a_time_limit_that_ends_inside_a_collective_counts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = iter(["all_gather"])
+    monkeypatch.setattr(worker, "describe_wait", lambda: next(pending, ""))
+    with pytest.raises(TimeoutError, match="a step took more than 0.01 s"), time_limit(0.01, "a step"):
+        signal.pause()
+        for _ in range(1_000_000_000):  # the second alarm ends it
+            pass
 
 
 @pytest.mark.parametrize(

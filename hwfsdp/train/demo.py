@@ -202,6 +202,7 @@ def run_demo(
             remedy=f"Leave out --implementation, or use hwfsdp train --implementation {config.implementation}.",
         )
     found = launch_blaming(config, compare, ranks, config, on_step)
+    found[0].largest_difference = max(of_rank.largest_difference for of_rank in found)
     log = EventLog.merge(comparison.log for comparison in found)
     return Result(summarize(found[0], log, ranks, config), log)
 

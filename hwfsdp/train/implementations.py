@@ -44,6 +44,7 @@ from hwfsdp.observe import events
 OURS, TORCHS, NONE = NAMES = ("hwfsdp", "fsdp2", "none")
 _MODULE = "hwfsdp_implementation"  # the name of the user's file in `sys.modules`
 _PATIENCE = 60.0  # seconds for a step of a user's file, if the user gives no limit
+_AGAIN = 0.1  # seconds from an alarm inside a collective to the next alarm
 _LATER = 5.0  # seconds: a rank that hangs by itself fails before the ranks that wait for it
 
 Shard = Callable[..., Any]
@@ -307,7 +308,9 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
         return
 
     def ring(*_: Any) -> None:
-        if sys.exc_info()[1] is None and not worker.describe_wait():
+        if worker.describe_wait():
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        elif sys.exc_info()[1] is None:
             raise TimeoutError(f"{what} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
