@@ -112,7 +112,7 @@ def grade(
         ranks = new_ranks(overlay, printed.append, times, options.world_size, limits)
         if exercise.is_station and runs is not None:
             ranks.runs = runs
-        result.measured = ranks.measured
+        result.measured, ranks.narrow = ranks.measured, options.only is not None
         _run_checks(result, ranks, on_check, options)
     except Finding as finding:
         _reject(result, finding)

@@ -226,6 +226,7 @@ class Ranks:
 
     Attributes:
         measured: by what they are of, figures for the learner, whether checks pass or not; judges add them.
+        narrow: a single check is judged, so a run has only what this check asks for, not what others will ask for.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Ranks:
         self.off_limits = (*off_limits, *answers)
         self.run_seconds, self.all_seconds = times.run_seconds * patience(), times.all_seconds * patience()
         self.measured: dict[str, str] = {}
+        self.narrow = False
         self._write, self._left = write, PRINTED
         self._deadline, self._extended = times.clock() + self.all_seconds, False
         self.runs: Runs = {}

@@ -41,7 +41,7 @@ def named(value: object) -> str | None:
     return getattr(value, "name", None)
 
 
-@pytest.mark.parametrize(("seed", "world_size"), [(20, 2), long(4, 3)])
+@pytest.mark.parametrize(("seed", "world_size"), [long(20, 2), long(4, 3)])
 def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) -> None:
     result = graded(SOLUTION, seed, world_size)
     found = result.as_dict()

@@ -95,13 +95,14 @@ def plainly() -> Iterator[None]:
 
 
 class Together(NamedTuple):
-    """Scenarios that are run in one go."""
+    """Scenarios that are run in one go, unless a single check is judged."""
 
     scenarios: tuple[Scenario, ...]
 
     def found(self, ranks: Ranks, seed: int, scenario: Scenario, size: int = THREE) -> list[Any]:
+        chosen = (scenario,) if ranks.narrow else self.scenarios
         with plainly():
-            return ranks.run(probe_training, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
+            return ranks.run(probe_training, size, seed=seed, scenarios_=chosen)[scenario.name]
 
     def fsdp2(self, ranks: Ranks, seed: int, scenario: Scenario, size: int) -> list[Any]:
         return ranks.reference(probe_fsdp2, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
