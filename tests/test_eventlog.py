@@ -167,8 +167,14 @@ def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
         ([*gathers(0, 0, 10, 20), *gathers(1, 3, 10, 29), *gathers(2, 1, 4, 20)], (3 + 6 + 9) / 3, 9, 1),
         ([*gathers(0, 1, 11, 21, 30), *gathers(1, 0, 10, 20, 90)], (1 + 1 + 1 + 60) / 4, 60, 1),
         ([*gathers(0, 0, 50), *gathers(1, 2), *gathers(2, 90, owner="b")], 2, 2, 1),
+        ([*gathers(0, 0, 10, 20), *gathers(1, 5, 15, 20), *gathers(2, 0, 10, 28)], (5 + 5 + 8) / 3, 8, 1),
     ],
-    ids=["at the same collective", "late by the most, not the most often", "what only one rank has is none"],
+    ids=[
+        "at the same collective",
+        "late by the most, not the most often",
+        "what only one rank has is none",
+        "late twice, by more in all",
+    ],
 )
 def test_skew_measures_how_late_the_last_rank_is_and_names_it(
     events: list[Event], skew: float, most: float, slowest: int

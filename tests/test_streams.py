@@ -238,6 +238,13 @@ def test_a_wait_of_another_stream_is_noted_at_its_next_event(recorder: Recorder,
     assert after(recorder) == {"copy_in on copy": (), "all_gather on all_gather": (0,)}
 
 
+def test_memory_that_grows_after_a_wait_comes_after_what_was_waited_for(recorder, gathers, compute):
+    recorder.instant("all_gather", "all_gather")
+    recorder.ordered_after("compute", 0)
+    recorder.resized(torch.empty(4).untyped_storage(), 16, 16)
+    assert after(recorder)["alloc on compute"] == (0,)
+
+
 def test_waits_of_a_stream_are_passed_on_and_do_not_pile_up(recorder, gathers, compute):
     """Given many steps on one rank, where nothing is gathered: the copy-out comes after the last copy-in."""
     copies = gathers.streams.copy

@@ -54,7 +54,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
         " test_memory_bounds.py test_recovery.py test_misuse.py test_identity.py test_accounting.py"
         " test_mixed_precision.py test_backward.py test_groups.py test_warnings.py test_watch.py test_hsdp.py"
         " test_resharding.py test_tensor_parallel.py test_composition.py test_param_meshes.py test_pipelines.py"
-        " test_torch_view.py test_borders.py test_since_2_15.py test_public_api.py test_profiler.py",
+        " test_torch_view.py test_borders.py test_since_2_15.py test_public_api.py test_profiler.py test_errors.py",
     ),
     "collectives": (
         "collectives.py comm/*.py",
