@@ -17,9 +17,9 @@ from benchmarks.report import tables
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
 ABOUT = """# On a GPU
 
-`make gpu` runs all tests and measurements that need a GPU, each part within ten minutes, and writes this page. One GPU is enough. The
-command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither has
-such a torch, `make setup` installs one, which needs a package registry.
+`make gpu` runs all tests and measurements that need a GPU, and writes this page. One GPU is enough. Each part takes at most ten minutes.
+The command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither
+Python has such a torch, `make setup` installs one. The installation needs a package registry.
 
 ```sh
 make gpu                        # all parts
@@ -27,8 +27,8 @@ make gpu PARTS="races speed"    # some of them
 make gpu DRY=1                  # on the CPU: tries everything except the calls of CUDA
 ```
 """
-NEVER = """**hwfsdp has not run on a real GPU yet.** Below is the dry run: the same commands with the device "cpu". It shows that the commands
-work. It says nothing about CUDA, and its times mean nothing.
+NEVER = """**hwfsdp has not run on a real GPU yet.** Below is a dry run: the same commands with the device "cpu". It shows that the commands
+work. It does not test CUDA, and its times mean nothing.
 """
 HOW = """## How one GPU shows what many do
 
@@ -36,12 +36,12 @@ NCCL refuses two ranks on one GPU. So one rank runs alone, in a process group th
 the data of the other ranks, on the stream that called it (`tests/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
 and copies are the same as on many GPUs. Only the network is missing. hwfsdp and FSDP2 get the same data, so their bits can be compared.
 
-A missing wait may go unnoticed if the work happens to be ready in time. So in the part `worlds`, every collective on a GPU is delayed, and new
-memory is filled with NaNs. In `races`, each stream in turn is delayed by up to 10 ms, and freed memory is overwritten. Real NCCL runs with one
-rank only. A test that needs two GPUs is left out, and the page says so.
+A missing wait may go unnoticed if the work happens to be ready in time. So the part `worlds` delays every collective on a GPU, and fills
+new memory with NaNs. The part `races` delays each stream in turn by up to 10 ms, and overwrites freed memory. Real NCCL runs with one
+rank only. With one GPU, a test that needs two is left out, and this page says so.
 
-No part shows NCCL between GPUs, several nodes, CUDA graphs or `torch.compile` on a GPU. With a gradient divide factor, FSDP2 lets NCCL
-multiply before the sum. hwfsdp divides after the sum, so the last bits may differ.
+No part tests NCCL between GPUs, several nodes, CUDA graphs or `torch.compile` on a GPU. With a gradient divide factor, FSDP2 lets NCCL
+multiply each gradient before the sum. hwfsdp divides the sum, so the last bits may differ.
 """
 
 
