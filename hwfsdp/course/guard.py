@@ -206,7 +206,7 @@ def _guard_groups(seen: list[str]) -> None:
 def _guard_instruments(seen: list[str]) -> None:
     """Let only the package begin, pause or end a recording, or choose its clock.
 
-    These are not the modules that this one has imported: the package was loaded again.
+    If the package was loaded again, these are other modules than the ones that this module has imported.
     """
     loaded: Any
     for module_name, names in _SWITCHES.items():
