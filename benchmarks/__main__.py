@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     began, measured = time.monotonic(), False
     for part in parts:
         fresh = PARTS[part](chosen)
-        for title in TITLES:  # `steps` measures the limits, too
+        for title in TITLES:  # `steps` measures the limits too
             if found := of_part(fresh, title):
                 print(as_text(title, found), flush=True)
         if fresh:

@@ -1,11 +1,11 @@
-"""Saving and loading a sharded state dict, against torch's DCP: seconds, and memory beyond the state dict.
+"""Save and load a sharded state dict, compared with torch's DCP: seconds, and memory beyond the state dict.
 
-Both write to the same disk and sync it. hwfsdp computes a checksum of every block, and compares it when it loads; DCP does
-neither. "async" is how long training stands still until the call has returned; what goes on in the background ends
-before the next turn. Each turn has a directory of its own, which is removed when nobody measures.
+Both write to the same disk and sync it. hwfsdp computes a checksum of every block, and verifies it when it loads; DCP does
+neither. "async" is the time for which training stops: until the call returns. The background work ends before the next
+turn. Each turn has its own directory, which is removed while nothing is measured.
 
-Memory is the resident set's peak during the call beyond what it was before (Linux only). The system's page cache does not
-count, tensors that are read and written do.
+Memory is the resident set's peak during the call, minus its size before (Linux only). The system's page cache does not count;
+tensors that are read and written do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HWFSDP, DCP = "hwfsdp", "DCP"
 
 
 def run(rounds: int | None, total: int = TOTAL) -> list[Record]:
-    """Two records: of times and of memory."""
+    """Return two records: times and memory."""
     with tempfile.TemporaryDirectory() as directory:
         ranks = launch(measure, WORLD_SIZE, Path(directory), rounds or ROUNDS, total)
         memory = launch(peaks, WORLD_SIZE, Path(directory), total)
@@ -68,7 +68,7 @@ def run(rounds: int | None, total: int = TOTAL) -> list[Record]:
 
 
 def state_of(total: int) -> dict[str, DTensor]:
-    """float32 tensors of so many bytes altogether, cut by rows."""
+    """Return float32 tensors of `total` bytes together, sharded by rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 256
     columns = total // 4 // TENSORS // rows
@@ -78,7 +78,7 @@ def state_of(total: int) -> dict[str, DTensor]:
 
 
 class _Turns:
-    """Saves and loads of both libraries, each save to a new directory."""
+    """Saves and loads of both libraries; each save goes to a new directory."""
 
     def __init__(self, directory: Path, total: int) -> None:
         self.directory, self.numbers, self.state = directory, count(), state_of(total)
@@ -91,7 +91,7 @@ class _Turns:
         return self.directory / str(next(self.numbers))
 
     def calls(self, what: str) -> dict[str, Callable[[Path], Any]]:
-        """Who → what to time; returns something to wait for, or None."""
+        """Return, by library, the call to time. It returns a function that waits for the rest, or None."""
         return {
             "save": {
                 HWFSDP: lambda path: checkpoint.save(self.state, path) and None,
@@ -131,8 +131,8 @@ class _Turns:
 
 
 def measure(directory: Path, rounds: int, total: int) -> Samples:
-    """This rank's ms, by what was done and who did it."""
-    warnings.simplefilter("ignore")  # of torch, about its own internals
+    """Return this rank's ms, by action and library."""
+    warnings.simplefilter("ignore")  # torch warns about its own internals
     turns = _Turns(directory, total)
     samples: Samples = {}
     for what in TARGETS:
@@ -142,7 +142,7 @@ def measure(directory: Path, rounds: int, total: int) -> Samples:
 
 
 def peaks(directory: Path, total: int) -> dict[str, float]:
-    """This rank's peak MiB beyond what it held before, by who and what; everything is done once to warm up."""
+    """Return this rank's peak MiB beyond its memory before, by library and action. Everything runs once to warm up."""
     warnings.simplefilter("ignore")
     if dist.get_rank() == 0:
         for old in directory.iterdir():
@@ -159,14 +159,14 @@ def peaks(directory: Path, total: int) -> dict[str, float]:
 
 
 def _resident_growth(act: Callable[[], Any]) -> float:
-    """MiB by which the resident set grows at most while `act` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Return the largest growth of the resident set, in MiB, while `act` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     act()
     return (_status("VmHWM") - before) / 1024
 
 
 def _status(name: str) -> int:
-    """kB."""
+    """Return an entry of /proc/self/status in kB; 0 if there is none."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0

@@ -1,7 +1,7 @@
 """The same model, wrapped by each library.
 
-A model is a sequence of blocks; the sharding libraries get one group per block, and a root without parameters of
-its own. Every contender starts from the same weights.
+A model is a sequence of blocks. The sharding libraries get one group per block, and a root without its own parameters. Every
+contender starts from the same weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.timing import Action, Laps, stopwatch
 
 BATCH = 64
 HWFSDP, FSDP2, DDP, UNSHARDED = "hwfsdp", "FSDP2", "DDP", "unsharded"
-# hwfsdp with `hwfsdp.optim.AdamW`; all others step with `torch.optim.AdamW`.
+# hwfsdp with `hwfsdp.optim.AdamW`; all others use `torch.optim.AdamW`.
 OWN_ADAMW = "hwfsdp, its AdamW"
 FORWARD_BACKWARD, STEP = "fwd+bwd", "full step"
 
 
 class Shape(NamedTuple):
-    """Of a stack of MLPs: blocks of two linear layers, width → inner → width."""
+    """The shape of a stack of MLPs: blocks of two linear layers, width → inner → width."""
 
     blocks: int
     width: int
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 SIZES = {"0.2 M": Shape(6, 64, 256), "3 M": Shape(6, 256, 1024), "13 M": Shape(6, 512, 2048)}  # by parameters
-TINY = Shape(6, 8, 8)  # next to no compute, so that what is left is the framework
+TINY = Shape(6, 8, 8)  # hardly any compute, so that the framework remains
 
 
 def mlp(width: int, inner: int) -> nn.Sequential:
@@ -42,13 +42,13 @@ def mlp(width: int, inner: int) -> nn.Sequential:
 
 
 def build(shape: Shape) -> nn.Sequential:
-    """The same weights at every call."""
+    """Build the model, with the same weights at every call."""
     torch.manual_seed(0)
     return nn.Sequential(*[mlp(shape.width, shape.inner) for _ in range(shape.blocks)])
 
 
 def wrapped(name: str, model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model as one of the libraries trains it; the children of `model` are the groups.
+    """Wrap the model as one of the libraries trains it; the children of `model` are the groups.
 
     Args:
         mesh: for the sharding libraries; the whole world on CPUs by default.
@@ -65,7 +65,7 @@ def wrapped(name: str, model: nn.Sequential, mesh: DeviceMesh | None = None) -> 
 
 
 def sharding(name: str) -> Callable[..., nn.Module]:
-    """`fully_shard` of a library."""
+    """Return `fully_shard` of a library."""
     if name == FSDP2:
         from torch.distributed import fsdp
 
@@ -74,14 +74,14 @@ def sharding(name: str) -> Callable[..., nn.Module]:
 
 
 def world_mesh(device_type: str) -> DeviceMesh:
-    """All ranks in one dimension."""
+    """Return a mesh of all ranks in one dimension."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a fake group on a machine with GPUs is told to set its device
+        warnings.simplefilter("ignore")  # torch tells a fake group on a machine with GPUs to set its device
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def own_adamw() -> Callable[..., torch.optim.Optimizer] | None:
-    """`hwfsdp.optim.AdamW`, or None in a version without it."""
+    """Return `hwfsdp.optim.AdamW`, or None in a version without it."""
     try:
         from hwfsdp import optim  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
@@ -91,14 +91,14 @@ def own_adamw() -> Callable[..., torch.optim.Optimizer] | None:
 
 
 class Contender(NamedTuple):
-    """A wrapped model, and what updates it; without an optimizer only forward and backward can be measured."""
+    """A wrapped model and its optimizer. Without an optimizer, only forward and backward can be measured."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
 
 
 def contender(name: str, shape: Shape) -> Contender:
-    """`OWN_ADAMW` needs `own_adamw()`."""
+    """Make a contender. `OWN_ADAMW` needs `own_adamw()`."""
     make = own_adamw() if name == OWN_ADAMW else torch.optim.AdamW
     assert make is not None, f"{name}: hwfsdp.optim.AdamW is missing"
     model = wrapped(name, build(shape))
@@ -106,7 +106,7 @@ def contender(name: str, shape: Shape) -> Contender:
 
 
 def training(contender: Contender, x: Tensor) -> Action:
-    """An action of one training step, with a lap after the backward."""
+    """Return an action of one training step, with a lap after the backward."""
     model, optimizer = contender
 
     def action() -> Laps:

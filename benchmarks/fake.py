@@ -1,7 +1,7 @@
-"""Many ranks played by one process: a process group that only pretends to communicate.
+"""One process plays many ranks: a process group that only pretends to communicate.
 
-Its collectives return at once and leave the data as they are. A model that is sharded over such a group has the
-shapes and the schedule of one rank of a large world, without the time of its communication.
+Its collectives return at once and leave the data unchanged. A model that is sharded over such a group has the shapes and the
+schedule of one rank in a large world, without the time for communication.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ R = TypeVar("R")
 
 
 def in_fake_world(fn: Callable[..., R], world_size: int, *args: Any) -> R:
-    """Calls `fn(*args)` in a fresh process that is rank 0 of `world_size` pretended ranks.
+    """Call `fn(*args)` in a fresh process that is rank 0 of `world_size` pretended ranks.
 
     The process group is "fake" for tensors on every device. A process has one default group at a time, so every call
-    takes a process of its own.
+    uses its own process.
     """
     result: R = launch(_play, 1, fn, world_size, args)[0]
     return result
@@ -31,20 +31,20 @@ def in_fake_world(fn: Callable[..., R], world_size: int, *args: Any) -> R:
 def _play(fn: Callable[..., R], world_size: int, args: tuple[Any, ...]) -> R:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.destroy_process_group()  # the real group of one rank that a launched process begins with
+    dist.destroy_process_group()  # the real group of one rank with which a launched process begins
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     return fn(*args)
 
 
 class Buffers:
-    """What a custom collective of either library has to allocate, in ordinary memory."""
+    """The allocation that a custom collective of either library needs, in ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Silence(Buffers):
-    """A gather or a reduction that leaves its output as it is."""
+    """A gather or a reduction that leaves its output unchanged."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None

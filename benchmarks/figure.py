@@ -1,7 +1,7 @@
-"""One picture of the results: steps as bars against their limits, and small panels of what grows.
+"""One picture of the results: steps as bars beside their limits, and small panels of costs that grow.
 
 All times are on logarithmic axes, because readers compare ratios: the same distance is the same ratio everywhere. A
-contender has one color throughout. Panels of parts that were not measured are left out.
+contender has the same color in all panels. Panels of parts that were not measured are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLORS = {
 }
 _LIMIT_STYLES: dict[str, Any] = {"overlapped": "solid", "one after the other": (0, (2, 1.2))}
 _LIMIT_COLORS = (style.BLACK, style.PURPLE, style.GREEN)  # by transport
-_WIDTH, _HEADER, _BARS, _SMALL = 13.0, 1.3, 3.1, 2.9  # inches: the picture, its title, a row of panels
+_WIDTH, _HEADER, _BARS, _SMALL = 13.0, 1.3, 3.1, 2.9  # inches: picture, its title, rows of panels
 _COLUMNS = 3
 _MARKERS = {UNSHARDED: "s", HWFSDP: "o", FSDP2: "D"}
 
@@ -39,7 +39,7 @@ Panel = Callable[[Axes], None]
 
 
 def draw(records: Sequence[Record], path: Path) -> bool:
-    """Writes the picture; nothing, and False, if the records have nothing to draw."""
+    """Draw the picture into a file, and return True. If the records have nothing to draw, write nothing and return False."""
     bars, small = _bar_panels(records), _small_panels(records)
     rows = [(row, _BARS) for row in bars] + [
         (small[at : at + _COLUMNS], _SMALL) for at in range(0, len(small), _COLUMNS)
@@ -93,7 +93,7 @@ def _draw_header(header: SubFigure, records: Sequence[Record]) -> None:
 
 
 def _add_legend(header: SubFigure, handles: Sequence[Patch | Line2D], bottom: float) -> None:
-    """One line of the header."""
+    """Add one line to the header."""
     header.legend(
         handles=list(handles),
         loc="lower left",
@@ -114,7 +114,7 @@ def _transports(records: Sequence[Record]) -> list[str]:
 
 
 def _bar_panels(records: Sequence[Record]) -> list[list[Panel]]:
-    """A row per kind of step, a panel per world size."""
+    """Return one row per kind of step, with one panel per world size."""
     rows: dict[str, dict[int, list[Record]]] = {}
     for record in of_part(records, "steps"):
         kind, ranks = str(record.case["kind"]), int(record.case["ranks"])
@@ -134,7 +134,7 @@ def _bar_panels(records: Sequence[Record]) -> list[list[Panel]]:
 
 
 def _extent(steps: Sequence[Record], limits: Sequence[Record]) -> tuple[float, float]:
-    """Ends of the scale of a row, the same in all of its panels."""
+    """Return the ends of a row's scale, the same in all of its panels."""
     lowest = min(spread.median for record in steps for spread in record.values.values())
     highest = max(spread.q3 for record in [*steps, *limits] for spread in record.values.values())
     return lowest / 2.2, highest * 1.7
@@ -279,7 +279,7 @@ def _frame(axes: Axes, title: str, unit: str = "ms") -> None:
 
 
 def _log_ticks(axes: Axes) -> None:
-    """1, 2, 5, 10 … written as such."""
+    """Label the ticks 1, 2, 5, 10 … as plain numbers."""
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -1,19 +1,19 @@
 """One GPU: time of a step, time until the host has issued it, and peak memory.
 
-NCCL refuses two ranks on one device. So each library is given a fake process group, of 8 or 64 ranks, and collectives that
-move the bytes that rank 0 would receive, as copies on the stream that the library calls them on. Streams, events, buffers and
-copies are then what they are on as many devices; only the wire is faster. A world of one rank is a real one, over NCCL. What a
-model learns from such gradients means nothing.
+NCCL refuses two ranks on one device. So each library gets a fake process group of 8 or 64 ranks, with collectives that move the
+bytes that rank 0 would receive: they copy on the stream on which the library calls them. Streams, events, buffers and copies
+are then the same as on that many devices; only the wire is faster. A world of one rank is real, over NCCL. The gradients are
+not meaningful, so the model learns nothing useful.
 
     step     until the device has finished, from an idle device
-    issue    until backward has returned to the host: what keeps the device waiting when layers are small
-    peak     the most bytes that tensors held on the device, of a library alone in its process, beside a closed form of
-             all that sharding needs: shards, their gradients, whole parameters, flat buffers. Activations come on top
+    issue    until backward has returned to the host: the device waits for this when layers are small
+    peak     the most bytes that tensors held on the device, with one library per process, beside a closed form of
+             all that sharding needs: shards, their gradients, whole parameters, flat buffers. Activations are extra
 
-Stacks of MLPs are in fp32. Llamas compute in bf16, reduce in fp32, and have as many layers as are named; the unsharded one
-is bf16 throughout.
+Stacks of MLPs use fp32. Llamas compute in bf16, reduce in fp32, and have the given number of layers; the unsharded Llama
+uses bf16 throughout.
 
-On a CPU small models go through the same, which tries the code out; the numbers mean nothing there.
+On a CPU, small models run through the same code as a test; their numbers are not meaningful.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_GPU = "gpu: skipped, because torch.cuda is not available here; `--device cpu`
 
 
 class Case(NamedTuple):
-    """A model on rank 0 of a world; `tokens` go through it at a time."""
+    """A model on rank 0 of a world, and the number of tokens in its batch."""
 
     params: str
     shape: Shape | LlamaConfig
@@ -59,14 +59,14 @@ class Case(NamedTuple):
 
 
 def cut(name: str, layers: int) -> LlamaConfig:
-    """A Llama with its first layers only."""
+    """Return a Llama config with only its first layers."""
     config = CONFIGS[name]
     assert isinstance(config, LlamaConfig)
     return replace(config, layers=layers)
 
 
 def cases(device: str, ranks: int = WORLD_SIZE) -> list[Case]:
-    """Every case on this device; on the CPU the same with small models."""
+    """Return every case for this device; on the CPU the same with small models."""
     if device == "cpu":
         tiny = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=16, vocab=64)
         return [
@@ -87,7 +87,7 @@ def cases(device: str, ranks: int = WORLD_SIZE) -> list[Case]:
 
 
 class CopyGather(Buffers):
-    """Every other rank's part is a copy of this one's."""
+    """A gather: copy this rank's part into the place of every other rank's part."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -100,7 +100,7 @@ class CopyGather(Buffers):
 
 
 class SumReduce(Buffers):
-    """Reads every rank's part of the input, as if each had come from another rank."""
+    """A reduction: read every rank's part of the input, as if each had come from another rank."""
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ class SumReduce(Buffers):
 
 
 def made(name: str, case: Case, device: str) -> nn.Module:
-    """The model of a contender on the device. A Llama is sharded on the meta device, so that it is never whole."""
+    """Build the model of a contender on the device. A Llama is sharded on the meta device, so that it is never whole."""
     if isinstance(case.shape, Shape):
         return sharded(name, build(case.shape).to(device), device)
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def made(name: str, case: Case, device: str) -> nn.Module:
 
 
 def sharded(name: str, model: nn.Module, device: str) -> nn.Module:
-    """One group for each block, and one for the rest; in a fake world with collectives that copy."""
+    """Shard one group for each block, and one for the rest. In a fake world, their collectives copy."""
     if name == UNSHARDED:
         return model
     package: Any = importlib.import_module("torch.distributed.fsdp" if name == FSDP2 else "hwfsdp")
@@ -155,7 +155,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def batch(case: Case, device: str) -> Tensor:
-    """One row of tokens, or rows of features."""
+    """Return one row of tokens, or rows of features."""
     if isinstance(case.shape, Shape):
         return torch.randn(case.tokens, case.shape.width, device=device)
     return torch.randint(case.shape.vocab, (1, case.tokens), device=device)
@@ -165,7 +165,7 @@ def batch(case: Case, device: str) -> Tensor:
 
 
 def stepping(model: nn.Module, x: Tensor) -> Action:
-    """An action of forward and backward, with a lap when the host has issued all of it."""
+    """Return an action of forward and backward, with a lap when the host has issued all of it."""
 
     def action() -> Laps:
         synchronize(x.device)
@@ -186,14 +186,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def times(case: Case, device: str, rounds: int) -> Samples:
-    """On the rank: all contenders in turns."""
+    """Measure all contenders in turns; runs on a rank."""
     steady()
     x = batch(case, device)
     return take_turns({name: stepping(made(name, case, device), x) for name in NAMES}, rounds, warm_up=5)
 
 
 def peak(name: str, case: Case, device: str) -> int:
-    """On the rank: bytes at the peak of a step after the first ones."""
+    """Return the bytes at the peak of a step, after a few others; runs on a rank."""
     steady()
     if device == "cuda":
         action = stepping(made(name, case, device), batch(case, device))
@@ -212,9 +212,9 @@ def peak(name: str, case: Case, device: str) -> int:
 
 
 def closed_form(case: Case) -> int:
-    """Bytes that rank 0 needs for a step, but for activations: a bound, for not all of them peak at once.
+    """Return the bytes that rank 0 needs for a step, without activations. This is a bound, as not all of them peak at once.
 
-    Shards and their gradients, whole parameters, the buffers of two neighboring gathers and of one reduction, and the whole
+    They are shards and their gradients, whole parameters, the buffers of two neighboring gathers and of one reduction, and the whole
     gradients of one group.
     """
     with torch.device("meta"):
@@ -237,12 +237,12 @@ def closed_form(case: Case) -> int:
 
 
 def on_rank(ranks: int, device: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)` on rank 0: of a fake world, or of a real one of one rank."""
+    """Call `fn(*args)` on rank 0 of a fake world, or in a real world of one rank."""
     return launch(fn, 1, *args, device=device)[0] if ranks == 1 else in_fake_world(fn, ranks, *args)
 
 
 def measure(case: Case, device: str, rounds: int) -> list[Record]:
-    """Two records of times and one of memory."""
+    """Return two records of times and one of memory."""
     records = []
     labels: dict[str, str | int] = {"params": case.params, "pretended ranks": case.ranks, "device": device}
     samples = on_rank(case.ranks, device, times, case, device, rounds)
@@ -259,7 +259,7 @@ def measure(case: Case, device: str, rounds: int) -> list[Record]:
 
 
 def run(device: str, rounds: int | None, world_size: int = WORLD_SIZE) -> list[Record]:
-    """The records of every case; none, and a message, where there is no such device."""
+    """Return the records of every case. If there is no such device, print a message and return none."""
     if device == "cuda" and not torch.cuda.is_available():
         print(NO_GPU)
         return []

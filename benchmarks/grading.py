@@ -1,8 +1,8 @@
-"""How long grading takes, and how much memory: classes of one, two and four full submissions, two workers.
+"""Time and memory of grading: classes of one, two and four full submissions, two workers.
 
-A submission is the course's own solutions: all stations and electives, the homework and the lab. A class of four is graded once, after
-one of two and one of one, so that each ratio is within a run. Memory is the largest resident set of any process of the
-grader; it must not grow with the class.
+A submission is the course's own solutions: all stations and electives, the homework and the lab. A class of four is graded once,
+after one of two and one of one, so that each ratio is within a run. Memory is the largest resident set of any process of the
+grader. It must not grow with the class.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.timing import stopwatch
 from hwfsdp.course.manifest import find_course
 
 CLASSES = (1, 2, 4)  # submissions
-TARGET = 60.0  # seconds for one, on two cores
-GROWTH = 1.05  # of time or memory for each submission, with the size of the class
+TARGET = 60.0  # seconds for one submission, on two cores
+GROWTH = 1.05  # most time or memory for each submission, relative to the smallest class
 
 _GRADE = """
 import json, resource, subprocess, sys
@@ -33,7 +33,7 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))
 
 
 def run(rounds: int | None, classes: Sequence[int] = CLASSES, exercises: str = "*") -> list[Record]:
-    """A record per size of a class. `exercises` is a pattern of names in `solutions/`, to grade a few only."""
+    """Return a record per class size. `exercises` is a pattern of names in `solutions/`, to grade only some."""
     seconds: dict[int, list[float]] = {size: [] for size in classes}
     memory: dict[int, list[float]] = {size: [] for size in classes}
     for _ in range(rounds or 1):
@@ -60,7 +60,7 @@ def run(rounds: int | None, classes: Sequence[int] = CLASSES, exercises: str = "
 
 
 def _grade(size: int, exercises: str) -> tuple[float, float]:
-    """Grades a class of this size: seconds, and MiB of the largest process."""
+    """Grade a class of this size. Return the seconds, and the MiB of the largest process."""
     solutions = find_course().root / "solutions"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

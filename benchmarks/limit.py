@@ -1,12 +1,11 @@
-"""What no schedule can beat: the compute of a step alone, and its collectives alone.
+"""Limits that no schedule can beat: the compute of a step alone, and its collectives alone.
 
-A sharded step gathers every block twice and reduces its gradients once. The same collectives, over buffers of the
-same sizes, without a model around them, are one bar; an unsharded step is the other. A schedule that overlaps nothing
-takes their sum, a perfect one takes the longer of the two. Both are relative to how bytes are moved, so there is one
-pair of limits per transport.
+A sharded step gathers every block twice and reduces its gradients once. The same collectives, over buffers of the same sizes and
+without a model, give one limit; an unsharded step gives the other. A schedule without overlap takes their sum, and a perfect
+schedule takes the longer of the two. Both depend on how bytes are moved, so there is one pair of limits per transport.
 
-A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block and return
-what to call for one blocking collective over that many.
+A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block. Each returns a function
+that runs one blocking collective over that many elements.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from hwfsdp.comm import shared_memory
 from hwfsdp.observe.accounting import GroupSizes
 
 Collective = Callable[[], None]
-COLLECTIVES = "collectives"  # the lap under which their times are found
+COLLECTIVES = "collectives"  # the name of their lap
 
 
 class Transport(NamedTuple):
-    """How bytes move. Both take the elements of the whole tensor, a multiple of the number of ranks."""
+    """A way to move bytes. Both functions take the number of elements of the whole tensor, a multiple of the number of ranks."""
 
     make_gather: Callable[[int], Collective]
     make_reduce: Callable[[int], Collective]
@@ -70,13 +69,13 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def block_numels(shape: Shape, world_size: int) -> list[int]:
-    """Elements on the wire of every block."""
+    """Return the number of elements on the wire for every block."""
     blocks = build(shape)
     return [GroupSizes([p.shape for p in block.parameters()]).padded_numel(world_size) for block in blocks]
 
 
 def limit(numels: Sequence[int], transports: Mapping[str, Transport]) -> dict[str, Action]:
-    """By transport, an action of all collectives of a step over blocks of these sizes."""
+    """Return, by transport, an action that runs all collectives of a step over blocks of these sizes."""
     return {name: timed(COLLECTIVES, _step(numels, transport)) for name, transport in transports.items()}
 
 
@@ -95,7 +94,7 @@ def _step(numels: Sequence[int], transport: Transport) -> Collective:
 
 
 def limit_records(samples: Samples, case: dict[str, str | int]) -> list[Record]:
-    """Of the same rounds as the steps: per transport both limits, and how far each library is from the lower."""
+    """Return, by transport, both limits and each library's ratio to the lower one, from the same rounds as the steps."""
     steps = samples[FORWARD_BACKWARD]
     compute = steps[UNSHARDED]
     records = []

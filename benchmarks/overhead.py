@@ -1,8 +1,8 @@
 """Python time of the framework itself, per forward + backward.
 
-On layers of width 8 a step computes next to nothing, and both libraries get collectives that do nothing. What a sharded
-step then takes beyond an unsharded one is the framework: hooks, states, bookkeeping, and copies. Every parameter is
-padded to as many rows as there are ranks and copied row by row, so with 512 ranks the copies take their time, too.
+With layers of width 8, a step computes almost nothing, and both libraries get collectives that do nothing. The time of a sharded
+step beyond an unsharded one is then the framework: hooks, states, bookkeeping, and copies. Every parameter is padded to as many
+rows as there are ranks and copied row by row. So with 512 ranks, the copies take time too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGET = 0.5
 
 
 def measure(rounds: int) -> Samples:
-    """In a fake world."""
+    """Measure in a fake world."""
     steady()
     x = torch.randn(1, TINY.width)
     steps = {}
@@ -47,7 +47,7 @@ def measure(rounds: int) -> Samples:
 
 
 def overheads(samples: Samples) -> dict[str, list[float]]:
-    """By library, µs per step beyond the unsharded one of the same round."""
+    """Return, by library, the µs per step beyond the unsharded step of the same round."""
     times = samples[FORWARD_BACKWARD]
     alone = times[UNSHARDED]
     return {
@@ -57,7 +57,7 @@ def overheads(samples: Samples) -> dict[str, list[float]]:
 
 
 def run(rounds: int | None, world_sizes: Sequence[int] = WORLD_SIZES) -> list[Record]:
-    """One record per world size."""
+    """Return one record per world size."""
     records = []
     for world_size in world_sizes:
         samples = in_fake_world(measure, world_size, rounds or ROUNDS)

@@ -1,16 +1,15 @@
-"""The most bytes alive at once, in forward + backward, counted from outside and in the same way for everybody.
+"""The most bytes alive at once in forward + backward, counted from outside and in the same way for every library.
 
-`StorageCounter` looks at every operation that torch dispatches, watches the storages of its arguments and results by
-weak references, and adds up those alive whenever there is a new one or one is resized. That is when a peak can occur,
-so the result does not depend on when anybody looks. Memory is counted by its address: two storages over the same
-memory count once. Memory that ranks share, all of them, is there once for all: each rank counts its W-th part of it,
-whoever made it. What an operator allocates and frees inside itself is not seen, nor what a backend copies into memory
-of its own: gloo's network buffers are nobody's here.
+`StorageCounter` looks at every operation that torch dispatches, and watches the storages of its arguments and results by weak
+references. Whenever a storage is new or resized, it adds up the storages alive. A peak can occur only then, so the result does
+not depend on the time of looking. Memory is counted by its address: two storages over the same memory count once. Memory that
+all ranks share exists once for all of them: each rank counts a W-th part of it, whichever rank allocated it. The counter does not
+see memory that an operator allocates and frees inside itself, or a backend's own copies: gloo's network buffers do not count.
 
 What is reported:
 
     peak                everything: shards, gradients, buffers, activations
-    in shared memory    as much of it as lies in memory that ranks share
+    in shared memory    the part of it in memory that ranks share
     whole parameters    storages that come and go by being resized, which is how both libraries free parameters; for
                         hwfsdp there is a closed form of their peak (`hwfsdp.observe.accounting`)
 """
@@ -38,22 +37,22 @@ from hwfsdp.compat import local_of, storage_key
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
 
 MIB = 2**20
-STEPS = 4  # each of which has a peak of its own; the first one only warms up
+STEPS = 4  # each has its own peak; the first one only warms up
 WORLD_SIZE = 2
 TARGET = 1.0
 _MAPPINGS = Path("/proc/self/maps")
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of all storages that operations inside the `with` block have touched and that are alive.
+    """Count the bytes of all living storages that operations inside the `with` block have touched.
 
     Attributes:
-        peak: the most bytes since the last `reset`; shared: as many of them as are in shared memory.
+        peak: the most bytes since the last `reset`; shared: the bytes of the peak that are in shared memory.
         whole: the most bytes in storages that were ever resized.
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        """`ranks`: how many map the same shared memory."""
+        """`ranks`: the number of ranks that map the same shared memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.shared = self.whole = 0
         self._ranks = ranks
@@ -63,7 +62,7 @@ class StorageCounter(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def reset(self) -> None:
-        """Forgets the peaks, not the storages."""
+        """Forget the peaks, not the storages."""
         self.peak = self.shared = self.whole = 0
         self._sample()
 
@@ -99,7 +98,7 @@ class StorageCounter(TorchDispatchMode):
         return result
 
     def _watch(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is a new one."""
+        """Watch a storage. True if it is new."""
         key = storage_key(storage)
         known = self._alive.get(key)
         if known is not None and known() is not None:
@@ -135,7 +134,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def is_shared(address: int) -> bool:
-    """Whether other processes may see the memory there; no, where the system does not tell."""
+    """True if other processes may see the memory there. False if the system does not tell."""
     try:
         mappings = _MAPPINGS.read_text().splitlines()
     except OSError:
@@ -149,7 +148,7 @@ def is_shared(address: int) -> bool:
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:
-    """Bytes of the union of address ranges."""
+    """Return the bytes of the union of address ranges."""
     total = reached = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))
@@ -163,7 +162,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class Peaks(NamedTuple):
-    """Bytes, an entry per step."""
+    """Bytes, with one entry per step."""
 
     peak: list[int]
     shared: list[int]
@@ -171,7 +170,7 @@ class Peaks(NamedTuple):
 
 
 def peaks_of(name: str, shape: Shape) -> Peaks:
-    """On a rank: of one contender."""
+    """Return the peaks of one contender; runs on a rank."""
     peaks = Peaks([], [], [])
     with StorageCounter(dist.get_world_size()) as counter:
         model = wrapped(name, build(shape))
@@ -188,18 +187,18 @@ def peaks_of(name: str, shape: Shape) -> Peaks:
 
 
 def measure(size: str) -> dict[str, Peaks]:
-    """On a rank: by contender."""
+    """Return the peaks by contender; runs on a rank."""
     return {name: peaks_of(name, SIZES[size]) for name in (HWFSDP, FSDP2, DDP, UNSHARDED)}
 
 
 def closed_form(shape: Shape, world_size: int) -> int:
-    """Bytes of whole parameters at the peak: the root has none of its own, so it is those of the largest block."""
+    """Return the bytes of whole parameters at the peak: those of the largest block, as the root has no parameters of its own."""
     blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in build(shape)]
     return peak_unsharded_bytes([], blocks, world_size)
 
 
 def run(sizes: Sequence[str], world_size: int = WORLD_SIZE) -> list[Record]:
-    """One record per size; of several ranks and steps, the spread."""
+    """Return one record per size: the spread over ranks and steps."""
     records = []
     for size in sizes:
         by_rank = launch(measure, world_size, size)

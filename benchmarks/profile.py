@@ -1,11 +1,11 @@
-"""Where the time of an hwfsdp step goes: one line per size, in µs, and each as a share of the step.
+"""Where the time of an hwfsdp step goes: one line per size, in µs, and each part as a share of the step.
 
 The parts come from three measurements of the same model:
 
     compute      an unsharded forward + backward, in turns with the whole step
-    framework    what a sharded step takes beyond an unsharded one in a fake process group, on tiny layers
-    copy_in, copy_out, wait, optimizer    spans of `hwfsdp.record`, all of them on the host's time
-    rest         what is left: the recording itself, caches emptied by copies, other ranks on the same cores;
+    framework    the time of a sharded step beyond an unsharded one, in a fake process group on tiny layers
+    copy_in, copy_out, wait, optimizer    spans of `hwfsdp.record`, all on the host's clock
+    rest         the remaining time: the recording itself, caches emptied by copies, other ranks on the same cores;
                  below zero where parts count the same time twice
 """
 
@@ -41,7 +41,7 @@ OPS = ("copy_in", "copy_out", "wait", "optimizer")
 
 
 def measure(size: str, name: str, rounds: int) -> tuple[Samples, dict[str, list[float]]]:
-    """On a rank: times of `name` and of an unsharded step; µs of each recorded step by op."""
+    """Return times of `name` and of an unsharded step, and the µs of each recorded step by op; runs on a rank."""
     steady()
     shape = SIZES[size]
     torch.manual_seed(1 + dist.get_rank())
@@ -52,7 +52,7 @@ def measure(size: str, name: str, rounds: int) -> tuple[Samples, dict[str, list[
 
 
 def recorded(step: Action, rounds: int) -> dict[str, list[float]]:
-    """By op, the sum of its spans in each step, in µs."""
+    """Return, by op, the sum of its spans in each step, in µs."""
     with record() as log:
         for _ in range(rounds):
             meet()
@@ -65,7 +65,7 @@ def recorded(step: Action, rounds: int) -> dict[str, list[float]]:
 
 
 def run(sizes: Sequence[str], rounds: int | None) -> list[Record]:
-    """One record per size; shares of the step as checks without a target."""
+    """Return one record per size. Shares of the step are checks without a target."""
     rounds = rounds or ROUNDS
     name = OWN_ADAMW if own_adamw() else HWFSDP
     tiny = in_fake_world(overhead.measure, WORLD_SIZE, rounds)

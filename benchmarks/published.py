@@ -1,7 +1,7 @@
-"""Virtual GPUs held against published rows: `python -m benchmarks.published`, a table for docs/virtual.md.
+"""Virtual GPUs compared with published rows: `python -m benchmarks.published`, a table for docs/virtual.md.
 
-Not a measurement: every number is computed, and comes out the same on any machine. Each device has one efficiency, fitted
-on the row marked so; all other rows are predictions.
+This is not a measurement: every number is computed, and is the same on any machine. Each device has one efficiency, fitted
+on its marked row; all other rows are predictions.
 
 Sources: torchtitan, docs/performance.md, through its history (Llama rows; memory is what the caching allocator reserved);
 MosaicML llm-foundry, scripts/train/benchmarking/README.md (MPT rows; "True" under activation checkpointing is full).
@@ -20,8 +20,8 @@ class Row(NamedTuple):
     """A published measurement.
 
     Attributes:
-        batch, seq: sequences per GPU, tokens in each. speed: tokens per second and GPU. gib: reserved; None: not told.
-        is_fitted: whether the device's efficiency comes from this row.
+        batch, seq: sequences per GPU, tokens in each. speed: tokens per second and GPU. gib: reserved; None: not published.
+        is_fitted: the device's efficiency comes from this row.
     """
 
     model: str
@@ -62,7 +62,7 @@ _MEMORY = ("GiB: published", "predicted", "")
 
 
 def main() -> None:
-    """Prints the table; on standard error, how long each row took."""
+    """Print the table. Print the time for each row on standard error."""
     head = (*_HEAD, *_MEMORY)
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for row in ROWS:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def line_of(row: Row) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     found = simulate(row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint)
     speed = found.tokens_per_second_per_gpu
     assert speed is not None

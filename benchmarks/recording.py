@@ -1,8 +1,8 @@
-"""What recording costs: the same training steps with and without, in turns.
+"""The cost of recording: the same training steps with and without it, in turns.
 
-The model is that of `hwfsdp demo`, two ranks, batches as there. A turn is a few full steps, recorded from the first to the
-last; putting the instruments in place and reading the log afterwards are not a part of a step, and timed apart.
-Processor time is that of the rank's main thread; it does not depend on what else the machine does.
+The model and batches are those of `hwfsdp demo`, on two ranks. A turn is a few full steps, recorded from the first to the last.
+Setting up the instruments and reading the log afterwards are not part of a step, and are timed separately. Processor time is the
+time of the rank's main thread; it does not depend on other work of the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TARGET = 1.03
 
 
 def turn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, recorded: bool) -> Action:
-    """An action of some steps; laps per step."""
+    """Return an action of some steps, with laps per step."""
 
     def action() -> Laps:
         entered = stopwatch()
@@ -43,7 +43,7 @@ def turn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch,
 
 
 def measure(rounds: int) -> Samples:
-    """On a rank."""
+    """Measure on a rank."""
     steady()
     config = TrainConfig()
     model = shard_model(build_model(config.model, config.seed), fully_shard, mesh=default_mesh())
@@ -58,7 +58,7 @@ def measure(rounds: int) -> Samples:
 
 
 def run(rounds: int | None, ranks: int = 2) -> list[Record]:
-    """One record for each of what is timed."""
+    """Return one record for each lap."""
     samples = slowest(launch(measure, ranks, rounds or ROUNDS))
     records = []
     for kind, found in samples.items():

@@ -46,7 +46,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError without values."""
+        """Compute the quartiles. Raises ValueError without values."""
         if not values:
             raise ValueError("Spread.of expected measurements, got none; measure at least one round")
         if len(values) == 1:
@@ -57,20 +57,20 @@ class Spread:
 
 @dataclass(frozen=True)
 class Check:
-    """A number that has a target to stay below, or that readers will want to compare (`target` None)."""
+    """A number with a target to stay below, or one that readers will want to compare (`target` None)."""
 
     spread: Spread
     target: float | None = None
 
     @property
     def met(self) -> bool | None:
-        """None without a target."""
+        """True if the median is at most the target; None without a target."""
         return None if self.target is None else self.spread.median <= self.target
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line of results; the fields are described in this module's docstring."""
+    """One line of results; the module's docstring describes the fields."""
 
     part: str
     case: dict[str, str | int]
@@ -82,15 +82,15 @@ class Record:
 
 
 def ratio(above: Sequence[float], below: Sequence[float], target: float | None = None) -> Check:
-    """Quotients of measurements of the same rounds.
+    """Divide measurements of the same rounds.
 
-    The two of a round ran within a second of each other, so what slows the machine down for longer cancels.
+    Both values of a round were measured within a second, so a longer slowdown of the machine cancels out.
     """
     return Check(Spread.of([a / b for a, b in zip(above, below, strict=True)]), target)
 
 
 def machine() -> dict[str, str | int]:
-    """What the numbers depend on."""
+    """Return the properties of the machine on which the numbers depend."""
     found: dict[str, str | int] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -112,7 +112,7 @@ def _cpu_model() -> str:
 
 
 def save(path: Path, fresh: Sequence[Record]) -> None:
-    """Adds records to the file, in place of those of the same parts."""
+    """Add records to the file, in place of records of the same parts."""
     parts = {record.part for record in fresh}
     kept = [r for r in load(path) if r.part not in parts] if _is_of_this_machine(path) else []
     content = {"schema": SCHEMA, "machine": machine(), "records": [asdict(r) for r in [*kept, *fresh]]}
@@ -121,13 +121,13 @@ def save(path: Path, fresh: Sequence[Record]) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """The records of a file; none if there is no such file, or if it has another schema."""
+    """Return the records of a file; none if there is no such file, or if it has another schema."""
     content = _content(path)
     return [record_of(entry) for entry in content["records"]] if content else []
 
 
 def machine_of(path: Path) -> dict[str, str | int]:
-    """Where the records of a file were measured."""
+    """Return the machine on which the records of a file were measured."""
     content = _content(path)
     return dict(content["machine"]) if content else {}
 
@@ -148,7 +148,7 @@ def _content(path: Path) -> dict[str, Any] | None:
 
 
 def record_of(entry: Mapping[str, Any]) -> Record:
-    """A record, from its entry in a file."""
+    """Make a record from its entry in a file."""
     values = {name: Spread(**spread) for name, spread in entry["values"].items()}
     checks = {name: Check(Spread(**c["spread"]), c["target"]) for name, c in entry["checks"].items()}
     return Record(

@@ -1,6 +1,6 @@
 """Tables of records, for the terminal and for the documentation.
 
-Records of one part that share a unit and the names of their columns are one table. A check reads
+Records of one part with the same unit and the same column names form one table. A check reads
 "0.31 (0.29–0.34) ≤ 0.35 ✓": the median over rounds, its quartiles, and the target if there is one.
 """
 
@@ -35,7 +35,7 @@ class Table(NamedTuple):
     numeric: list[bool]
 
     def as_text(self) -> str:
-        """Columns of spaces."""
+        """Return the table with columns separated by spaces."""
         widths = [max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True)]
         lines = [self._line(row, widths) for row in (self.headers, ["-" * w for w in widths], *self.rows)]
         return "\n".join(lines)
@@ -48,13 +48,13 @@ class Table(NamedTuple):
         return "  ".join(padded).rstrip()
 
     def as_markdown(self) -> str:
-        """Columns of bars."""
+        """Return the table as Markdown, with columns separated by bars."""
         marks = ["---:" if right else "---" for right in self.numeric]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headers, marks, *self.rows))
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Neighboring records with the same columns become one table."""
+    """Make tables; neighboring records with the same columns form one table."""
     return [_table(list(group)) for _, group in groupby(records, key=_columns)]
 
 
@@ -82,7 +82,7 @@ def _unit(unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits: 0.123, 1.23, 12.3, 123, 1234."""
+    """Format a number with three digits: 0.123, 1.23, 12.3, 123, 1234."""
     size = abs(value)
     decimals = 3 if size < 0.1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
     return f"{value:.{decimals}f}"
@@ -102,13 +102,13 @@ def _is_spread(spread: Spread) -> bool:
 
 
 def as_text(part: str, records: Sequence[Record]) -> str:
-    """One part for the terminal."""
+    """Return one part as text for the terminal."""
     blocks = [f"== {TITLES[part]} ==", *(table.as_text() for table in tables(records)), *_notes(records)]
     return "\n".join([*blocks, verdict(records), ""])
 
 
 def as_markdown(machine: dict[str, str | int], records: Sequence[Record]) -> str:
-    """All parts for the documentation."""
+    """Return all parts as Markdown for the documentation."""
     blocks = [", ".join(f"{name} {value}" for name, value in machine.items()) + "."]
     for part, title in TITLES.items():
         found = [r for r in records if r.part == part]
@@ -120,7 +120,7 @@ def as_markdown(machine: dict[str, str | int], records: Sequence[Record]) -> str
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """How many targets are met; nothing where there are none."""
+    """Say how many targets are met; "" if there are none."""
     checks = [check for record in records for check in record.checks.values() if check.met is not None]
     return f"{sum(check.met is True for check in checks)} of {len(checks)} targets met." if checks else ""
 

@@ -43,13 +43,13 @@ POINTS: dict[str, tuple[int, ...]] = {
     GROUPS: (1, 2, 3, 6, 12),
     RANKS: (2, 3, 4, 6, 8),
 }
-WORLD_SIZE = 2  # of all axes but `RANKS`
+WORLD_SIZE = 2  # of all axes except `RANKS`
 _BLOCK = SIZES["0.2 M"]
-_ROWS = 1024  # of the one matrix that `Pieces` cuts
+_ROWS = 1024  # rows of the one matrix that `Pieces` cuts
 
 
 class Pieces(nn.Module):
-    """A linear map whose matrix is cut into `count` parameters; they hold the same bytes whatever the count."""
+    """A linear map whose matrix is cut into `count` parameters. They hold the same bytes for any count."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Pieces(nn.Module):
 
 
 def model_at(axis: str, point: int) -> nn.Sequential:
-    """The model at one point of an axis; its children are the groups."""
+    """Return the model at one point of an axis; its children are the groups."""
     torch.manual_seed(0)
     if axis == LAYERS:
         return build(_BLOCK._replace(blocks=point))
@@ -78,7 +78,7 @@ def model_at(axis: str, point: int) -> nn.Sequential:
 
 
 def measure(points: Sequence[tuple[str, int]], rounds: int) -> dict[tuple[str, int], Samples]:
-    """On a rank: by axis and point."""
+    """Return samples by axis and point; runs on a rank."""
     steady()
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(BATCH, _BLOCK.width)
@@ -95,7 +95,7 @@ def measure(points: Sequence[tuple[str, int]], rounds: int) -> dict[tuple[str, i
 
 
 def run(rounds: int | None, axes: Mapping[str, Sequence[int]] = POINTS) -> list[Record]:
-    """All points of all axes."""
+    """Return the records of all points of all axes."""
     together = [(axis, point) for axis, points in axes.items() if axis != RANKS for point in points]
     calls = [(WORLD_SIZE, together), *((ranks, [(RANKS, ranks)]) for ranks in axes.get(RANKS, ()))]
     records = []

@@ -1,4 +1,4 @@
-"""How long until training can begin: imports in fresh interpreters, and the start of ranks by `launch`."""
+"""Time until training can begin: imports in fresh interpreters, and the start of ranks by `launch`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ for _ in range(2):
 
 
 def run(rounds: int | None) -> list[Record]:
-    """Two records: of imports and of launches."""
+    """Return two records: imports and launches."""
     return [imports(rounds or ROUNDS), launches(rounds or ROUNDS)]
 
 
 def imports(rounds: int) -> Record:
-    """Seconds per statement, taking turns; what hwfsdp adds is the difference within a round."""
+    """Return seconds per statement, measured in turns. hwfsdp's own time is the difference within a round."""
     seconds: dict[str, list[float]] = {name: [] for name in STATEMENTS}
     for number in range(-1, rounds):
         for name, statement in STATEMENTS.items():
@@ -58,7 +58,7 @@ def imports(rounds: int) -> Record:
 
 
 def launches(rounds: int) -> Record:
-    """Seconds of the first and the second `launch` of a program: the first starts the server that ranks fork from."""
+    """Return seconds of the first and the second `launch` of a program. The first starts the server from which ranks fork."""
     first, second = [], []
     for _ in range(rounds):
         a, b = (float(line) for line in _python(_LAUNCHES).split())

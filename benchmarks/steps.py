@@ -1,7 +1,7 @@
-"""Training steps of all contenders, in one process group, taking turns.
+"""Training steps of all contenders, in one process group, in turns.
 
-What is compared: forward + backward, and a full step with AdamW. `torch.optim.AdamW` is everybody's optimizer; hwfsdp
-is measured a second time with its own. The limits (`limit`) are measured in the same rounds.
+They are compared on forward + backward, and on a full step with AdamW. Every contender uses `torch.optim.AdamW`; hwfsdp is measured a
+second time with its own AdamW. The limits (`limit`) are measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.timing import Samples, slowest, steady, take_turns
 from hwfsdp import launch
 
 ROUNDS = {"0.2 M": 30, "3 M": 16, "13 M": 9}
-TO_FSDP2 = {  # (ranks, size) → the most that forward + backward may take of FSDP2's time
+TO_FSDP2 = {  # (ranks, size) → the most time that forward + backward may take, relative to FSDP2
     **{(2, "0.2 M"): 0.35, (2, "3 M"): 0.45, (2, "13 M"): 0.55},
     **{(4, "0.2 M"): 0.55, (4, "3 M"): 0.60, (4, "13 M"): 0.80},
 }
@@ -46,7 +46,7 @@ OVERSUBSCRIBED = (
 
 
 def measure(size: str, rounds: int) -> Samples:
-    """On a rank."""
+    """Measure on a rank."""
     steady()
     shape = SIZES[size]
     names = [HWFSDP, FSDP2, DDP, UNSHARDED, *([OWN_ADAMW] if own_adamw() else [])]
@@ -58,11 +58,11 @@ def measure(size: str, rounds: int) -> Samples:
 
 
 def step_records(samples: Samples, ranks: int, size: str) -> list[Record]:
-    """One for each kind of step."""
+    """Return one record for each kind of step."""
     records = []
     for kind in (FORWARD_BACKWARD, STEP):
         times = dict(samples[kind])
-        if kind == FORWARD_BACKWARD:  # the optimizer makes no difference to it
+        if kind == FORWARD_BACKWARD:  # the optimizer does not affect it
             times.pop(OWN_ADAMW, None)
         notes = [] if own_adamw() else [WITHOUT_OWN]
         if (os.cpu_count() or 1) < ranks:
@@ -85,7 +85,7 @@ def _checks(times: dict[str, list[float]], ranks: int, size: str, kind: str) -> 
 
 
 def run(ranks: Sequence[int], sizes: Sequence[str], rounds: int | None) -> list[Record]:
-    """Steps and limits of every size at every world size."""
+    """Measure steps and limits for every size at every world size."""
     records = []
     for world_size in ranks:
         for size in sizes:

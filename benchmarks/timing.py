@@ -1,8 +1,8 @@
-"""Contenders take turns, so that a slow minute hurts all of them alike.
+"""Contenders take turns, so that a slow minute slows them all down equally.
 
-A round runs every contender once, and each round begins with the next one. Before each of them the ranks meet, so
-that nobody waits for a rank that is still busy with the one before. A step is over when its last rank is:
-`slowest` puts the ranks' times together.
+A round runs every contender once, and each round begins with the next contender. Before each contender the ranks meet, so that no
+rank waits for one that is still busy with the contender before. A step is over when its last rank has finished: `slowest` takes
+the ranks' longest time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-Laps = dict[str, float]  # what was timed → ms
+Laps = dict[str, float]  # the timed part → ms
 Action = Callable[[], Laps]
-Samples = dict[str, dict[str, list[float]]]  # what was timed → contender → ms, one per round
+Samples = dict[str, dict[str, list[float]]]  # the timed part → contender → ms, one per round
 
 WARM_UP = 2  # rounds that do not count: first gathers allocate, DDP rebuilds its buckets after the first step
 
 
 def stopwatch() -> float:
-    """ms of a clock that only goes forward."""
+    """Return ms of a monotonic clock."""
     return time.perf_counter() * 1e3
 
 
 def timed(name: str, function: Callable[[], None]) -> Action:
-    """An action whose only lap, `name`, is a call of `function`."""
+    """Return an action whose only lap, `name`, is a call of `function`."""
 
     def action() -> Laps:
         start = stopwatch()
@@ -38,13 +38,13 @@ def timed(name: str, function: Callable[[], None]) -> Action:
 
 
 def steady() -> None:
-    """One thread per rank, and no numbers so small that the processor takes a hundred times longer for them."""
+    """Use one thread per rank. Flush denormal numbers to zero: they can take a processor a hundred times longer."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 
 
 def meet() -> None:
-    """Ranks wait for each other; a fake or missing group has nobody to wait for."""
+    """Let ranks wait for each other. With a fake or missing group, return at once."""
     if dist.is_initialized() and dist.get_backend() != "fake":
         dist.barrier()
 
@@ -52,13 +52,13 @@ def meet() -> None:
 def take_turns(
     actions: Mapping[str, Action], rounds: int, warm_up: int = WARM_UP, repeat: int = 1
 ) -> Samples:
-    """Runs every action once per round, in turn.
+    """Run every action once per round, in turn.
 
     Args:
         actions: by contender. All ranks have the same ones, in the same order.
-        rounds: that count, after `warm_up` others.
-        repeat: how often an action is run when it is its turn; the mean counts. More than once where an action is so
-            short that the caches which the one before has emptied would be most of its time.
+        rounds: number of rounds that count, after `warm_up` others.
+        repeat: how often an action runs in its turn; the mean counts. Use more than 1 for an action so short that most of its
+            time would refill the caches that the previous action emptied.
     """
     samples: Samples = {}
     names = list(actions)
@@ -75,7 +75,7 @@ def take_turns(
 
 
 def slowest(ranks: Sequence[Samples]) -> Samples:
-    """Per round, the time of the rank that took longest."""
+    """Return, by round, the time of the slowest rank."""
     return {
         what: {
             name: [max(times) for times in zip(*(r[what][name] for r in ranks), strict=True)]

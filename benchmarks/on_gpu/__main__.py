@@ -24,7 +24,7 @@ from benchmarks.on_gpu import page
 from benchmarks.on_gpu.parts import PARTS, ROOT, Step
 from benchmarks.records import machine
 
-LIMIT = 570.0  # seconds for a part
+LIMIT = 570.0  # seconds for each part
 LOGS, KNOWN = ROOT / "runs" / "gpu", ROOT / "docs" / "gpu.json"
 SAID = re.compile(
     r"\d+ (?:passed|failed|error|skipped|deselected)[^\n]*|ERROR SUMMARY[^\n]*|\d+ of \d+ targets met|\d+ ranks, \d+ steps[^\n]*|No races among[^\n]*"
@@ -32,7 +32,7 @@ SAID = re.compile(
 
 
 def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
-    """How a command ended: "held", "failed", "late", or "left out"; what it said last, and its seconds."""
+    """Run a command. Return its status ("held", "failed", "late" or "left out"), its last line, and its seconds."""
     found = {"name": step.name, "seconds": 0.0}
     if not step.command:
         return {**found, "status": "left out", "said": step.why}
@@ -55,7 +55,7 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
 
 
 def last_word(text: str, status: str) -> str:
-    """The line that says how it went: a summary that is known, else the last line."""
+    """Return the line that says how it went: a known summary, otherwise the last line."""
     lines = [line.strip(" =") for line in text.replace(f"{ROOT}/", "").splitlines() if line.strip(" =-")]
     summaries = [match.group() for line in lines if (match := SAID.search(line))]
     if status == "failed":
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, kind = ("cpu", "dry") if chosen.dry else ("cuda", "gpu")
     LOGS.mkdir(parents=True, exist_ok=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    if KNOWN.exists() and not (chosen.out / KNOWN.name).exists():  # what is written there can take its place
+    if KNOWN.exists() and not (chosen.out / KNOWN.name).exists():  # results there may be replaced
         shutil.copy(KNOWN, chosen.out)
     held = True
     for name in chosen.parts or PARTS:

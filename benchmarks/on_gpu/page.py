@@ -1,6 +1,6 @@
-"""What is known of hwfsdp on a GPU: gpu.json, and the page docs/gpu.md, which is written from it.
+"""The known results of hwfsdp on a GPU: gpu.json, and the page docs/gpu.md, which is written from it.
 
-The file has for each kind of run, "gpu" and "dry" (on the CPU), and each part: date, machine, steps (name, status, said,
+For each kind of run, "gpu" and "dry" (on the CPU), and each part, the file has: date, machine, steps (name, status, said,
 seconds), and for `speed` the records of `benchmarks.records`.
 """
 
@@ -46,7 +46,7 @@ multiply each gradient before the sum. hwfsdp divides the sum, so the last bits 
 
 
 def keep(out: Path, kind: str, part: str, result: dict[str, Any]) -> None:
-    """Puts a part's result in place of the one before, and writes the page again."""
+    """Replace a part's earlier result, and write the page again."""
     file = out / "gpu.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     known.setdefault(kind, {})[part] = result
@@ -55,7 +55,7 @@ def keep(out: Path, kind: str, part: str, result: dict[str, Any]) -> None:
 
 
 def as_page(known: dict[str, dict[str, Any]]) -> str:
-    """The page, from all that is known."""
+    """Return the page for all known results."""
     blocks = [ABOUT] if known.get("gpu") else [ABOUT, NEVER]
     missing = [name for name in PARTS if name not in known.get("gpu", {})]
     if known.get("gpu") and missing:
@@ -71,7 +71,7 @@ def in_order(results: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def as_section(part: str, result: dict[str, Any], with_figures: bool) -> str:
-    """One part: what its commands said, and its figures."""
+    """Return the section of one part: what its commands printed, and its figures."""
     where = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     lines = [f"### {part}: {PARTS[part].what}\n", f"{result['date'][:10]}; {where}.\n"]
     lines += ["| check | | said | seconds |", "| --- | --- | --- | ---: |"]

@@ -1,4 +1,4 @@
-"""What is run: each part is a list of commands, which need no more than ten minutes together."""
+"""The parts to run: each is a list of commands, which need at most ten minutes together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=0"]
-# by tool, its options; torch asks the driver for functions that may be missing, which is no error
+# options by tool; torch asks the driver for functions that may be missing, which is not an error
 SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 
 
 class Step(NamedTuple):
-    """A command, or why there is none.
+    """A command, or the reason why there is none.
 
     Attributes:
-        name: of what it checks. command: empty if it is left out, and `why` says so in a sentence.
-        environ: variables that it sees besides.
+        name: of its test. command: empty if it is left out; then `why` is the reason, a sentence.
+        environ: additional environment variables.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def files_of(files: list[str], *options: str, environ: dict[str, str] | None = None) -> list[Step]:
-    """A step for each file. Without hypothesis, files that use it are left out, and so is what all tests share."""
+    """Return a step for each file. Without hypothesis, leave out files that use it, and the setup that all tests share."""
     has_hypothesis = importlib.util.find_spec("hypothesis") is not None
     steps = []
     for name in files:
@@ -54,7 +54,7 @@ def files_of(files: list[str], *options: str, environ: dict[str, str] | None = N
 
 
 def on_the_device(device: str, out: Path) -> list[Step]:
-    """Tests that need a CUDA device; on the CPU their files are collected, and what can run there is run."""
+    """Tests that need a CUDA device. On the CPU, their files are collected, and the tests that can run there are run."""
     files = ["checkpoint/test_staging.py", "checkpoint/test_copies.py"]
     chosen = ["-m", "cuda"] if device == "cuda" else ["-k", "pinning or device"]
     return files_of(files, *chosen, environ=one_gpu(device))
@@ -71,12 +71,12 @@ def worlds(device: str, out: Path) -> list[Step]:
 
 
 def races(device: str, out: Path) -> list[Step]:
-    """Every stream late in turn."""
+    """Run with every stream late in turn."""
     return files_of(["test_streams_on_a_device.py"], "-k", device, environ=one_gpu(device))
 
 
 def speed(device: str, out: Path) -> list[Step]:
-    """Beside torch's FSDP2, a command for each case, so that one which needs too much memory or time takes no other along."""
+    """Compare with torch's FSDP2. Each case is a separate command, so a case that needs too much memory or time stops no other case."""
     from benchmarks.gpu import cases
 
     environ = {**one_gpu(device), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
@@ -88,7 +88,7 @@ def speed(device: str, out: Path) -> list[Step]:
 
 
 def commands(device: str, out: Path) -> list[Step]:
-    """What a user types, with one rank, over NCCL on a GPU."""
+    """The commands that a user types, with one rank, over NCCL on a GPU."""
     hwfsdp = [sys.executable, "-m", "hwfsdp"]
     train = ["--ranks", "1", "--steps", "3", "--device", device]
     trace = ["trace", "run", "demo", "--ranks", "1", "--device", device, "--out", str(out / "trace.json")]
@@ -113,7 +113,7 @@ def sanitizer(device: str, out: Path) -> list[Step]:
     environ = {
         **one_gpu(device),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "OFF",  # a fake store has nothing to check collectives with
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",  # a fake store cannot check collectives
     }
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     why = "compute-sanitizer was not found; it comes with the CUDA toolkit."
@@ -135,7 +135,7 @@ def gpus() -> int:
 
 
 def one_gpu(device: str) -> dict[str, str]:
-    """The first GPU alone is seen: torch refuses a mesh of pretended ranks that is no multiple of the GPUs that it sees."""
+    """Show only the first GPU: torch refuses a mesh of pretended ranks whose size is not a multiple of the visible GPUs."""
     if device == "cpu":
         return {}
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}

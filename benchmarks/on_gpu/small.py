@@ -1,7 +1,7 @@
 """A small step in this process, for compute-sanitizer: `python -m benchmarks.on_gpu.small DEVICE`.
 
 Rank 0 of eight pretended ranks trains three steps: even and uneven rows, bf16, all five streams. Nothing is cached
-(`PYTORCH_NO_CUDA_MEMORY_CACHING=1`), so that every tensor is an allocation of its own, and what is written beside it is seen.
+(`PYTORCH_NO_CUDA_MEMORY_CACHING=1`), so every tensor is a separate allocation, and compute-sanitizer sees writes outside it.
 """
 
 from __future__ import annotations

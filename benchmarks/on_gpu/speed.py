@@ -1,4 +1,4 @@
-"""One case of `benchmarks.gpu`, added to a file: `python -m benchmarks.on_gpu.speed DEVICE FILE NUMBER`; number 0 begins it anew."""
+"""Add one case of `benchmarks.gpu` to a file: `python -m benchmarks.on_gpu.speed DEVICE FILE NUMBER`; number 0 starts a new file."""
 
 from __future__ import annotations
 

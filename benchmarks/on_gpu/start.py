@@ -1,7 +1,7 @@
-"""Finds a Python whose torch sees the GPU, and runs the parts with it. This file needs nothing but Python itself.
+"""Find a Python whose torch sees the GPU, and run the parts with it. This file needs only Python itself.
 
-Tried in this order: the environment of `make setup`, then the Python that runs this file. If neither sees a GPU and the machine
-has one, `make setup` makes an environment with a build of torch for it, which needs a package registry and takes minutes.
+It tries in this order: the environment of `make setup`, then the Python that runs this file. If neither sees a GPU and the machine
+has one, `make setup` makes an environment with a build of torch for it. This needs a package registry and takes minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv" / "bin" / "python"
-TORCH = "torch==2.15.0"  # as the registry has it: built for CUDA
+TORCH = "torch==2.15.0"  # the registry's build, which is for CUDA
 NEEDED = ("torch", "numpy", "cloudpickle", "safetensors", "matplotlib", "jinja2", "pytest")
 ASK = f"""
 import importlib.util, json
@@ -29,7 +29,7 @@ else:
 
 
 def asked(python: str) -> dict[str, object]:
-    """What a Python can do; {} if it does not run."""
+    """Ask a Python for its abilities; return {} if it does not run."""
     try:
         done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
         found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
@@ -39,7 +39,7 @@ def asked(python: str) -> dict[str, object]:
 
 
 def chosen(dry: bool) -> str | None:
-    """The first Python that will do; None if there is none."""
+    """Return the first suitable Python; None if there is none."""
     for python in (str(VENV), sys.executable):
         found = asked(python)
         if found.get("missing"):
@@ -51,7 +51,7 @@ def chosen(dry: bool) -> str | None:
 
 
 def environment(python: str) -> dict[str, str]:
-    """The package is found where it lies, and torch below 2.13 has the names that it needs."""
+    """Return an environment with the package's folder in the path, and for torch below 2.13 the names that the package needs."""
     release = tuple(map(int, str(asked(python)["torch"]).split(".")[:2]))
     older = [str(ROOT / "benchmarks" / "on_gpu" / "older")] if release < (2, 13) else []
     behind = [path for path in [os.environ.get("PYTHONPATH", "")] if path]

@@ -1,7 +1,7 @@
 """Python runs this file when it starts, if its folder is in PYTHONPATH: two collectives under the names that torch 2.13 gave them.
 
-hwfsdp supports torch 2.13 and later. A machine with a GPU may have an older one and no registry to get another; what is measured
-there is better than nothing, and the page says which torch it was.
+hwfsdp supports torch 2.13 and later. A machine with a GPU may have an older torch, and no registry to install another one. A
+measurement there is better than none, and the page names its version of torch.
 """
 
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """The capstone: the homework in one file, graded by itself.
 
-The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. What it is held against is torch's FSDP2.
+The learner's `hw_fsdp.py` supplies all of FSDP except streams and collectives. It is compared with torch's FSDP2.
 
     rules      what the file may use and has to define
     cases      the models that it is tried on

@@ -1,7 +1,7 @@
 """The cases for the homework: scenarios of the stations' kit.
 
-Those of the tasks and of the first bonuses ask for no more than the homework's skeleton: rows that ranks divide, modules sharded
-side by side. Those of our own bonuses have a sharded root, and sizes that ranks do not divide.
+The cases of the tasks and of the first bonuses need no more than the homework's skeleton: rows that the ranks divide, and modules
+sharded side by side. The cases of our own bonuses have a sharded root, and sizes that the ranks do not divide.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The homework, judged by the stations' laws: what is registered, computed, kept in memory, sent.
+"""The homework, judged by the stations' laws: what is registered, computed, kept in memory, and sent.
 
-Tasks 2 and 3 are judged on virtual machines: what travels while something is computed, and whether everyone waits for what it reads. Their
-targets are stated in the homework's README; a test holds both together. They are what our file needs and a tenth more.
+Tasks 2 and 3 are judged on virtual machines: what travels during compute, and whether each operator waits for its inputs. The
+homework's README states the targets; a test keeps both equal. Each target is what our file needs plus a tenth.
 
-Of several reasons for one wrong number, the one that causes the others is told: memory that is read too early, then a
-gather that is missing, then the number (`causes`).
+One wrong number can have several reasons. The judges report the reason that causes the others: first memory that is read too
+early, then a missing gather, then the number (`causes`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
 
 Data = dict[str, Any]
-GPU_FORWARD_US = 600.0  # of gathers in a forward on the GPU, not hidden; one for each parameter will do
-HOST_GATHERS_US = 15_000.0  # of gathers in a backward on the host
-HOST_REDUCTIONS_US = 16_000.0  # of reductions there
+GPU_FORWARD_US = 600.0  # exposed gathers in a forward on the GPU; one gather for each parameter is good enough
+HOST_GATHERS_US = 15_000.0  # exposed gathers in a backward on the host
+HOST_REDUCTIONS_US = 16_000.0  # exposed reductions there
 HOST_PEAK = 400_000_000  # bytes alive at once in a step there
-FORWARD_PEAK = 215_000_000  # bytes alive at once in a forward there: a block is 50 MB, whole and in a buffer; one more is on its way
+# Bytes alive at once in a forward there. A block is 50 MB, whole and in a buffer; one more is on its way.
+FORWARD_PEAK = 215_000_000
 
 
 def task_ranks(ranks: Ranks) -> int:
-    """Numbers of ranks for task 1. With two ranks, a sum over the ranks looks like a gradient that counts twice."""
+    """Return the number of ranks for task 1. With two ranks, a sum over the ranks looks like a gradient that counts twice."""
     return max(THREE, ranks.world_size)
 
 
 def part_of(ranks: Ranks, seed: int, name: str) -> list[Any]:
-    """By rank, what a step of task 1 came to."""
+    """Return the reports of one step of task 1, by rank."""
     with plainly():
         return ranks.run(probe_parts, task_ranks(ranks), seed=seed, scenario=cases.PLAIN)[name]
 
@@ -55,10 +56,10 @@ def part_of(ranks: Ranks, seed: int, name: str) -> list[Any]:
 def causes(
     ranks: Ranks, seed: int, scenario: Scenario | None = None, found: laws.Facts = ()
 ) -> Iterator[None]:
-    """Around a comparison of numbers: raises what makes them wrong, if that is known, in place of a finding that is vague.
+    """Wrap a comparison of numbers. If it raises a vague finding, raise the cause of the wrong numbers instead, if it is known.
 
     Args:
-        scenario: whose collectives, in `found`, are looked at, too, unless parts are recomputed.
+        scenario: its collectives, in `found`, are checked too, unless parts are recomputed.
     """
     try:
         yield
@@ -67,7 +68,7 @@ def causes(
             try:
                 refuse_races(ranks, seed)
             except (Unreported, Broken):
-                pass  # it does not run there; then this is all that is known
+                pass  # it does not run there; the vague finding is all that is known
             if scenario is not None and "recomputed" not in scenario.model:
                 compare_traffic(found, scenario, seed)
         raise
@@ -82,14 +83,14 @@ def compare_numbers(ranks: Ranks, seed: int, found: laws.Facts, scenario: Scenar
 
 
 def padded_bytes(scenario: Scenario, seed: int, world_size: int, dtype: str) -> int:
-    """Bytes of all parameters when whole, padding included; `dtype`: which one of the policy's."""
+    """Return the bytes of all unsharded parameters, padding included. `dtype`: the name of a dtype in the policy."""
     params = scenarios.build(scenario, seed).model.parameters()
     size = dict(scenario.policy).get(dtype, torch.float32).itemsize
     return sum(world_size * padded_local_numel(p.shape, world_size) * size for p in params)
 
 
 def compare_traffic(found: laws.Facts, scenario: Scenario, seed: int) -> None:
-    """Every parameter is gathered once where it has to be, and reduced once."""
+    """Check that every parameter is gathered once wherever it has to be, and reduced once."""
     if len(found) == 1:
         return  # no other rank: a collective would move nothing
     gathered, reduced = (
@@ -112,13 +113,13 @@ def compare_traffic(found: laws.Facts, scenario: Scenario, seed: int) -> None:
 
 
 def judge_file(ranks: Ranks, seed: int) -> None:
-    """By its text alone."""
+    """Judge the file by its text alone."""
     submitted = ranks.overlay.submitted[0]
     check_rules(Source(Path(submitted.path), submitted.text))
 
 
 def judge_shards(ranks: Ranks, seed: int) -> None:
-    """Placements and rows, right after `fully_shard`."""
+    """Check placements and rows, right after `fully_shard`."""
     compare_params(part_of(ranks, seed, "shards"), cases.PLAIN, seed)
 
 
@@ -128,7 +129,7 @@ def compare_params(found: laws.Facts, scenario: Scenario, seed: int) -> None:
 
 
 def judge_gathers(ranks: Ranks, seed: int) -> None:
-    """`unshard`, `wait_for_unshard` and `reshard` by hand, before and after an update: nothing else has to be written."""
+    """Call `unshard`, `wait_for_unshard` and `reshard` by hand, before and after an update. No other function has to be written."""
     model: Any = scenarios.build(cases.PLAIN, seed).model
     for rank, times in enumerate(part_of(ranks, seed, "gathers")):
         for time, found in enumerate(times):
@@ -153,7 +154,7 @@ def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None
 
 
 def judge_forward(ranks: Ranks, seed: int) -> None:
-    """Outputs equal the unsharded model's. The second forward gathers everything again, because it was freed."""
+    """Check that outputs equal the unsharded model's, and that the second forward gathers everything again, as it was freed."""
     found, model = part_of(ranks, seed, "forward"), scenarios.build(cases.PLAIN, seed).model
     whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
     for rank, of_rank in enumerate(found):
@@ -171,7 +172,7 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
 
 
 def judge_backward(ranks: Ranks, seed: int) -> None:
-    """Backward gathers what forward freed: the gradient inside the last module is right, whatever becomes of parameters'."""
+    """Check that backward gathers what forward freed: the gradient inside the last module is right, even if parameters have none yet."""
     for rank, found in enumerate(_gone_back(ranks, seed)):
         model, x = two_halves(seed, rank)
         last: Any = model[1]
@@ -189,22 +190,22 @@ def _gone_back(ranks: Ranks, seed: int) -> list[Data]:
     try:
         return part_of(ranks, seed, "backward")
     except Finding as finding:
-        if finding.misconception == "read-while-freed":  # by a forward; gathered was another module
+        if finding.misconception == "read-while-freed":  # the forward gathered another module
             raise Finding("not-gathered", finding.message) from None
         raise
 
 
 def judge_parity(ranks: Ranks, seed: int) -> None:
-    """With three ranks, and with as many as the bonuses have."""
+    """Check the numbers on three ranks, and on as many ranks as the bonuses use."""
     for size in dict.fromkeys((task_ranks(ranks), ranks.world_size)):
         compare_numbers(ranks, seed, cases.TASKS.found(ranks, seed, cases.PLAIN, size), cases.PLAIN)
 
 
 def judge_memory(ranks: Ranks, seed: int) -> None:
-    """Freed after forward and after backward, by giving memory back; one group of many is whole at a time."""
+    """Check that memory is given back after forward and after backward, and that only one of many groups is whole at a time."""
     found = memory_of(ranks, seed, cases.DEEP)
     laws.freed(found, cases.DEEP, "rest")
-    # a forward without autograd did free
+    # a forward without autograd did free it
     laws.freed(found, cases.DEEP, "between", kind="replaced-not-resized")
     laws.freed(found, cases.DEEP, "after", kind="grad-not-freed")
     forward = figures(ranks, seed, "forward")
@@ -213,7 +214,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
 
 
 def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
-    """Dtypes on the wire, and FSDP2's numbers bit for bit: on two ranks a sum is the same in any order."""
+    """Check the dtypes on the wire, and compare with FSDP2's numbers bit for bit: on two ranks, a sum is the same in any order."""
     scenario: Scenario = getattr(cases, case)
     group = cases.TASKS if scenario in cases.TASKS.scenarios else cases.BONUSES
     found, policy = group.found(ranks, seed, scenario, 2), dict(scenario.policy)
@@ -241,7 +242,7 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
 
 
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
-    """Task 3: the next gather of a backward is started before this module's backward."""
+    """Task 3: in backward, the next gather starts before this module's backward."""
     found = figures(ranks, seed, "host")
     if not (gathers := gathers_of(found, True)):
         raise told("capstone.backward_gathers", "A backward on the virtual host", 0, "5 all-gathers")
@@ -257,7 +258,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
 
 
 def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
-    """Task 3: gradients of one module travel while the next one computes its own."""
+    """Task 3: the gradients of one module travel while the next module computes its own."""
     refuse_races(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
     if not found["reductions"]:
@@ -269,7 +270,7 @@ def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
 
 
 def compare_step_peak(found: dict[str, Any], misconception: str) -> None:
-    """Memory is for one gather ahead, and for two reductions."""
+    """Check that memory suffices for one gather ahead and two reductions."""
     where = f"A step on the virtual host, with {found['flying']} reductions started that compute had not waited for"
     compare_peak(where, found, HOST_PEAK, misconception)
 
@@ -278,12 +279,12 @@ def compare_step_peak(found: dict[str, Any], misconception: str) -> None:
 
 
 def bonus(ranks: Ranks, seed: int, scenario: Scenario) -> Sequence[Data]:
-    """By rank, what the learner's file came to."""
+    """Return the reports of the learner's file, by rank."""
     return cases.BONUSES.found(ranks, seed, scenario, ranks.world_size)
 
 
 def judge_recomputed(ranks: Ranks, seed: int) -> None:
-    """Activation checkpointing, around a sharded module and inside one, as torch has it in both modes."""
+    """Check activation checkpointing, around a sharded module and inside one, in both of torch's modes."""
     for scenario in (cases.RECOMPUTED, cases.REENTRANT):
         compare_numbers(ranks, seed, bonus(ranks, seed, scenario), scenario)
 
@@ -306,7 +307,7 @@ def judge_kept(ranks: Ranks, seed: int) -> None:
 
 
 def judge_summed(ranks: Ranks, seed: int) -> None:
-    """set_requires_gradient_sync(False): whole gradients add up, in the reduce dtype, and travel once."""
+    """set_requires_gradient_sync(False): whole gradients add up in the reduce dtype, and travel once."""
     for scenario in (cases.SUMMED, cases.SUMMED_MIXED):
         compare_traffic(bonus(ranks, seed, scenario), scenario, seed)
     compare_numbers(ranks, seed, bonus(ranks, seed, cases.SUMMED), cases.SUMMED)
@@ -314,7 +315,7 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
 
 
 def judge_params(case: str, ranks: Ranks, seed: int) -> None:
-    """Placements and rows, also where ranks get different numbers of rows, or none; and training with them."""
+    """Check placements and rows, including ranks with different numbers of rows or no rows; then training with them."""
     scenario: Scenario = getattr(cases, case)
     found = bonus(ranks, seed, scenario)
     compare_params(found, scenario, seed)
@@ -322,13 +323,13 @@ def judge_params(case: str, ranks: Ranks, seed: int) -> None:
 
 
 def judge_tied(ranks: Ranks, seed: int) -> None:
-    """One parameter at all its places, before and after; its gradient is the sum of them all."""
+    """Check that a tied parameter is one parameter at all its places, before and after, and its gradient is the sum of all places."""
     laws.same_places(bonus(ranks, seed, cases.TIED), cases.TIED, seed)
     judge_params("TIED", ranks, seed)
 
 
 def judge_nested(ranks: Ranks, seed: int) -> None:
-    """Every parameter belongs to the innermost module that was sharded; bytes travel once, in one collective of the group."""
+    """Check that every parameter belongs to the innermost sharded module, and its bytes travel once, in one collective of the group."""
     scenario, units = cases.NESTED, len(scenarios.build(cases.NESTED, seed).units)
     try:
         found = bonus(ranks, seed, scenario)

@@ -1,10 +1,10 @@
 """The rules for a file that stands by itself, my_fsdp.py or the homework: what it may use, and what it must define.
 
-It is found out from the text, before anything of it runs.
+The rules are checked on the text, before any of it runs.
 
-Of hwfsdp it may use `hwfsdp.streams` and `hwfsdp.collectives`, so that the virtual clock and the instruments see what it does,
-but not what these import from the rest of it. Sharding, schedule and bookkeeping are its own: neither hwfsdp's nor those of
-torch's FSDP.
+From hwfsdp, the file may use `hwfsdp.streams` and `hwfsdp.collectives`, so that the virtual clock and the instruments see its
+actions. It may not use names that these two import from the rest of hwfsdp. It has its own sharding, schedule and bookkeeping:
+it uses neither hwfsdp's nor torch's FSDP for them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hwfsdp.course.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-FROM_TORCHS_OWN = {"MixedPrecisionPolicy", *rules.RECORDS}  # the policy is an argument
+FROM_TORCHS_OWN = {"MixedPrecisionPolicy", *rules.RECORDS}  # allowed: the policy is an argument
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
 )
-NEEDED = {  # functions by name, with the arguments that the grader, or the homework, calls them with
+NEEDED = {  # functions by name, with the arguments that the grader or the homework passes
     "fully_shard": ("module", "module_fqn", "comm_ctx", "mesh", "reshard_after_forward", "mp_policy"),
     "FSDPCommContext.__init__": ("self", "device_type"),
     "FSDPParam.__init__": (*("self", "param", "module_info", "param_fqn", "mesh", "device", "mp_policy"),),
@@ -46,7 +46,7 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
         needed: functions that it has to define, with the arguments that they need.
 
     Raises:
-        Finding: it is not Python, does not define what it has to, or uses what it may not.
+        Finding: the file is not Python, lacks a definition, or uses something forbidden.
     """
     assert source.text is not None, "a file that is there"
     name = source.path.name
@@ -76,8 +76,8 @@ def _arguments(node: holes.Function) -> list[str]:
 
 
 def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
-    """The forbidden uses in the file, in no particular order."""
-    aliases: dict[str, str] = {}  # names under which the two modules, or hwfsdp itself, are known
+    """Yield the forbidden uses in the file, in no particular order."""
+    aliases: dict[str, str] = {}  # names in the file for the two modules, or for hwfsdp itself
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -99,7 +99,7 @@ def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
 
 
 def _built_in(scope: symtable.SymbolTable, tree: ast.Module) -> Iterator[Use]:
-    """Names that mean Python's built-ins here. A variable of a function may be called `open`."""
+    """Yield names that mean Python's built-ins here. A variable of a function may be called `open`."""
     for symbol in scope.get_symbols():
         own = scope.get_type() == "function" and not symbol.is_global()
         if symbol.get_name() in ROUND_ABOUT and symbol.is_referenced() and not own:
@@ -113,7 +113,7 @@ def _built_in(scope: symtable.SymbolTable, tree: ast.Module) -> Iterator[Use]:
 
 
 def _names_plainly(call: ast.Call) -> bool:
-    """Whether the second argument, an attribute's name, is a text or a variable."""
+    """True if the second argument, an attribute's name, is a text or a variable."""
     return len(call.args) > 1 and isinstance(call.args[1], ast.Constant | ast.Name | ast.Attribute)
 
 
@@ -137,7 +137,7 @@ def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Us
 
 
 def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]:
-    """`streams.compat`, `hwfsdp.core`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
+    """Yield forbidden attributes: `streams.compat`, `hwfsdp.core`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
     first, _, rest = dotted.partition(".")
     whole = f"{aliases[first]}.{rest}" if first in aliases else dotted
     parts = whole.split(".")
@@ -157,7 +157,7 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
 
 
 def _borrowed(module: str) -> set[str]:
-    """Names in one of the two modules that come from other modules of the package. A name imported `as` itself is its own."""
+    """Return names that a module imports from other modules of the package. A name imported `as` itself counts as its own."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(module_source(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":

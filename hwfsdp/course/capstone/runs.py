@@ -1,4 +1,4 @@
-"""The probes of task 1: ranks run its parts one after the other, and report. Training and memory are facts of the stations' kit."""
+"""The probes of task 1: ranks run its parts in order and report. Facts about training and memory come from the stations' kit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hwfsdp.observe.recording import record
 
 
 def probe_parts(report: Report, seed: int, scenario: Scenario) -> None:
-    """The learner's file, one step of task 1 after the other; each part reports for itself."""
+    """Run the steps of task 1 with the learner's file, in order. Each part reports by itself."""
     ready()
     for name, part in {"shards": shards_of, "gathers": gathers, "forward": forwards}.items():
         attempt_together(report, name, partial(part, scenario, seed))
@@ -27,10 +27,11 @@ def probe_parts(report: Report, seed: int, scenario: Scenario) -> None:
 
 
 def gathers(scenario: Scenario, seed: int) -> list[dict[str, Any]]:
-    """A block gathered and freed by hand, twice; in between one is added to every element, as an optimizer would.
+    """Gather and free a block by hand, twice. In between, add one to every element, as an optimizer would.
 
     Returns:
-        Of each time: whole, by name, None for a DTensor; kinds, afterwards; alive, bytes of the wholes afterwards.
+        For each time: whole, by name, None for a DTensor; kinds, types by name afterwards; alive, bytes of the whole tensors
+        still alive afterwards.
     """
     model: Any = scenarios.build(scenario, seed).model
     block = model.blocks[0]
@@ -54,7 +55,7 @@ def gathers(scenario: Scenario, seed: int) -> list[dict[str, Any]]:
 
 
 def forwards(scenario: Scenario, seed: int) -> dict[str, Any]:
-    """Two forwards without autograd: both outputs, and what the second one gathers, in bytes and by name."""
+    """Run two forwards without autograd. Report both outputs, and the second one's gathers: their bytes and owners."""
     model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
     with torch.no_grad(), Guarded():  # type: ignore[no-untyped-call]
         outputs = [model(scenarios.batch_of(model, seed, dist.get_rank(), 0))]
@@ -69,7 +70,7 @@ def forwards(scenario: Scenario, seed: int) -> dict[str, Any]:
 
 
 class Halves(nn.Module):
-    """Two layers. It keeps the gradient of the tensor between them, which depends only on the second layer's weight."""
+    """Two layers. The module keeps the gradient of the tensor between them, which depends only on the second layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +85,14 @@ class Halves(nn.Module):
 
 
 def two_halves(seed: int, rank: int) -> tuple[nn.Sequential, Tensor]:
-    """A model of two modules, the same on every rank, and an input [2, EVEN] of the rank's own."""
+    """Return a model of two modules, the same on every rank, and this rank's own input [2, EVEN]."""
     torch.manual_seed(seed)
     model = nn.Sequential(Halves(), Halves())
     return model, torch.randn(2, EVEN, generator=torch.Generator().manual_seed(seed + rank))
 
 
 def goes_back(seed: int) -> dict[str, Any]:
-    """The beginning of a backward. Gradients of parameters may still be missing, so nothing need be reduced.
+    """Run the beginning of a backward. Gradients of parameters may still be missing, so no reduction is needed.
 
     Returns:
         between: the gradient inside the last module; gathers: of the backward.
@@ -105,7 +106,7 @@ def goes_back(seed: int) -> dict[str, Any]:
         guarded.begin("backward")
         try:
             loss.backward()
-        except Exception as error:  # by then the gradient in question is there, or this is why not
+        except Exception as error:  # by then the gradient is there, or this error says why not
             raised = error
     last: Any = model[1]
     if raised is not None and not last.between:

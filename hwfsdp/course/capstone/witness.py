@@ -1,10 +1,9 @@
 """A witness of every operator on a rank: which memory is alive, and who reads and writes it on which stream.
 
-The homework's file packs, copies and frees as it likes; no instrument of the package is in it. So what it does is seen where
-every operator passes, and where the streams of `hwfsdp.streams` say which of them is current. With a recording active,
-operators become events of the log, from which `races.find_races` tells whether anything is read before it is there. What they
-make counts as a buffer (`Recorder.buffer_made`): once it is let go, the stream that it was made on may write
-there again.
+The homework's file packs, copies and frees in its own way, and no instrument of the package is in it. So the witness works where
+every operator passes, and where `hwfsdp.streams` knows the current stream. During a recording, operators become events of the
+log, and `races.find_races` reads from them whether anything is read before it is there. The memory that they allocate counts as
+a buffer (`Recorder.buffer_made`): once it is released, the stream that allocated it may write there again.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from hwfsdp.compat import DispatchMode, arguments_of
 from hwfsdp.core.streams import HostStream
 from hwfsdp.observe import events
 
-LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters or flags
+LEAST = 256  # smallest storage in bytes that is watched: smaller ones are counters or flags
 
 
 class Witness(DispatchMode):
-    """A mode that sees the operators called in its block, autograd's too."""
+    """A mode that sees the operators called in its block, including autograd's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +39,7 @@ class Witness(DispatchMode):
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it calls operators on its local parts, which are seen
+            return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
         made = list(_tensors((out,)))
@@ -55,7 +54,7 @@ class Witness(DispatchMode):
         return out
 
     def alive(self) -> int:
-        """Bytes alive, of storages that were made in the block."""
+        """Count the bytes alive in storages that were allocated in the block."""
         return sum(storage.nbytes() for storage in self._made.values())
 
     def _log(
@@ -66,12 +65,12 @@ class Witness(DispatchMode):
         kwargs: dict[str, Any],
         made: list[Tensor],
     ) -> None:
-        """One event, unless the operator only looks at memory in another way."""
+        """Log one event, unless the operator only makes a view."""
         given = {a.name: value for a, value in zip(arguments_of(op), args, strict=False)} | kwargs
         written = [t for a in arguments_of(op) if a.is_written for t in _tensors((given.get(a.name),))]
         read = list(_tensors(given.values()))
         name = op.name().partition("::")[2].partition(".")[0]
-        if name.startswith("new_") or name.endswith("_like"):  # they look at shapes only
+        if name.startswith("new_") or name.endswith("_like"):  # these read only shapes
             read = []
         known = {id(t.untyped_storage()) for t in read}
         fresh = [t for t in made if id(t.untyped_storage()) not in known]
@@ -85,7 +84,7 @@ class Witness(DispatchMode):
         recorder.instant(name, stream, reads=[t for t in read if id(t) not in own], writes=[*written, *fresh])
 
     def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose operators are no events: it waits, and what it does meanwhile is in the order of what it waits for."""
+        """Wrap `function` so that its operators are not events: it waits, and its order follows from its waits."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +107,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def witnessed() -> Iterator[Witness]:
-    """Around all that a probe does."""
+    """Witness everything that a probe does in the block."""
     witness = Witness()
     with ExitStack() as stack:
         for owner, name in ((HostStream, "finish"), (dist.Work, "wait")):

@@ -1,7 +1,8 @@
-"""The checks of the electives, a module for each: `12_strided_shards` is graded by `checks.strided_shards`.
+"""The checks of the electives, one module for each: `checks.strided_shards` grades `12_strided_shards`.
 
-Each module has judges, which run where the grades are made; `<topic>_runs` has the probes, which run on ranks with a learner's
-functions in the package. `checks.toml` lists them, `findings.toml` has what they say. What several of them need is here.
+The module of a topic has judges, which run where the grades are made. `<topic>_runs` has the probes, which run on ranks with a
+learner's functions in the package. `checks.toml` lists the checks, and `findings.toml` has their messages. This module has the
+helpers that several checks need.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import Tensor
 
 
 def piece(whole: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
-    """The oracle of shards: what `torch.chunk` gives one of `size` ranks. There may be fewer chunks than ranks."""
+    """The oracle of shards: the chunk that `torch.chunk` gives one of `size` ranks; empty if there are fewer chunks than ranks."""
     chunks = whole.chunk(size, dim)
     return chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new directory that all ranks know, until all of them are through."""
+    """Make a new directory that all ranks know. Remove it once all of them are done."""
     found = [tempfile.mkdtemp(prefix="hwfsdp-check-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(found)
     yield Path(found[0])
@@ -36,7 +37,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def raised_by(call: Callable[[], Any], *more: type[BaseException]) -> str | None:
-    """The kind and text of what a call raises, on one line; `more`: kinds that are no Exception."""
+    """Return the kind and text of the exception that a call raises, on one line. `more`: kinds that do not derive from Exception."""
     kinds: tuple[type[BaseException], ...] = (Exception, *more)
     try:
         call()
@@ -46,7 +47,7 @@ def raised_by(call: Callable[[], Any], *more: type[BaseException]) -> str | None
 
 
 def with_nan(part: Callable[[], Any]) -> Any:
-    """Memory that nobody wrote is full of NaN meanwhile."""
+    """Call `part` while torch fills new memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return part()

@@ -1,8 +1,7 @@
-"""15: copies against the values at the time of the copy, bytes allocated against a count by hand, and the order in which
-things happen against the order that a snapshot needs. No clock is read: see `async_staging_saves`, Note [Races without a
-clock].
+"""15: copies against the values at the time of the copy, allocated bytes against a count by hand, and the order of events
+against the order that a snapshot needs. No clock is read: see `async_staging_saves`, Note [Races without a clock].
 
-Which tensors of a copy share memory, and how far they are from each other, is what they did in the source.
+Tensors of a copy must share memory exactly as they did in the source, at the same distance from each other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hwfsdp.course.checks.async_staging_saves import probe_saves
 from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.run import Ranks
 
-ITEM = 4  # bytes of an element
+ITEM = 4  # bytes of one element
 SETTINGS = [0.5, [0.9, 0.99], 3, "text"]
 
 
@@ -26,7 +25,7 @@ SETTINGS = [0.5, [0.9, 0.99], 3, "text"]
 
 
 def judge_snapshot(ranks: Ranks, seed: int) -> None:
-    """Values, memory and containers of one copy, after the source has changed."""
+    """Check values, memory and containers of one copy, after everything in the source has changed."""
     run = ranks.run(probe_staging, ranks.world_size, seed=seed)
     for rank, found in enumerate(run["snapshot"]):
         where = f"rank {rank}"
@@ -50,11 +49,11 @@ def _compare_sharded(where: str, found: dict[str, Any], rank: int, seed: int, wo
     compare(where, found, {**right, "15.sharded": piece(sharded_whole(seed), world_size, rank)})
 
 
-APART = ("column, other column", "other column, column")  # of one storage, but they share no element
+APART = ("column, other column", "other column, column")  # same storage, but no common element
 
 
 def _compare_memory_of(where: str, found: dict[str, Any], seed: int) -> None:
-    """Who shares memory with whom in the copy, and how far they are from each other."""
+    """Compare which tensors of the copy share memory, and their distances in bytes, with the source."""
     wanted = shared_memory(tensors(seed))
     for pair in sorted({*wanted, *found["shared"]}):
         expected, got = wanted.get(pair), found["shared"].get(pair)
@@ -69,7 +68,7 @@ def _compare_memory_of(where: str, found: dict[str, Any], seed: int) -> None:
 
 
 def judge_buffers(ranks: Ranks, seed: int) -> None:
-    """Who lends what, from turn to turn."""
+    """Check which memory the stager reuses from turn to turn."""
     run = ranks.run(probe_staging, ranks.world_size, seed=seed)
     for rank, twins in enumerate(run["twins"]):
         _compare_twins(rank, twins)
@@ -105,7 +104,7 @@ def _compare_turns(where: str, found: dict[str, Any], hold: str, seed: int) -> N
 
 
 def _compare_allocated(where: str, got: Sequence[int], expected: Sequence[int]) -> None:
-    """Bytes allocated by copy after copy."""
+    """Compare the bytes that each copy allocates."""
     if got != expected:
         late = any(a > b for a, b in zip(got[1:], expected[1:], strict=True))
         raise told("15.allocated_late" if late else "15.allocated", where, got, expected)
@@ -125,7 +124,7 @@ def _compare_bound(rank: int, bound: dict[str, Any]) -> None:
 
 
 def judge_background(ranks: Ranks, seed: int) -> None:
-    """What training waits for, in which order, and what the saves hold."""
+    """Check what training waits for, in which order, and what the saves contain."""
     run = ranks.run(probe_saves, ranks.world_size, seed=seed)
     for rank, found in enumerate(run["saves"]):
         for turn in (1, 2, 3):
@@ -144,7 +143,7 @@ def judge_background(ranks: Ranks, seed: int) -> None:
 
 
 def _compare_order(where: str, turn: int, notes: list[list[Any]]) -> None:
-    """What happened between the call of `async_save` and its return. A note: what, in the main thread?, of what."""
+    """Check the events between the call of `async_save` and its return. A note is [what, in the main thread?, of what]."""
     begin, end = notes.index(["call", True, str(turn)]), notes.index(["returned", True, str(turn)])
     during = notes[begin + 1 : end]
     for what, is_main, of in during:
@@ -161,7 +160,7 @@ def _compare_order(where: str, turn: int, notes: list[list[Any]]) -> None:
 
 
 def _is_of(name: object, turn: int) -> bool:
-    """Whether a thread or folder belongs to this turn, by its name, or to no turn."""
+    """True if a thread or folder belongs to this turn by its name, or to no turn."""
     other = re.fullmatch(r"(?:save into .*/)?(\d)", str(name))
     return other is None or int(other[1]) == turn
 
@@ -181,7 +180,7 @@ TAKEN = "expected no checkpoint"
 
 
 def judge_errors(ranks: Ranks, seed: int) -> None:
-    """Who hears of a save that has failed: who waits, each time; else the next save, once."""
+    """Check who receives the error of a failed save: every `wait` of its handle, or, if nobody waits, the next save, once."""
     run = ranks.run(probe_saves, ranks.world_size, seed=seed)
     for rank, found in enumerate(run["errors"]):
         where = f"rank {rank}:"

@@ -1,4 +1,4 @@
-"""What each rank of 15 does alone: stagings of all kinds of tensors, over and over."""
+"""The parts of 15 that each rank does alone: it stages all kinds of tensors, again and again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 
 def probe_staging(report: Report, seed: int) -> None:
-    """Stagings alone, part by part; nothing is communicated."""
+    """Run each staging part by itself; nothing is communicated."""
     ready()
     for part in (_snapshot, _turns, _twins, _bound, _released, _untold):
         attempt(report, part.__name__[1:], partial(part, seed))
@@ -37,14 +37,14 @@ def probe_staging(report: Report, seed: int) -> None:
 
 
 class Thing:
-    """A leaf that is no tensor, and can change."""
+    """A leaf of a state dict that is not a tensor and can change."""
 
     def __init__(self, value: int, friend: Thing | None = None) -> None:
         self.value, self.friend = value, friend
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
-    """By name; some share memory. Sizes and values by the seed; no two elements of a tensor are the same."""
+    """Return tensors by name; some share memory. The seed draws sizes and values. No two elements of a tensor are equal."""
     draw = random.Random(seed)
     rows, columns = draw.randint(3, 9), draw.randint(2, 6)
     flat = _numbers(4 * rows * columns, 1)
@@ -73,12 +73,12 @@ def _numbers(count: int, kind: int) -> Tensor:
 
 
 def values_before(seed: int) -> list[Tensor]:
-    """What every tensor of the snapshot holds when it is taken, in order, resolved."""
+    """Return the values of all tensors of the snapshot when it is taken, in order, with conjugation resolved."""
     return [tensor.detach().resolve_conj().clone() for tensor in tensors(seed).values()]
 
 
 def shared_memory(found: dict[str, Tensor]) -> dict[str, int]:
-    """For every two tensors that share memory, how many bytes the second begins after the first; by "first, second"."""
+    """Return, for every two tensors that share memory, the bytes from the first one's begin to the second one's, by "first, second"."""
     entries = [(name, tensor) for name, tensor in found.items() if tensor.numel()]
     return {
         f"{name}, {other_name}": other.data_ptr() - one.data_ptr()
@@ -89,7 +89,7 @@ def shared_memory(found: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _snapshot(seed: int) -> Data:
-    """One staging; what it says after everything in the source has changed."""
+    """Stage once, change everything in the source, and report the copy."""
     found = tensors(seed)
     dtensor = make_dtensor(seed)
     friend = Thing(5)
@@ -133,7 +133,7 @@ def _plain(settings: Data) -> list[Any]:
 
 @torch.no_grad()
 def _spoil(found: dict[str, Tensor], dtensor: DTensor, settings: Data) -> None:
-    """What an optimizer and a scheduler do in the next step: everything changes in place."""
+    """Change everything in place, as an optimizer and a scheduler do in the next step."""
     for name, tensor in found.items():
         if name != "expanded":
             tensor.mul_(0).add_(77)
@@ -144,7 +144,7 @@ def _spoil(found: dict[str, Tensor], dtensor: DTensor, settings: Data) -> None:
 
 
 def make_dtensor(seed: int) -> DTensor:
-    """Uneven rows over all ranks."""
+    """Return a DTensor with uneven rows over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = sharded_whole(seed)
     local = piece(whole, mesh.size(), mesh.get_local_rank())
@@ -159,7 +159,7 @@ def sharded_whole(seed: int) -> Tensor:
 
 
 def sizes(seed: int) -> list[int]:
-    """Elements of three tensors; no two have as many."""
+    """Return the numbers of elements of three tensors; no two are equal."""
     draw = random.Random(seed + 1)
     return draw.sample(range(50, 400), 3)
 
@@ -169,9 +169,9 @@ def _turns(seed: int) -> Data:
 
 
 def _turns_with(seed: int, hold: str) -> Data:
-    """Staged over and over, each time after an update. What is held is let go two turns later, as a background save would.
+    """Stage again and again, each time after an update. Release what is held two turns later, as a background save would.
 
-    Reports by turn: bytes that were allocated, whether the values are those of the turn, whether what is held has changed.
+    Report by turn: the bytes allocated, whether the values are right, and whether what is held kept its values.
     """
     state = {f"tensor {i}": torch.zeros(n) for i, n in enumerate(sizes(seed))}
     stager = StateDictStager()
@@ -212,7 +212,7 @@ def _is_kept(hold: str, held: Any, turn: int) -> bool:
 
 
 def _twins(seed: int) -> Data:
-    """Two parts of one large tensor, far from each other and of one size; then a part of another size; each with its values."""
+    """Stage two parts of one large tensor, far apart and of equal size; then a part of another size. Compare all values."""
     n = sizes(seed)[0]
     large = _numbers(n * 20, 0)
     stager = StateDictStager()
@@ -235,7 +235,7 @@ def _are_equal(staged: dict[str, Tensor], parts: dict[str, Tensor]) -> list[bool
 
 
 def _bound(seed: int) -> Data:
-    """Many copies at a time, then one: how many bytes are kept."""
+    """Make many copies at a time, then one; report how many bytes the stager keeps."""
     source = {"only": torch.zeros(sizes(seed)[0])}
     stager = StateDictStager()
     copies = [stager.stage(source) for _ in range(6)]
@@ -250,7 +250,7 @@ def _bound(seed: int) -> Data:
 
 
 def _released(seed: int) -> list[int]:
-    """Bytes of copies that are alive after nobody refers to copy and source: in all, and as the stager counts."""
+    """Return the bytes of copies still alive once nothing refers to copy and source: [in all, as the stager counts them]."""
     source = {"only": torch.ones(sizes(seed)[0]), "parts": torch.ones(100)[:30]}
     stager = StateDictStager()
     staged = stager.stage(source)
@@ -261,7 +261,7 @@ def _released(seed: int) -> list[int]:
 
 
 def _untold(seed: int) -> list[bool]:
-    """Two copies, the second where torch does not count references: whether the first keeps its values, and its memory."""
+    """Make two copies, the second where torch does not count references. Report whether the first keeps its values and its memory."""
     source = {"only": _numbers(sizes(seed)[0], 1)}
     before, stager = source["only"].clone(), StateDictStager()
     first = stager.stage(source)  # its buffer is in the pool

@@ -1,9 +1,9 @@
-"""What ranks of 15 do together: saves whose background stands still where it matters.
+"""The parts of 15 that ranks do together: saves whose background threads are held back where it matters.
 
 Note [Races without a clock]
-    A race shows when one side is held back. Threads of saves begin only when the gate is open, and the gate opens when the
-    main thread has gone on, or is about to wait for one of them: so updates always come before anything that the thread
-    does, and nobody waits for ever. Who waits, stages or writes, in which thread, is noted in the order in which it happened.
+    A race shows when one side is held back. Threads of saves begin only when the gate is open. The gate opens when the main
+    thread has gone on, or is about to wait for one of them. So updates always come before anything that the thread does, and
+    no thread waits forever. Each wait, staging and write is noted with its thread, in the order in which it happened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hwfsdp.course.checks.async_staging_runs import Data, make_dtensor, sizes
 from hwfsdp.course.checks.lifetimes import Allocations, local_part
 from hwfsdp.course.run import Report, attempt
 
-Replaced = tuple[Any, str, Callable[..., Any]]  # what has it, its name, what is there in its place
+Replaced = tuple[Any, str, Callable[..., Any]]  # its owner, its name, the function that replaces it
 
 
 class Stage:
@@ -37,16 +37,16 @@ class Stage:
         self.gate, self.main = threading.Event(), threading.current_thread()
         self.gate.set()
         self.notes: list[list[Any]] = []
-        self.escaped: list[BaseException] = []  # what threads have raised to nobody
+        self.escaped: list[BaseException] = []  # exceptions of threads that nothing caught
         self._starting = False
 
     def note(self, what: str, of: str = "") -> None:
-        """Note also whether it is the main thread."""
+        """Add a note; it also says whether this is the main thread."""
         self.notes.append([what, threading.current_thread() is self.main, of])
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """Everything in the block is watched."""
+        """Watch everything in the block."""
         with ExitStack() as stack:
             for owner, name, replaced in (*self._threads(), *self._saves()):
                 stack.enter_context(mock.patch.object(owner, name, replaced))
@@ -115,7 +115,7 @@ class Stage:
         return [(StateDictStager, "stage", staged), (blocks, "write_file", written)]
 
     def _about_to_wait(self, name: str) -> bool:
-        """Open the gate, if the main thread would wait for what stands behind it; return whether it was closed."""
+        """Open the gate if the main thread is about to wait for a thread behind it. Return whether the gate was closed."""
         if threading.current_thread() is not self.main or self.gate.is_set():
             return False
         self.note("waits", name)
@@ -124,7 +124,7 @@ class Stage:
 
 
 def probe_saves(report: Report, seed: int) -> None:
-    """Two saves with updates in between, and saves that fail. All ranks do the same, so that none waits for another."""
+    """Make three saves with updates in between, then saves that fail. All ranks do the same, so none waits for another."""
     stage = Stage()
     with shared_folder() as folder, stage.set_up():
         try:
@@ -133,7 +133,7 @@ def probe_saves(report: Report, seed: int) -> None:
             attempt(report, "errors", lambda: _errors(seed, folder))
         finally:
             stage.gate.set()
-            background.queue.last = None  # whatever became of it, the end of this process need not tell
+            background.queue.last = None  # the end of this process must not report the last save
 
 
 def _state(seed: int) -> Data:
@@ -149,14 +149,14 @@ def _state(seed: int) -> Data:
 
 @torch.no_grad()
 def _update(state: Data, turn: int) -> None:
-    """In place, as optimizers do."""
+    """Update in place, as optimizers do."""
     for tensor in (compat.local_of(state["sharded"]), state["weight"], state["optim"]["moment"]):
         tensor.fill_(turn)
     state["optim"]["lr"] = float(turn)
 
 
 def _saves(seed: int, folder: Path, stage: Stage) -> Data:
-    """Three saves, the first two into the faces of updates. The handles are kept, as users do."""
+    """Make three saves; updates follow at once. Keep the handles, as users do."""
     state, handles, allocated = _state(seed), [], []
     stage.gate.clear()
     for turn in (1, 2, 3):
@@ -181,16 +181,16 @@ def _saves(seed: int, folder: Path, stage: Stage) -> Data:
 
 
 def _values(state: Data) -> list[list[float]]:
-    """Of each tensor that has elements on this rank, every value once."""
+    """Return the distinct values of each tensor that has elements on this rank."""
     parts = [local_part(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
     return [sorted(set(part.flatten().tolist())) for part in parts if part.numel()]
 
 
 def _errors(seed: int, folder: Path) -> Data:
-    """Saves that fail, each followed by one that could do well: who hears of it."""
+    """Make saves that fail, each followed by one that can succeed. Report which calls raise the errors."""
     state, taken = _state(seed), folder / "1"
     found: Data = {}
-    handle = store.async_save(state, taken)  # there is a checkpoint, and none may be overwritten
+    handle = store.async_save(state, taken)  # a checkpoint exists here, and a save may not overwrite it
     found["a target that is there"] = [_raised(handle.wait), _raised(handle.wait)]
     found["kept by the handle"] = type(handle._state_dict).__name__
     found["after it was heard"] = _raised(lambda: store.async_save(state, folder / "a").wait())
@@ -208,7 +208,7 @@ def _errors(seed: int, folder: Path) -> Data:
 
 
 class Ended(BaseException):
-    """What is no Exception, as KeyboardInterrupt and SystemExit are none."""
+    """An exception that does not derive from Exception, like KeyboardInterrupt and SystemExit."""
 
 
 def _ended(*_: Any) -> str:

@@ -1,5 +1,5 @@
-"""14: boxes against sets of indices, parts against torch.chunk, loads against the numbers that were saved, for all sixteen
-pairs of world sizes; and every crash of a commit against the two checkpoints that may be found after it.
+"""14: boxes against sets of indices, parts against `torch.chunk`, and loads against the numbers that were saved, for all sixteen
+pairs of world sizes. `checkpoints_commits` checks every crash of a commit against the two checkpoints that may be found after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hwfsdp.course.run import Ranks
 
 
 def _text(part: Any) -> str:
-    """A part as the package shows a Box."""
+    """Return a part as text, as the package shows a Box."""
     if part is None:
         return "nothing"
     if isinstance(part, str):
@@ -34,7 +34,7 @@ def _text(part: Any) -> str:
 
 
 def judge_boxes(ranks: Ranks, seed: int) -> None:
-    """`intersection` and `within`."""
+    """Check `intersection` and `within`."""
     run = ranks.run(probe_integers, 1, seed=seed)
     for (one, other), got in zip(pairs_of_parts(seed), run["shared"][0], strict=True):
         wanted = _common([*map(list, one)], [*map(list, other)])
@@ -60,7 +60,7 @@ def _wrong_common(got: Any, wanted: Any) -> str:
 
 
 def judge_whole(ranks: Ranks, seed: int) -> None:
-    """`find_fault` and `_holders_of`."""
+    """Check `find_fault` and `_holders_of`."""
     run = ranks.run(probe_integers, 1, seed=seed)
     for case, got in zip(tilings(seed), run["faults"][0], strict=True):
         if (case.what == "whole") != (got is None) or got == "":
@@ -124,7 +124,7 @@ def _compare_refusal(case: Held, answer: dict[str, Any], where: str) -> None:
 
 
 def _numbers_in(text: str) -> set[int]:
-    """What a text may name: each word of digits, read as a decimal number and as a hexadecimal one."""
+    """Return the numbers that a text may name: each word of digits, read as decimal and as hexadecimal."""
     words = re.findall(r"\b(?:0x)?([0-9a-f]+)\b", text.lower())
     return {int(word, 16) for word in words} | {int(word) for word in words if word.isdecimal()}
 
@@ -133,7 +133,7 @@ def _numbers_in(text: str) -> set[int]:
 
 
 def judge_parts(ranks: Ranks, seed: int) -> None:
-    """`box_of` on every mesh, against nested chunks of a tensor that holds its own indices."""
+    """Check `box_of` on every mesh against nested chunks of a tensor that holds its own indices."""
     run = ranks.run(probe_parts, 4, seed=seed)
     for world, rank, answers in _answers(run["parts"]):
         for name, spread in more_spreads(world).items():
@@ -146,12 +146,12 @@ def judge_parts(ranks: Ranks, seed: int) -> None:
 
 
 def _answers(parts: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """(world size, rank, what `box_of` said there)."""
+    """Return (world size, rank, answers of `box_of` there) for every world size and rank."""
     return [(world, rank, parts[rank][str(world)]) for world in WORLDS for rank in range(4)]
 
 
 def part_at(spread: Spread, rank: int) -> list[list[int]] | None:
-    """Offset and shape of what the rank has; None if it has nothing."""
+    """Return offset and shape of the rank's part; None if it has none."""
     numbers = torch.arange(prod(spread.shape)).view(spread.shape)
     mine = cut(numbers, spread, coordinate(rank, spread.mesh))
     if not mine.numel():
@@ -190,7 +190,7 @@ def _wrong_part(got: Any, wanted: Any, spread: Spread) -> str:
 
 
 def judge_pairs(ranks: Ranks, seed: int) -> None:
-    """`needs_of` by itself; then every save, loaded on every mesh: all numbers, none read twice."""
+    """Check `needs_of` by itself. Then check every save, loaded on every mesh: all numbers arrive, and none is read twice."""
     _judge_needs(ranks, seed)
     run = ranks.run(probe_pairs, 4, seed=seed)
     failed = {pair for raised in run["raised"] for pair in raised}
@@ -219,7 +219,7 @@ def judge_pairs(ranks: Ranks, seed: int) -> None:
 
 
 def _judge_needs(ranks: Ranks, seed: int) -> None:
-    """Boxes of needs that are there; which are missing, a load tells."""
+    """Check the boxes of the needs that are returned. The loads show which needs are missing."""
     run = ranks.run(probe_parts, 4, seed=seed)
     for world in WORLDS:
         for rank, by_saved in enumerate(run[f"needs {world}"]):
@@ -267,7 +267,7 @@ def _pair(pair: str) -> str:
 
 
 def _differences(found: dict[str, Any], saved: int, world: int, rank: int, seed: int) -> list[str]:
-    """What of a load is wrong, a line for each tensor, beginning with a mark: "unread", "other", "wrong" or "kept"."""
+    """Return one line for each wrong tensor of a load. It begins with a mark: "unread", "other", "wrong" or "values"."""
     wrong, tensors = [], found["tensors"]
     wholes = [values_of(each["name"], each["shape"], seed, saved) for each in tensors]
     others = {whole.flatten()[0].item(): each["name"] for whole, each in zip(wholes, tensors, strict=True)}
@@ -290,7 +290,7 @@ def _number(values: Tensor, at: int) -> str:
 
 
 def _mark(got: Tensor, expected: Tensor, name: str, others: dict[float, str]) -> str:
-    """What kind of difference it is: elements that nobody read, the numbers of another tensor, or others."""
+    """Return the kind of a difference: elements that were not read, the numbers of another tensor, or other numbers."""
     if got.shape != expected.shape:
         return "wrong "
     different = got != expected

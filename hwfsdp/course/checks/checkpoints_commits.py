@@ -1,4 +1,4 @@
-"""14: every crash of a commit against the two checkpoints that may be found after it, and every failure."""
+"""14: every crash of a commit against the two checkpoints that may be found after it, and every failed operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hwfsdp.course.run import Ranks
 
 
 def judge_commit(ranks: Ranks, seed: int) -> None:
-    """After a kill or a power cut at any moment: the old save, or the new one. After an error: the old one."""
+    """Check that a kill or power cut at any moment leaves the old save or the new one, and that an error leaves the old one."""
     run = ranks.run(probe_integers, 1, seed=seed)
     for name, commit in zip(SCENES, run["commits"][0], strict=True):
         if commit["raised"]:
@@ -47,14 +47,14 @@ def _compare_kills(name: str, commit: dict[str, Any], seed: int) -> None:
 
 
 def _state_of(name: str, crash: Crash, texts: Sequence[str], seed: int) -> str:
-    """Which save a load finds, or why it finds none."""
+    """Return which save a load finds, or why it finds none."""
     wanted = scene(name, seed)
     current = crash.files.get("CURRENT")
     new = {**wanted.data, "manifest.json": wanted.manifest}
     if current == texts[1]:
         return _whole(crash, NEW, new) or "the new save"
     if current is None and not wanted.old:
-        return "the old save"  # none, as before
+        return "the old save"  # none existed before, and none is found
     if current is None:
         return "no CURRENT"
     if current == texts[0] and wanted.old:
@@ -63,7 +63,7 @@ def _state_of(name: str, crash: Crash, texts: Sequence[str], seed: int) -> str:
 
 
 def _whole(crash: Crash, save_id: str, files: dict[str, str]) -> str:
-    """What is wrong with the save that CURRENT names; "" if nothing."""
+    """Say what is wrong with the save that CURRENT names; "" if nothing is wrong."""
     found = {n.partition("/")[2]: text for n, text in crash.files.items() if n.startswith(f"{save_id}/")}
     which = "the new save" if save_id == NEW else "the old save"
     for file, text in files.items():

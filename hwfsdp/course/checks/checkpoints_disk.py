@@ -1,15 +1,15 @@
-"""A commit watched: every operation on the files of a checkpoint, what there was before each, and what a crash would leave.
+"""A commit watched: every operation on the files of a checkpoint, the directory before each, and what a crash would leave.
 
-On a rank, `Watch` records operations and looks at the directory before each. Where grades are made, `crashes` says what may
+On a rank, `Watch` records operations and looks at the directory before each. Where grades are made, `crashes` computes what may
 be found after a kill or a power cut at each of these moments.
 
 Note [What a disk promises]
-    A process that is killed leaves files and names as they are: what it did is done. A power cut leaves of a file at least
-    what it held at its last fsync, and of a directory at least the names it had at its own last fsync. What came later may be
-    there or not, for each directory and each file alike, and CURRENT may have come to the disk alone. fsync itself does
-    nothing here, which makes no difference to what is recorded, and saves time.
+    A killed process leaves files and names as they are: its finished operations are done. A power cut leaves at least the
+    content that a file had at its last fsync, and at least the names that a directory had at its own last fsync. Later changes
+    may be there or not, for each directory and each file alike. CURRENT alone may have reached the disk. During the watch,
+    fsync itself does nothing: this changes nothing that is recorded, and saves time.
 
-Left out: fsync that lies, sectors that tear, a directory that is moved.
+Left out: an fsync that lies, torn sectors, a directory that is moved.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-EVERYTHING = -1  # in place of an inode: all were brought to the disk
+EVERYTHING = -1  # in place of an inode: everything was synced to the disk
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
-Moment = dict[str, Any]  # what there was before an operation
+Moment = dict[str, Any]  # the state before an operation
 
 
 # --- On the rank -------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """Operations below a directory.
+    """Record the operations below a directory.
 
     Args:
-        root: of the checkpoint. fails: the number of the operation that raises an OSError; None: none does.
+        root: directory of the checkpoint. fails: number of the operation that raises an OSError; None: no operation fails.
 
     Attributes:
-        moments: by operation, what there was before it; the last one is how it ended. Each has "op", "sync" (the inode, if
+        moments: by operation, the state before it; the last one is the final state. Each has "op", "sync" (the inode, if
             the operation is an fsync), "files" {name below root: [inode, text]} and "folders" {name: inode}.
     """
 
     def __init__(self, root: Path, fails: int | None = None) -> None:
         self.root, self.fails = root, fails
         self.moments: list[Moment] = []
-        self._held: dict[int, int] = {}  # descriptors by inode, so that no number is given twice
+        self._held: dict[int, int] = {}  # inode → open descriptor, so that no inode number is reused
         self._looking = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Everything in the block is recorded."""
+        """Record everything in the block."""
         global _watch
         _hear_of_changes()
         try:
@@ -77,7 +77,7 @@ class Watch:
                 os.close(fd)
 
     def note(self, op: str, sync: int | None = None) -> None:
-        """Look at the directory before an operation; raise if this operation has to fail."""
+        """Look at the directory before an operation. Raise OSError if this operation has to fail."""
         if self._looking:
             return
         self._looking = True
@@ -105,7 +105,7 @@ class Watch:
         return inode
 
     def on_change(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """An audit event: something is about to be opened, renamed, removed."""
+        """Handle an audit event: a file is about to be opened, renamed or removed."""
         if self._looking:
             return
         if event == "open" and (not isinstance(arguments[2], int) or not arguments[2] & _WRITES):
@@ -115,7 +115,7 @@ class Watch:
             self.note(" → ".join([f"{event.removeprefix('os.')} {names[0]}", *names[1:]]))
 
     def _name(self, path: Any) -> str:
-        """Below the root; "" for what is elsewhere."""
+        """Return the path below the root; "" if it is elsewhere."""
         if isinstance(path, int):
             return f"descriptor {path}"
         with suppress(ValueError, TypeError):
@@ -153,7 +153,7 @@ _watch: Watch | None = None
 assert builtins.open is io.open
 
 
-@cache  # a hook cannot be removed again
+@cache  # an audit hook cannot be removed again
 def _hear_of_changes() -> None:
     sys.addaudithook(lambda event, arguments: _on_event(event, arguments))
 
@@ -167,11 +167,11 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Crash(NamedTuple):
-    """What may be found after a crash.
+    """A state that may be found after a crash.
 
     Attributes:
-        after, before: the operations around the moment. power: a power cut; otherwise the process was killed.
-        files: name to text. last: everything was done.
+        after, before: the operations around the moment. power: True for a power cut, False for a killed process.
+        files: name → text. last: all operations were done.
     """
 
     after: str
@@ -183,7 +183,7 @@ class Crash(NamedTuple):
 
 @dataclass
 class _Disk:
-    """What is certain to be on the disk: texts by inode, and the names in each folder, by the folder's inode."""
+    """The state that is certain to be on the disk: texts by inode, and the names in each folder, by the folder's inode."""
 
     texts: dict[int, str] = field(default_factory=dict)
     names: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -198,17 +198,17 @@ class _Disk:
 
 
 def names_in(moment: Moment, folder: str) -> dict[str, int]:
-    """The names in a folder, and what they stand for."""
+    """Return the names in a folder, with their inodes."""
     files = {name: number for name, (number, _) in moment["files"].items()}
     paths = {Path(name): number for name, number in (files | moment["folders"]).items() if name != "."}
     return {path.name: number for path, number in paths.items() if str(path.parent) == folder}
 
 
 def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterator[Crash]:
-    """Every moment of a commit, and what a kill and a power cut may leave (Note [What a disk promises]).
+    """Yield, for every moment of a commit, the states that a kill and a power cut may leave (Note [What a disk promises]).
 
     Args:
-        not_named: by folder, names that are there at first and may not be on the disk.
+        not_named: by folder, names that are there at first but may not be on the disk.
     """
     disk = _Disk()
     disk.sync(moments[0], EVERYTHING)
@@ -232,7 +232,7 @@ def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterato
 def _choices(
     moment: Moment, latest: dict[int, dict[str, int]], certain: dict[int, dict[str, int]]
 ) -> Iterator[dict[int, dict[str, int]]]:
-    """The names that may be on the disk: of each folder the latest or the certain ones, or these with the latest CURRENT."""
+    """Yield the names that may be on the disk: for each folder the latest or the certain ones, or these with the latest CURRENT."""
     root = moment["folders"]["."]
     inner = [number for number in latest if number != root]
     of_root = [latest[root], certain.get(root, {})]
@@ -244,7 +244,7 @@ def _choices(
 
 
 def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int, str]) -> dict[str, str]:
-    """What a process that looks into the directory after the crash finds."""
+    """Return the files, name → text, that a process finds in the directory after the crash."""
     files: dict[str, str] = {}
     for name, number in names[moment["folders"]["."]].items():
         if number in names:

@@ -1,6 +1,6 @@
-"""What ranks of 14 do together: parts on every mesh, and saves that are loaded on other meshes.
+"""The parts of 14 that ranks do together: parts on every mesh, and saves that are loaded on other meshes.
 
-Four ranks save and load every state on meshes of the first 1, 2, 3 and 4 of them, so that one run has all sixteen pairs.
+Four ranks save and load every state on meshes of the first 1, 2, 3 and 4 ranks, so that one run has all sixteen pairs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hwfsdp.features.door import fully_shard
 
 
 def sizes(seed: int) -> tuple[int, int]:
-    """Rows of the state, and columns of its matrices."""
+    """Return the number of rows in the state, and the number of columns of its matrices."""
     draw = random.Random(seed + 5)
     return draw.choice((5, 7, 9, 10, 11)), draw.randint(2, 4)
 
 
 class Net(nn.Module):
-    """Uneven rows, fewer rows than ranks, a tied pair, and a buffer that is whole on every rank."""
+    """A model with uneven rows, fewer rows than ranks, a tied pair, and a buffer that is whole on every rank."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Spread(NamedTuple):
-    """A tensor of the state that is no parameter: its shape, and how it is cut on a mesh of so many ranks."""
+    """A tensor of the state that is not a parameter: its shape, its mesh, and its placements there."""
 
     shape: Numbers
     mesh: Numbers
@@ -60,7 +60,7 @@ class Spread(NamedTuple):
 
 
 def spreads(seed: int, ranks: int) -> dict[str, Spread]:
-    """Columns cut, copies, and on four ranks two dims cut, and replicas that are cut."""
+    """Return tensors cut by columns, copies, and, on four ranks, a tensor with two dims cut and sharded replicas."""
     rows, columns = sizes(seed)
     line, shape = (ranks,), (rows, columns)
     found = {
@@ -76,13 +76,13 @@ def spreads(seed: int, ranks: int) -> dict[str, Spread]:
 
 
 def values_of(name: str, shape: Sequence[int], seed: int, ranks: int) -> Tensor:
-    """The whole tensor of this name as `ranks` ranks save it: no two elements of a state are the same, none is negative."""
+    """Return the whole tensor of this name as `ranks` ranks save it. All elements of a state are different, and none is negative."""
     start = random.Random(f"{name} {seed} {ranks}").randrange(1 << 12)
     return torch.arange(prod(shape)).view(tuple(shape)).float() + start * 1024
 
 
 def cut(whole: Tensor, spread: Spread, coordinate: Sequence[int]) -> Tensor:
-    """What the rank there has: nested chunks, none of it the package's. Dims of the mesh from left to right."""
+    """Return the part of the rank at this coordinate: nested chunks, without the package's code. Mesh dims go from left to right."""
     for placement, size, index in zip(spread.placements, spread.mesh, coordinate, strict=True):
         if isinstance(placement, Shard):
             whole = piece(whole, size, index, placement.dim)
@@ -94,7 +94,7 @@ def coordinate(rank: int, mesh: Numbers) -> Numbers:
 
 
 def spread_of(path: str, shape: Numbers, seed: int, ranks: int) -> Spread:
-    """How a tensor of the state is cut, by its path as text."""
+    """Return how a tensor of the state is cut; `path` is its path as text."""
     extra = path.partition("extra.")[2]
     if extra:
         return spreads(seed, ranks)[extra]
@@ -104,7 +104,7 @@ def spread_of(path: str, shape: Numbers, seed: int, ranks: int) -> Spread:
 
 
 def probe_parts(report: Report, seed: int) -> None:
-    """What every rank has on every mesh. Nothing is communicated but what meshes need, so nobody waits for anybody."""
+    """Report the parts of every rank on every mesh. Only making the meshes communicates, so no rank waits for another."""
     meshes = {w: _meshes(w) for w in WORLDS}
     report["parts"] = {str(w): _parts(seed, w, meshes[w]) for w in WORLDS}
     for w in WORLDS:
@@ -112,7 +112,7 @@ def probe_parts(report: Report, seed: int) -> None:
 
 
 def probe_pairs(report: Report, seed: int) -> None:
-    """Every state is saved by the ranks of its mesh, then loaded on every mesh into other values."""
+    """Save every state on the ranks of its mesh, then load it on every mesh into other values."""
     meshes = {w: _meshes(w) for w in WORLDS}
     report["raised"], report["loaded"] = {}, {}
     states = {w: _state(seed, w, meshes[w]) for w in WORLDS if dist.get_rank() < w}
@@ -134,7 +134,7 @@ Meshes = Mapping[Numbers, DeviceMesh]
 
 
 def _meshes(ranks: int) -> Meshes:
-    """Meshes by shape. Every rank makes all of them, also meshes that it is not in."""
+    """Return meshes by shape. Every rank makes all meshes, including those that it is not in."""
     found: dict[Numbers, DeviceMesh] = {
         (ranks,): DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("shard",))
     }
@@ -165,7 +165,7 @@ def _spread_out(path: str, spread: Spread, meshes: Meshes, seed: int, ranks: int
 
 
 def _parts(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
-    """What `box_of` says of tensors on a mesh, by name; on ranks that are not in it, too."""
+    """Return the answers of `box_of` for tensors on a mesh, by name, also on ranks outside the mesh."""
     found: dict[str, Any] = {}
     for name, spread in {**spreads(seed, ranks), **more_spreads(ranks)}.items():
         attempt(found, name, partial(_part, _spread_out("", spread, meshes, seed, ranks)))
@@ -186,19 +186,19 @@ PLAIN = {
 
 
 def more_spreads(ranks: int) -> dict[str, Spread]:
-    """Shapes whose parts are integers only: uneven, fewer rows than ranks, no rows at all."""
+    """Return shapes whose parts need only integers: uneven rows, fewer rows than ranks, no rows."""
     found = {f"{n} rows": Spread((n, 2), (ranks,), (Shard(0),)) for n in range(ROWS + 1)}
     for n in range(1, ROWS + 1) if ranks == 4 else ():
         found[f"{n} rows cut twice"] = Spread((n, 2), (2, 2), (Shard(0), Shard(0)))
     return found
 
 
-SAVED = ("grid", "columns", "copies")  # of `spreads`
-TIED = "tied"  # in the save, one object with the first of these
+SAVED = ("grid", "columns", "copies")  # names in `spreads`
+TIED = "tied"  # in the save, the same object as the first of these
 
 
 def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
-    """Offset and shape of what so many ranks have saved of a tensor: each part once, as `torch.chunk` cuts."""
+    """Return offset and shape of each part that this many ranks saved of a tensor, once each, as `torch.chunk` cuts."""
     spread = spreads(seed, ranks)[SAVED[0] if name == TIED else name]
     numbers = torch.arange(prod(spread.shape)).view(spread.shape)
     found = dict[Part, None]()
@@ -210,7 +210,7 @@ def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
 
 
 def _needs(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
-    """By how many ranks have saved, what `needs_of` says on a mesh of `ranks`: path, chunk, box and shared of each."""
+    """Return, by the number of ranks that saved, the answers of `needs_of` on a mesh of `ranks`: path, chunk, box and shared of each."""
     if dist.get_rank() >= ranks:
         return {}
     of = spreads(seed, ranks)
@@ -231,7 +231,7 @@ def _needs(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
 
 
 def _manifest(seed: int, ranks: int) -> Manifest:
-    """Of a save by so many ranks, as far as `needs_of` looks at it."""
+    """Return the manifest of a save by this many ranks, with the fields that `needs_of` reads."""
     entries = dict[tuple[str | int, ...], Any]()
     for name in SAVED:
         chunks = [Chunk(i, 0, Box(*part)) for i, part in enumerate(saved_parts(name, seed, ranks))]
@@ -243,7 +243,7 @@ def _manifest(seed: int, ranks: int) -> Manifest:
 
 
 def _plain_need(need: Any) -> Any:
-    """What a `Need` says; as text if it is none, or its fields are of other types."""
+    """Return the fields of a `Need` as data; a text if it is not a `Need`, or its fields have other types."""
     if type(need) is not matching.Need:
         return f"a {type(need).__name__} in place of a Need"
     for name, value, kind in (("entry", need.entry, TensorEntry), ("chunk", need.chunk, Chunk)):
@@ -254,7 +254,7 @@ def _plain_need(need: Any) -> Any:
 
 
 def _state(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
-    """Model, optimizer and more on a mesh; what AdamW has after a step is put there without one, which is faster."""
+    """Return model, optimizer and other values on a mesh. AdamW's state after a step is put there directly, which is faster than a step."""
     net = Net(*sizes(seed))
     fully_shard(net, mesh=meshes[(ranks,)])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
@@ -268,7 +268,7 @@ def _state(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
 
 
 def _reordered(state: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors, the keys in another order: no two state dicts need agree in that."""
+    """Return the same tensors with the keys in another order: two state dicts need not have the same order."""
     of_params = {index: _reversed(of) for index, of in state["optim"]["state"].items()}
     optim = {**state["optim"], "state": of_params}
     return _reversed({**state, "extra": _reversed(state["extra"]), "optim": optim})
@@ -280,7 +280,7 @@ def _reversed(of: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None:
-    """Numbers that are known, or -1 everywhere."""
+    """Fill the state with known numbers; a target with -1 everywhere."""
     for path, leaf in leaves_of(state):
         if not isinstance(leaf, Tensor):
             continue
@@ -294,7 +294,7 @@ def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None
 
 
 def named(path: tuple[Any, ...]) -> str:
-    """The path as text; a tied pair has one name."""
+    """Return the path as text; a tied pair has one name."""
     text = show(path).replace("tied.weight", "first.weight").replace("[", ".")
     return text.replace("]", "").replace("'", "")
 
@@ -304,7 +304,7 @@ def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
 
 
 def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, int], meshes: Meshes) -> None:
-    """Report the local parts after a load, and how much was read for each. `pair`: ranks that saved, ranks that load."""
+    """Load, and report the local parts and how much was read for each. `pair`: ranks that saved, ranks that load."""
     read: dict[str, int] = {}
     needs_of = matching.needs_of
 

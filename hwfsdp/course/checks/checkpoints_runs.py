@@ -1,4 +1,4 @@
-"""What a rank of 14 does alone: boxes and parts as integers, and commits that are watched."""
+"""The parts of 14 that a rank does alone: boxes and parts as integers, and watched commits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hwfsdp.course.checks.checkpoints_disk import Watch
 from hwfsdp.course.run import Report, attempt
 
 WORLDS = (1, 2, 3, 4)
-ROWS = 9  # of a tensor whose chunks are compared, at most
+ROWS = 9  # most rows of a tensor whose chunks are compared
 Numbers = tuple[int, ...]
 Part = tuple[Numbers, Numbers]  # offset and shape
 
 
 def chunks(n: int, world_size: int) -> list[tuple[int, int]]:
-    """Start and length of what torch.chunk gives each rank, but for empty ones."""
+    """Return start and length of the chunk that `torch.chunk` gives each rank, without empty ones."""
     pieces = torch.arange(n).chunk(world_size)
     return [(int(piece[0]), len(piece)) for piece in pieces]
 
@@ -33,7 +33,7 @@ def chunks(n: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def pairs_of_parts(seed: int) -> list[tuple[Part, Part]]:
-    """Every part of W ranks with every part of W', and some boxes drawn by chance, empty ones and single numbers too."""
+    """Pair every part of W ranks with every part of W'. Add random boxes, including empty ones and single elements."""
     found: list[tuple[Part, Part]] = []
     for n, w, v in product(range(1, ROWS + 1), WORLDS, WORLDS):
         for (a, length), (b, other) in product(chunks(n, w), chunks(n, v)):
@@ -46,13 +46,13 @@ def pairs_of_parts(seed: int) -> list[tuple[Part, Part]]:
 
 
 def draw_part(draw: random.Random, shape: Sequence[int], least: int = 1) -> Part:
-    """Of a tensor of this shape, with at least so many elements along each dim."""
+    """Draw a part of a tensor of this shape, with at least `least` elements along each dim."""
     offset = tuple(draw.randint(0, n - 1) for n in shape)
     return offset, tuple(draw.randint(least, n - a) for a, n in zip(offset, shape, strict=True))
 
 
 def nested_parts(seed: int) -> list[tuple[Part, Part]]:
-    """(outer, inner), counted from the same element."""
+    """Return (outer, inner) pairs with the same origin."""
     draw = random.Random(seed + 1)
     found: list[tuple[Part, Part]] = [(((), ()), ((), ()))]
     for _ in range(150):
@@ -67,7 +67,7 @@ def _added(one: Numbers, other: Numbers) -> Numbers:
 
 
 class Parts(NamedTuple):
-    """Parts of a tensor. what: "whole", or what is wrong with them."""
+    """Parts of a tensor. what: "whole", or the mistake in them."""
 
     what: str
     shape: Numbers
@@ -75,7 +75,7 @@ class Parts(NamedTuple):
 
 
 def tilings(seed: int) -> list[Parts]:
-    """Tensors cut into parts in many ways; then the same with one mistake each."""
+    """Cut tensors into parts in many ways; then add the same cuts with one mistake each."""
     draw = random.Random(seed + 2)
     shapes: list[Numbers] = [(n,) for n in range(1, ROWS + 1)]
     shapes += [tuple(draw.randint(1, 4) for _ in range(draw.randint(2, 4))) for _ in range(30)]
@@ -86,7 +86,7 @@ def tilings(seed: int) -> list[Parts]:
             found.append(Parts("whole", shape, [((a,), (n,)) for a, n in chunks(shape[0], world)[::-1]]))
     for good in list(found):
         found += _spoiled(draw, good)
-    many = 1 << 40  # elements: too many to be marked one by one
+    many = 1 << 40  # elements: too many to mark one by one
     rows: list[Part] = [((i * many, 0), (many, 3)) for i in range(200)]
     far = Parts("whole", (200 * many, 3), rows)
     return [*found, far, far._replace(what="missing", parts=rows[:-1])]
@@ -112,7 +112,9 @@ def _with(numbers: Numbers, dim: int, number: int) -> Numbers:
 
 
 def _spoiled(draw: random.Random, good: Parts) -> Iterator[Parts]:
-    """One part missing; there twice; one longer, so that it overlaps or leaves the tensor; shifted; empty; of other dims."""
+    """Yield the parts with one mistake: one is missing, twice there, longer (so that it overlaps or leaves the tensor), shifted,
+    empty, or has another number of dims.
+    """
     what, shape, parts = good
     if parts:
         yield Parts("missing", shape, parts[1:])
@@ -129,16 +131,16 @@ def _spoiled(draw: random.Random, good: Parts) -> Iterator[Parts]:
     longer: Part = (offset, _with(sizes, dim, sizes[dim] + 1))
     leaves = offset[dim] + sizes[dim] == shape[dim]
     yield Parts("outside" if leaves else "overlapping", shape, [*others, longer])
-    if leaves:  # as many elements as there should be
+    if leaves:  # the number of elements is still right
         yield Parts("outside", shape, [*others, (_with(offset, dim, offset[dim] + 1), sizes)])
     yield Parts("empty", shape, [*parts, (offset, _with(sizes, dim, 0))])
     yield Parts("outside", shape, [*others, (_with(offset, dim, -1), sizes)])
     if len(parts) > 1 and prod(parts[0][1]) == prod(parts[1][1]):
-        yield Parts("twice", shape, [parts[0], parts[0], *parts[2:]])  # as many elements as there should be
+        yield Parts("twice", shape, [parts[0], parts[0], *parts[2:]])  # right number of elements
 
 
 def probe_integers(report: Report, seed: int) -> None:
-    """Functions that only count, and commits; each on its own, so that one that raises hides nothing of the others."""
+    """Run the functions that only count, and commits. Each runs by itself, so that one that raises does not hide the others."""
     attempt(report, "shared", lambda: [_shared(*pair) for pair in pairs_of_parts(seed)])
     attempt(report, "within", lambda: [_within(*pair) for pair in nested_parts(seed)])
     attempt(report, "faults", lambda: [_fault(case) for case in tilings(seed)])
@@ -155,7 +157,7 @@ def _within(outer: Part, inner: Part) -> Any:
 
 
 def plain_box(box: Any) -> Any:
-    """Offset and shape; what is no box of tuples of integers as text."""
+    """Return [offset, shape]; a text if it is not a Box with tuples of integers."""
     if box is None:
         return None
     numbers = [*getattr(box, "offset", ["?"]), *getattr(box, "shape", ["?"])]
@@ -186,7 +188,7 @@ class Held(NamedTuple):
 
 
 def held(seed: int) -> list[Held]:
-    """Sharded, replicated, both; fewer rows than ranks; and each of them wrong in one way."""
+    """Return tensors that are sharded, replicated, or both, some with fewer rows than ranks; then each of them with one mistake."""
     draw = random.Random(seed + 3)
     found: list[Held] = []
     for ranks in (1, 2, 3, 4, 6):
@@ -201,7 +203,7 @@ def held(seed: int) -> list[Held]:
             found += [Held("missing", (rows, width), [None, *parts[1:]], none)]
             longer: Part = ((0, 0), (min(rows, chunks(rows, ranks)[0][1] + 1), width))
             found += [Held("overlapping", (rows, width), [longer, *parts[1:]], none)]
-        if ranks in (4, 6):  # two replicas, each sharded; and a rank in front that has nothing
+        if ranks in (4, 6):  # two replicas, each sharded; and a first rank that has no part
             shards = _sharded(rows, width, ranks // 2)
             sums = [None if part is None else draw.randrange(1 << 32) for part in shards]
             found += [Held("whole", (rows, width), [None, *shards, *shards], [None, *sums, *sums])]
@@ -212,13 +214,13 @@ def held(seed: int) -> list[Held]:
 
 
 def _sharded(rows: int, width: int, ranks: int) -> list[Part | None]:
-    """By rank, its rows; None for a rank that has none."""
+    """Return the rows of each rank, by rank; None for a rank that has none."""
     parts: list[Part | None] = [((a, 0), (n, width)) for a, n in chunks(rows, ranks)]
     return parts + [None] * (ranks - len(parts))
 
 
 def _holders(case: Held) -> Any:
-    """What `_holders_of` returns as data, or the error that it raises."""
+    """Return the result of `_holders_of` as data, or the error that it raises."""
     by_rank: list[dict[str, Any]] = []
     for part, crc in zip(case.parts, case.crc32, strict=True):
         entry: dict[str, Any] = {"path": list(case.path), "dtype": "float32", "shape": list(case.shape)}
@@ -238,13 +240,13 @@ OLD, NEW = "000001-0a1b2c3d", "000002-4e5f6071"
 
 
 class Scene(NamedTuple):
-    """Texts of what a commit finds, and what it is to write, as a seed draws them."""
+    """The texts that a commit finds and the texts that it has to write, as a seed draws them."""
 
     old: dict[str, str]  # files of the old save; empty if there is none
-    data: dict[str, str]  # files of the new one
+    data: dict[str, str]  # files of the new save
     manifest: str
     digest: str
-    left: str | None  # what a dead save left as CURRENT.new
+    left: str | None  # content of CURRENT.new that a dead save left; None if it left none
 
 
 def scene(name: str, seed: int) -> Scene:
@@ -269,7 +271,7 @@ def _prepare(root: Path, wanted: Scene) -> None:
 
 
 def _commit(name: str, seed: int) -> dict[str, Any]:
-    """One commit that nothing disturbs, and one for each of its operations, which fails."""
+    """Run one undisturbed commit, and one commit for each of its operations in which that operation fails."""
     wanted = scene(name, seed)
     moments, raised = _attempt_commit(wanted, None)
     found: dict[str, Any] = {"moments": moments, "raised": raised, "failures": []}

@@ -1,9 +1,9 @@
 """11: axes and placements against the arrangement of ranks in a grid; gradients against the model without sharding; collectives,
-each with the ranks that it went over, against closed forms.
+each with the ranks of its group, against closed forms.
 
-Graded on a mesh of two replicas of two shards, and on meshes that have one axis of one rank. The gradients of the model without
-sharding equal torch's FSDP2 bit for bit (`tests/course/test_hybrid_oracle.py`), except where the last micro-batch skips a
-layer: there FSDP2 leaves what was reduced in part until the layer runs again.
+It is graded on a mesh of two replicas with two shards each, and on meshes that have one axis of one rank. The gradients of the
+model without sharding equal torch's FSDP2 bit for bit (`tests/course/test_hybrid_oracle.py`), except where the last micro-batch
+skips a layer: there FSDP2 leaves the partially reduced gradients until the layer runs again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCATTERS, REPLICATES = ("all_gather", "reduce_scatter"), ("all_reduce",)
 
 
 def meshes(ranks: Ranks, seed: int) -> Iterator[Mesh]:
-    """2 × 2, and of as many ranks as are asked for, 1 × W and W × 1."""
+    """Yield the mesh 2 × 2, and with the requested number of ranks W the meshes 1 × W and W × 1."""
     yield Mesh(ranks.run(probe_meshes, 4, seed=seed, replicas=(2,)), 2, 2)
     number = ranks.world_size
     replicas = tuple(dict.fromkeys((1, number)))
@@ -46,7 +46,7 @@ def meshes(ranks: Ranks, seed: int) -> Iterator[Mesh]:
 
 
 def judge_axes(ranks: Ranks, seed: int) -> None:
-    """Of the mesh, and of the 1D mesh of its second axis."""
+    """Check the axes of the mesh, and of the 1D mesh of its second axis."""
     for mesh in meshes(ranks, seed):
         for where, rank, (of_both, of_shards) in mesh.reported("axes"):
             shard = [mesh.shard_ranks(rank), mesh.shards, rank % mesh.shards]
@@ -58,7 +58,7 @@ def judge_axes(ranks: Ranks, seed: int) -> None:
 
 
 def _compare_axes(found: Sequence[Any], expected: Sequence[Any], where: str) -> None:
-    """An axis: its ranks or None, how many they are, and this rank's number among them."""
+    """Compare axes. An axis is [its ranks or None, its size, this rank's number in it]."""
     for name, axis, right, other in zip(("shard", "replicate"), found, expected, expected[::-1], strict=True):
         if axis == right:
             continue
@@ -77,7 +77,7 @@ def _shown(axes: Sequence[Any]) -> str:
 
 
 def _compare_placements(mesh: Mesh, found: Sequence[list[str]]) -> None:
-    """Meshes with both axes, with the shard axis only, with the replica axis only; of any size."""
+    """Compare placements on meshes with both axes, with only the shard axis, and with only the replica axis."""
     kinds = [
         (["Replicate()"] if kind != "shard" else [], [f"Shard(dim={dim})"] if kind != "replicate" else [])
         for kind in ("both", "shard", "replicate")
@@ -95,7 +95,7 @@ def _compare_placements(mesh: Mesh, found: Sequence[list[str]]) -> None:
 
 
 def judge_partials(ranks: Ranks, seed: int) -> None:
-    """What is kept, taken and finished by a group alone; then steps with several micro-batches."""
+    """Check what a group alone keeps, takes and finishes; then steps with several micro-batches."""
     for mesh in meshes(ranks, seed):
         for where, rank, found in mesh.reported("partials"):
             _compare_kept(where, found, partial(_pieces, seed, mesh, rank), mesh.shards == 1)
@@ -106,11 +106,11 @@ def judge_partials(ranks: Ranks, seed: int) -> None:
                 compare_gradients(mesh, setting, seed)
 
 
-Rows = dict[int, Tensor]  # by parameter, this rank's rows of it
+Rows = dict[int, Tensor]  # by parameter, this rank's rows
 
 
 def _pieces(seed: int, mesh: Mesh, rank: int, chosen: Sequence[int], result: Tensor | int) -> Rows:
-    """What the result of a reduction of some parameters holds; `result`: it, or the number of the reduction."""
+    """Return the rows in the result of a reduction of the chosen parameters. `result`: the tensor, or the number of the reduction."""
     shapes = shapes_of(seed, mesh.shards)
     sizes = [padded_local_numel(shapes[i], mesh.shards) for i in chosen]
     flat = reduced(sizes, result) if isinstance(result, int) else result
@@ -122,7 +122,7 @@ def _pieces(seed: int, mesh: Mesh, rank: int, chosen: Sequence[int], result: Ten
 
 
 def _compare_kept(where: str, found: Mapping[str, Any], pieces: Callable[..., Rows], is_whole: bool) -> None:
-    """After reductions in part of some parameters, and then of others; `is_whole`: a rank has all rows."""
+    """Compare the partial gradients after partial reductions of different parameters. `is_whole`: a rank has all rows."""
     sums: Rows = {}
     for number, chosen in enumerate(CHOSEN[:3]):
         for index, rows in pieces(chosen, number).items():
@@ -151,7 +151,7 @@ def _compare_sum(where: str, found: Tensor | None, right: Tensor | None) -> None
 
 
 def judge_finish(ranks: Ranks, seed: int) -> None:
-    """One reduction that is not over yet, on a rank without other replicas; nothing may touch the result before."""
+    """Check a reduction that is not over yet, on a rank without other replicas. Nothing may touch the result before it is over."""
     for mesh in meshes(ranks, seed):
         for where, rank, found in mesh.reported("finishes"):
             pieces = _pieces(seed, mesh, rank, range(len(shapes_of(seed, mesh.shards))), 0)
@@ -179,7 +179,7 @@ def _compare_finish(where: str, case: Finish, found: Mapping[str, Any], pieces: 
             continue
         if grad is not None:
             raise told("11.in_part", where, grad, "none", index=index)
-        # the new one divided, or all of it, as it will be in the end
+        # wrong: only the new gradient was divided, or the whole sum, as it will be at the end
         too_early = total - new + new / 4, total / 4
         if total.numel() and not is_same(kept, total) and any(is_same(kept, each) for each in too_early):
             raise told("11.divided_early", where, kept, total, index=index)
@@ -190,7 +190,7 @@ def _compare_finish(where: str, case: Finish, found: Mapping[str, Any], pieces: 
 
 
 def judge_traffic(ranks: Ranks, seed: int) -> None:
-    """One step: which ranks each collective goes over, how many there are, and their bytes."""
+    """Check one step: the ranks of each collective, the number of collectives, and their bytes."""
     for mesh in meshes(ranks, seed):
         log = mesh.run.log(f"{mesh.replicas} {ONE.name} log")
         compare_order(log_by_rank := {r: log.select(rank=r) for r in range(mesh.world_size)})
@@ -210,7 +210,7 @@ def _compare_members(mesh: Mesh, rank: int, calls: Sequence[Any]) -> None:
 
 
 def _compare_bytes(mesh: Mesh, rank: int, events: Sequence[Event]) -> None:
-    """Per group, and the sum of all against `strategy_traffic`."""
+    """Compare bytes of each group with `strategy_traffic`, and refuse collectives without a group."""
     for group, params in groups_of(Model()).items():
         for op, right in _traffic([params], mesh).items():
             found = [e.bytes for e in events if e.op == op and e.owner == group]
@@ -224,7 +224,7 @@ def _compare_bytes(mesh: Mesh, rank: int, events: Sequence[Event]) -> None:
 
 
 def _traffic(groups: Sequence[Sequence[torch.nn.Parameter]], mesh: Mesh) -> dict[str, int]:
-    """Closed forms: all parameters are gathered, trained ones are reduced."""
+    """Return closed forms: all parameters are gathered, and trainable ones are reduced."""
     everything = [GroupSizes([tuple(p.shape) for p in group]) for group in groups]
     trained = [GroupSizes([tuple(p.shape) for p in group if p.requires_grad]) for group in groups]
     gathers = accounting.strategy_traffic(everything, Strategy.HSDP, mesh.world_size, mesh.shards)
@@ -236,7 +236,7 @@ def _traffic(groups: Sequence[Sequence[torch.nn.Parameter]], mesh: Mesh) -> dict
 
 
 def judge_order(ranks: Ranks, seed: int) -> None:
-    """An all-reduce follows the reduce-scatter of its group, on a stream of its own, and nothing in backward waits for it."""
+    """Check that an all-reduce follows its group's reduce-scatter, on its own stream, and nothing in backward waits for it."""
     for mesh in meshes(ranks, seed):
         log = mesh.run.log(f"{mesh.replicas} {ONE.name} log")
         for where, rank, seen in mesh.reported(f"{ONE.name} seen"):
@@ -245,7 +245,7 @@ def judge_order(ranks: Ranks, seed: int) -> None:
 
 
 def _compare_seen(mesh: Mesh, seen: Mapping[str, Any], where: str) -> None:
-    """Streams that collectives were issued on, the one that a reduction ends on, and memory that was kept."""
+    """Compare the streams on which collectives were issued, the stream on which a reduction ends, and the memory that was kept."""
     for stream, current in seen["issued"]:
         expect("11.current", where, current or "no stream", stream)
     for stream in seen["goes_on"]:
@@ -273,7 +273,7 @@ def _compare_schedule(events: Sequence[Event], where: str) -> None:
 
 
 def judge_numbers(ranks: Ranks, seed: int) -> None:
-    """Steps of one micro-batch."""
+    """Check steps of one micro-batch."""
     for mesh in meshes(ranks, seed):
         for setting in settings_of(mesh.replicas, mesh.shards):
             if not any("s" in pattern for pattern in setting.reduces):
@@ -281,7 +281,7 @@ def judge_numbers(ranks: Ranks, seed: int) -> None:
 
 
 def _compare_reductions(mesh: Mesh, setting: Setting) -> None:
-    """Nothing crosses to the replicas before the micro-batch that all-reduces."""
+    """Check that nothing goes to other replicas before the micro-batch that all-reduces."""
     expected = sum(pattern.count("a") for pattern in setting.reduces) if mesh.replicas > 1 else 0
     log = mesh.run.log(f"{mesh.replicas} {setting.name} log")
     for rank in range(mesh.world_size):

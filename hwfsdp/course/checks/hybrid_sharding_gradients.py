@@ -1,4 +1,4 @@
-"""11, numbers: gradients of a mesh against the unsharded model's, and the parts of a wrong gradient."""
+"""11, numbers: gradients on a mesh against the unsharded model's, and the parts of a wrong gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hwfsdp.course.findings import is_same, told
 from hwfsdp.course.run import Run
 from hwfsdp.course.verdict import Finding
 
-ROUGH = 0.02  # of a gradient that is taken for a sum of parts: how much rounding may explain
+ROUGH = 0.02  # the part of a gradient that rounding may explain, if it is taken for a sum of parts
 
 
 class Mesh(NamedTuple):
-    """A mesh that was graded: what ran on it, and its ranks, number r * shards + s at (r, s)."""
+    """A graded mesh: the run on it, and its shape; the rank at (r, s) has the number r * shards + s."""
 
     run: Run
     replicas: int
@@ -40,11 +40,11 @@ class Mesh(NamedTuple):
         return list(range(rank % self.shards, self.world_size, self.shards))
 
     def rows(self, whole: Tensor, rank: int) -> Tensor:
-        """What the rank has of a whole tensor."""
+        """Return the rank's rows of a whole tensor."""
         return piece(whole, self.shards, rank % self.shards)
 
     def reported(self, key: str) -> Iterator[tuple[str, int, Any]]:
-        """Of each rank: how sentences about it begin, its number, and what it reported of a part, or of a setting."""
+        """Yield for each rank: the beginning of sentences about it, its number, and its report about a part or a setting."""
         for rank, found in enumerate(self.run[f"{self.replicas} {key}"]):
             yield f"{self}, rank {rank}:", rank, found
 
@@ -52,7 +52,7 @@ class Mesh(NamedTuple):
 def oracle(
     parts: Sequence[Sequence[Mapping[str, Tensor | None]]], setting: Setting, shards: int
 ) -> list[Any]:
-    """Per micro-batch, the whole gradients that replicas have after it."""
+    """Return, by micro-batch, the whole gradients that replicas have after it."""
     moments: list[dict[str, Tensor | None]] = []
     grads: dict[str, Tensor | None] = dict.fromkeys(parts[0][0])
     pending: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ def compare_gradients(mesh: Mesh, setting: Setting, seed: int) -> None:
         ]
         if wrong:
             numel = {name: param.numel() for name, param in Model().named_parameters()}
-            rank, name = max(wrong, key=lambda each: numel[each[1]])  # whose weights can be told
+            rank, name = max(wrong, key=lambda each: numel[each[1]])  # the largest one shows its weights best
             moments = [of_rank[micro] for of_rank in by_rank]
             raise _gradient_finding(Wrong(mesh, setting, micro, rank, name), moments, whole[name], parts)
 
@@ -98,7 +98,7 @@ def _is_right(found: Tensor | None, whole: Tensor | None, mesh: Mesh, rank: int)
 
 
 class Wrong(NamedTuple):
-    """A gradient that is wrong, after a micro-batch."""
+    """A gradient that is wrong after a micro-batch."""
 
     mesh: Mesh
     setting: Setting
@@ -136,7 +136,7 @@ def _gradient_finding(
 
 
 def _theory(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[str, dict[str, Any]]:
-    """What the weights of ranks and micro-batches say, and with which words; 1 is what all should be."""
+    """Explain the weights of ranks and micro-batches: the finding and its words. All weights should be 1."""
     weights = weights / mesh.world_size * (mesh.shards if setting.factor else mesh.world_size)
     inner, outer = mesh.shard_ranks(rank), mesh.replicate_ranks(rank)
     counted = [r for r in range(mesh.world_size) if not _near(weights[r], 0)]
@@ -164,14 +164,14 @@ def _near(weights: Tensor, value: float) -> bool:
 
 
 def fit_weights(shards: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
-    """By how much of each part a gradient consists: [ranks, micro-batches], 1 being what it should be.
+    """Fit the weight of each part in a gradient: [ranks, micro-batches], where 1 is right.
 
     Args:
         shards: by rank, the rows of one gradient. parts: by rank and micro-batch, that parameter's whole gradient, if
             it has one.
 
     Returns:
-        None if the gradient is no such sum, or has too few elements to tell.
+        None if the gradient is not such a sum, or has too few elements to tell.
     """
     found = [shard for shard in shards if shard is not None]
     used = {

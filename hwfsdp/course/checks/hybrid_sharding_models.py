@@ -1,7 +1,6 @@
 """11, the model: layers, some of which a forward may skip.
 
-Weights and inputs are small numbers with few binary digits, so that in fp32 no sum has to round, in whatever order it is
-made.
+Weights and inputs are small numbers with few binary digits, so that no sum in fp32 has to round, in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ALL = (0, 1, 2)
 
 
 class Layer(nn.Module):
-    """Two linear layers; five rows divide by no number of ranks."""
+    """Two linear layers; no number of ranks divides their five rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +26,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, some of which a forward may skip, between two of the root's own; one parameter is frozen."""
+    """Layers, some of which a forward may skip, between two layers of the root; one parameter is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class Model(nn.Module):
 
 
 def build(seed: int) -> Model:
-    """The same on every rank; weights are halves, so that sums of products are exact in fp32."""
+    """Build the model, the same on every rank. Weights are halves, so that sums of products are exact in fp32."""
     model, draw = Model(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -53,7 +52,7 @@ def build(seed: int) -> Model:
 
 
 def batch(seed: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Inputs, and by how much each output counts: integers, other ones for every rank and micro-batch."""
+    """Return inputs and the weights of the outputs: integers, different for every rank and micro-batch."""
     draw = torch.Generator().manual_seed(1000 * seed + 100 * micro + rank)
     return (
         torch.randint(-3, 4, (ROWS, WIDTH), generator=draw).float(),
@@ -62,7 +61,7 @@ def batch(seed: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def groups_of(model: Model) -> dict[str, list[nn.Parameter]]:
-    """By name, the parameters of each group: a layer's, and what is left to the root."""
+    """Return the parameters of each group by its name: one group for each layer, and the root's for the rest."""
     groups = {f"layers.{index}": list(layer.parameters()) for index, layer in enumerate(model.layers)}
     groups["Model"] = [*model.stem.parameters(), *model.head.parameters()]
     return groups

@@ -1,7 +1,7 @@
 """11, on the ranks: meshes of replicas and shards, parts of a group by themselves, and training steps.
 
-Weights and inputs are integers and halves, and each loss is multiplied by the number of ranks, so that in fp32 no sum and no
-mean has to round, over whichever axis it is made first.
+Weights and inputs are integers and halves, and each loss is multiplied by the number of ranks. So no sum and no mean in fp32
+has to round, whichever axis is reduced first.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Setting(NamedTuple):
     """Steps of several micro-batches.
 
     Attributes:
-        reduces: per step, what each micro-batch reduces: "n" nothing, "s" over the shards only, "a" all. Between two steps,
-            gradients are set to None.
+        reduces: per step, what each micro-batch reduces: "n" nothing, "s" over the shards only, "a" over all ranks. Between two
+            steps, gradients are set to None.
         paths: per micro-batch of a step, the layers that its forward runs.
         factor: divide by the number of shards, not of all ranks. force_sum: collectives only sum.
     """
@@ -66,7 +66,7 @@ LATE = Setting("a step that ends before its all-reduce", ("s", "a"))
 FACTOR = Setting("divided by the number of shards", factor=True)
 SUMS = Setting("with collectives that only sum", force_sum=True)
 SETTINGS = (ONE, PARTS, SKIPPED, MIXED, LATE, FACTOR, SUMS)
-ON_OTHERS = (ONE, PARTS, FACTOR)  # on meshes whose one axis has one rank
+ON_OTHERS = (ONE, PARTS, FACTOR)  # for meshes that have one axis of one rank
 
 
 class MicroBatch(NamedTuple):
@@ -78,7 +78,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(setting: Setting) -> list[MicroBatch]:
-    """Of all steps."""
+    """Return the micro-batches of all steps."""
     return [
         MicroBatch(micro == 0, how, path)
         for pattern in setting.reduces
@@ -103,7 +103,7 @@ def _described(axis: Axis) -> list[Any]:
 
 
 def _axes(mesh: DeviceMesh) -> list[Any]:
-    """(shard, replicate) of the mesh, and of the 1D mesh of its second axis."""
+    """Return (shard, replicate) of the mesh, and of the 1D mesh of its second axis."""
     return [[_described(axis) for axis in data_parallel_axes(each)] for each in (mesh, mesh[NAMES[1]])]
 
 
@@ -116,7 +116,7 @@ def mesh_by_hand(mesh: DeviceMesh) -> HybridMesh:
 
 
 def _placements(mesh: DeviceMesh) -> list[list[str]]:
-    """Meshes of dims 0 and 1: with both axes, with the shard axis only, with the replica axis only."""
+    """Return placements for dims 0 and 1 on meshes with both axes, with only the shard axis, and with only the replica axis."""
     shard, replicate = axis_by_hand(mesh, 1), axis_by_hand(mesh, 0)
     meshes = [(mesh, shard, replicate), (mesh[NAMES[1]], shard, Axis()), (mesh[NAMES[0]], Axis(), replicate)]
     made = [HybridMesh(grid, s, torch.device("cpu"), r) for grid, s, r in meshes]
@@ -127,7 +127,7 @@ def _placements(mesh: DeviceMesh) -> list[list[str]]:
 
 
 def held_stream(work: Any) -> HostStream:
-    """A stream on which this collective was issued."""
+    """Return a stream on which this collective was issued."""
     stream = HostStream("reduce_scatter")
     with stream.run():
         stream.add(work)
@@ -135,13 +135,13 @@ def held_stream(work: Any) -> HostStream:
 
 
 def shapes_of(seed: int, shards: int) -> list[tuple[int, ...]]:
-    """Rows that do not divide, and rows that do."""
+    """Return shapes; the shards divide the rows of some, and not of others."""
     more = torch.randint(1, 4, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
     return [(2 * shards + 1, more[0]), (shards,), (1, more[1]), (shards * more[2], 2)]
 
 
 def _reducer(seed: int, mesh: HybridMesh) -> HybridReducer:
-    """Of a group by itself."""
+    """Return the reducer of a group by itself."""
     params = []
     for number, shape in enumerate(shapes_of(seed, mesh.size)):
         module, param = nn.Module(), nn.Parameter(torch.ones(shape))
@@ -155,16 +155,16 @@ def _reducer(seed: int, mesh: HybridMesh) -> HybridReducer:
     return reducer
 
 
-CHOSEN = ((0, 1, 2), (2, 0), (3,), (0, 1, 2, 3))  # parameters that one reduction after the other is of
+CHOSEN = ((0, 1, 2), (2, 0), (3,), (0, 1, 2, 3))  # the parameters of each reduction, in order
 
 
 def reduced(group_sizes: Sequence[int], number: int) -> Tensor:
-    """The result of a reduction: no two elements are the same."""
+    """Return the result of a reduction; all elements are different."""
     return torch.arange(1.0, 1.0 + sum(group_sizes)) * 2.0 ** (8 * number)
 
 
 def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
-    """After each of three reductions in part, what is kept; then what is taken, by a fourth and by a fifth."""
+    """Report what is kept after each of three partial reductions; then what a fourth and a fifth reduction take."""
     reducer = _reducer(seed, mesh)
     group, partials = reducer.group, reducer.partial_grads
     shared, kept = [], []
@@ -189,7 +189,7 @@ def _memory(tensor: Tensor | None) -> int:
 
 
 class Finish(NamedTuple):
-    """A call of `HybridReducer.finish` on a rank that has no replicas to wait for: their axis has one rank.
+    """A call of `HybridReducer.finish` on a rank that has no other replicas: the replica axis has one rank.
 
     Attributes:
         all_reduce: of the group. partial: p0 has a partial gradient.
@@ -203,10 +203,10 @@ FINISHES = (Finish(False), Finish(True), Finish(True, True), Finish(False, True)
 
 
 def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any]:
-    """What is there before the reduction is over, and after; `alone`: the group of this rank."""
+    """Report the gradients before the reduction is over, and after. `alone`: the process group of this rank only."""
     found = []
     for case in FINISHES:
-        reducer, work = _reducer(seed, mesh), mock.Mock(spec=["wait"])  # over when somebody waits for it
+        reducer, work = _reducer(seed, mesh), mock.Mock(spec=["wait"])  # over once someone waits for it
         group = reducer.group
         reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
         if case.partial:
@@ -235,7 +235,7 @@ def _state(reducer: HybridReducer) -> dict[str, Any]:
 
 
 def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[dict[str, Tensor | None]]:
-    """The local gradients after each micro-batch."""
+    """Train, and return the local gradients after each micro-batch."""
     model: Any = build(seed)
     for module in (*model.layers, model):
         package.fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -256,7 +256,7 @@ def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[
 
 
 def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh) -> None:
-    """With instruments: the log, over which ranks each collective went, and buffers that were kept."""
+    """Train with instruments: report the log, the ranks of each collective, and the buffers that were kept."""
     with hwfsdp.record() as log, _watched_reductions() as seen:
         notes = _notes()
         since = notes[-1].serial if notes else 0
@@ -275,12 +275,12 @@ def _notes() -> list[history.Call]:
 
 @contextmanager
 def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
-    """Instruments around what the package does with a reduction, and with a collective.
+    """Watch what the package does with reductions and collectives.
 
-    Yields what is noticed in a step:
-        kept: at each reduction, the bytes of inputs of earlier ones that are still alive.
-        goes_on: for each, the stream that it is said to be on at its end.
-        issued: for each collective, its stream, and the one that was current.
+    Yields what is seen in a step:
+        kept: at each reduction, the bytes of inputs of earlier reductions that are still alive.
+        goes_on: for each reduction, the stream that it reports at its end.
+        issued: for each collective, its stream, and the stream that was current.
     """
     keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
     inputs, going_on = list[Watched](), list[str]()
@@ -311,14 +311,14 @@ def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
 
 
 def _grid(replicas: int) -> DeviceMesh:
-    """All ranks, arranged."""
+    """Arrange all ranks in a mesh with this many replicas."""
     return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=NAMES)
 
 
 def probe_meshes(report: Report, seed: int, replicas: tuple[int, ...]) -> None:
-    """Everything on meshes of all ranks, with so many replicas; parts before steps.
+    """Run everything on meshes of all ranks with these numbers of replicas; parts before steps.
 
-    Parts are for each rank by itself: one that fails in a part leaves nobody waiting. So groups are made before.
+    Each rank runs the parts by itself, so a rank that fails in a part leaves no other rank waiting. Process groups are made before.
     """
     ready()
     grids = {number: _grid(number) for number in replicas}
@@ -339,14 +339,14 @@ def settings_of(replicas: int, shards: int) -> tuple[Setting, ...]:
 
 
 def probe_fsdp2(report: Report, seed: int, replicas: int) -> None:
-    """The same steps with torch's `fully_shard`: the oracle's oracle."""
+    """Run the same steps with torch's `fully_shard`: the oracle of the oracle."""
     grid = _grid(replicas)
     for setting in SETTINGS:
         report[setting.name] = _train(setting, seed, grid, torch.distributed.fsdp)
 
 
 def parts_of(setting: Setting, seed: int, world_size: int) -> list[list[dict[str, Tensor | None]]]:
-    """By rank and micro-batch, the gradients of the model without sharding."""
+    """Return the gradients of the model without sharding, by rank and micro-batch."""
     model = build(seed)
     found: list[list[dict[str, Tensor | None]]] = [[] for _ in range(world_size)]
     for rank in range(world_size):

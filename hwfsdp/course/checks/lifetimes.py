@@ -1,8 +1,8 @@
-"""Which memory is made, and whether it is still alive: storages watched by weak references.
+"""Which memory is allocated, and whether it is still alive: storages watched by weak references.
 
 Note [Threads let go late]
-    A thread of gloo says that a collective is done, and drops its tensors a moment later. So a check looks again for a while:
-    tensors that only the thread held are gone by then.
+    A gloo thread reports that a collective is done, and drops its tensors a moment later. So a check looks again for a while:
+    by then, tensors that only the thread held are gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Watched = weakref.ref[torch.UntypedStorage]
 
 
 def ready() -> None:
-    """Begin a probe. Objects that exist now are left out of garbage collections, so that these are fast."""
+    """Begin a probe. Exclude the objects that exist now from garbage collection, so that collections are fast."""
     gc.freeze()
 
 
@@ -32,18 +32,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def copied(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a tensor, in memory of its own; None if there is none, or it has no memory."""
+    """Copy this rank's part of a tensor into new memory; None if there is no tensor, or it has no memory."""
     part = None if tensor is None else local_part(tensor)
     return None if part is None or part.is_meta else part.detach().clone()
 
 
 def watch(tensor: Tensor) -> Watched:
-    """Views keep a storage alive as its tensor does."""
+    """Watch the storage of this rank's part. A view keeps a storage alive just as its tensor does."""
     return weakref.ref(local_part(tensor).untyped_storage())
 
 
 def bytes_alive(watched: Iterable[Watched]) -> int:
-    """Bytes of those storages that someone still refers to; what only a cycle of references holds is not counted."""
+    """Count the bytes of watched storages that are still referenced. Storages that only a reference cycle holds do not count."""
     global _left
     refs = list(watched)
     if _sum(refs):
@@ -54,22 +54,22 @@ def bytes_alive(watched: Iterable[Watched]) -> int:
     return _sum(refs)
 
 
-_left = 0.5  # seconds to wait in this process, all in all (Note [Threads let go late])
+_left = 0.5  # seconds left to wait in this process, in total (Note [Threads let go late])
 
 
 def _sum(refs: Iterable[Watched]) -> int:
-    """Every storage once, however often it is watched."""
+    """Add up the bytes; count every storage once, even if it is watched several times."""
     return sum({id(storage): storage.nbytes() for ref in refs if (storage := ref()) is not None}.values())
 
 
 class Allocations(DispatchMode):
-    """The memory that operators make in its block.
+    """Watch the memory that operators allocate in the block.
 
     Args:
         ignored: tensors of this dtype are not counted.
 
     Attributes:
-        made: what was seen. nbytes: of all, since `restart`; largest: of one; peak: alive at once.
+        made: the storages seen. nbytes: of all, since `restart`; largest: of the largest one; peak: most bytes alive at once.
     """
 
     def __init__(self, ignored: torch.dtype | None = None) -> None:

@@ -1,7 +1,7 @@
 """Checks of 13: a start without weights on 1, 2, 3 and 4 ranks, and what is the same on all of them.
 
-Each row is drawn from a generator, and that is checked first. What every rank should hold is then known: `torch.chunk` of
-the rows drawn from these. Memory is seen storage by storage, and its bound is arithmetic.
+Each row is drawn from a generator, and the generators are checked first. The expected rows of every rank are then
+`torch.chunk` of the rows that these generators draw. Memory is watched storage by storage, and its bound is arithmetic.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hwfsdp.course.checks.meta_start_runs import ALIASES, CUTS, RUNS, SHARDED_DI
 from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks
 
-ANYWHERE = ("generators", "kinds", "expected")  # what does not depend on a mesh
+ANYWHERE = ("generators", "kinds", "expected")  # reports that do not depend on a mesh
 BUFFERS = 4 * 4  # bytes
-ROWS = 3  # that may be in memory besides the shards: one, and what is copied of it
+ROWS = 3  # rows that may be in memory besides the shards: one row and its copies
 
 
 def _each(ranks: Ranks, seed: int, key: str) -> Iterator[tuple[int, int, Any]]:
-    """World size, rank and what that rank reported, for all of them."""
+    """Yield (world size, rank, the report of that rank) for all world sizes and ranks."""
     for processes, sizes in RUNS.items():
         run = ranks.run(probe_start, processes, seed=seed)
         for size in sizes:
@@ -34,7 +34,7 @@ def _each(ranks: Ranks, seed: int, key: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _piece(whole: Tensor, name: str, size: int, rank: int) -> Tensor:
-    """The oracle: what torch.chunk gives the rank."""
+    """The oracle: the rank's part by `torch.chunk`."""
     dim = SHARDED_DIM.get(name, 0)
     return whole if dim is None else piece(whole, size, rank, dim)
 
@@ -43,7 +43,7 @@ def _piece(whole: Tensor, name: str, size: int, rank: int) -> Tensor:
 
 
 def judge_generator(ranks: Ranks, seed: int) -> None:
-    """The same everywhere and at any time; another one if anything that it depends on is another."""
+    """Check that a generator is the same everywhere and at any time, and differs if seed, name or row differ."""
     names = [f"row_generator({key[0]}, {key[1]!r}, {key[2]})" for key in keys(seed)]
     for size, rank, facts in _each(ranks, seed, "kinds"):
         where = f"Rank {rank} of {size}:"
@@ -70,11 +70,11 @@ def judge_generator(ranks: Ranks, seed: int) -> None:
 
 
 def judge_weights(ranks: Ranks, seed: int) -> None:
-    """What init is called with, and what parameters hold then; everything else stays as it is."""
+    """Check what init is called with, what parameters then hold, and that everything else stays as it is."""
     expected = {(size, rank): found for size, rank, found in _each(ranks, seed, "expected")}
     for size, rank, facts in _each(ranks, seed, "start"):
         where = f"Rank {rank} of {size}:"
-        # a tied parameter goes by the first of its names, and by no other
+        # a tied parameter is filled under the first of its names, and under no other name
         for name, first in ALIASES.items():
             if name in facts["calls"]:
                 raise told("13.alias", where, len(facts["calls"][name]), first, name=name)
@@ -99,19 +99,19 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
 
 
 def _row_count(part: Tensor) -> int:
-    """For how many rows of a part init is called."""
+    """Return the number of rows of a part for which init is called."""
     return (len(part) if part.ndim else 1) if part.numel() else 0
 
 
 def _there(where: str, tensor: Tensor | None) -> Tensor:
-    """What was copied, if there was memory to copy from."""
+    """Return the copied tensor. Raise a Finding if there was no memory to copy from."""
     if tensor is None:
         raise told("13.no_memory", where, "meta", "cpu")
     return tensor
 
 
 def _check_calls(where: str, calls: Sequence[Any], whole: Tensor, piece: Tensor, dtype: torch.dtype) -> None:
-    """What `init` is given for each row, and what it draws. A call: shape, dtype, class, seed, values."""
+    """Check what `init` gets for each row, and what it draws. A call is [shape, dtype, class, seed, values]."""
     row_shape = list(whole.shape[1:])
     for shape, of, kind, *_ in calls:
         if shape != row_shape:
@@ -144,7 +144,7 @@ def _check_kept(where: str, local: Tensor | None, piece: Tensor) -> None:
 
 
 def _first_row(rows: Tensor, piece: Tensor) -> int:
-    """Which row of the whole the rank's first row is; a column of it, if the parameter is cut that way."""
+    """Return the index in the whole tensor of the rank's first row; 0 if the part has no whole rows."""
     if piece.ndim != rows.ndim or piece.shape[1:] != rows.shape[1:] or not piece.numel():
         return 0
     return next(i for i, row in enumerate(rows) if torch.equal(row, piece[0]))
@@ -162,7 +162,7 @@ def _check_again(where: str, name: str, facts: Data, piece: Tensor) -> None:
 
 
 def judge_shard(ranks: Ranks, seed: int) -> None:
-    """Check `hold_rows` with rows from elsewhere, and with rows that got their memory from `to_empty`."""
+    """Check `hold_rows` with new rows, and with rows that got their memory from `to_empty`."""
     for size, rank, found in _each(ranks, seed, "held"):
         for case, facts in zip(HELD, found, strict=True):
             _check_held(f"Rank {rank} of {size}, {case}:", case, facts, case.given(rank, size, seed))
@@ -200,7 +200,7 @@ def _check_placed(where: str, facts: Data) -> None:
 
 
 def padded_bytes(name: str, shape: list[int], dtype: torch.dtype, size: int) -> int:
-    """Of one parameter's shard."""
+    """Return the bytes of one parameter's padded shard."""
     dim = SHARDED_DIM.get(name, 0)
     if dim is None:
         return prod(shape) * dtype.itemsize
@@ -208,7 +208,7 @@ def padded_bytes(name: str, shape: list[int], dtype: torch.dtype, size: int) -> 
 
 
 def judge_bytes(ranks: Ranks, seed: int) -> None:
-    """Never more than the shards, and a row; nothing travels."""
+    """Check that memory never exceeds the shards and a row, and that nothing is communicated."""
     params = shapes(seed)
     row = ROWS * max(prod(shape[1:]) * dtype.itemsize for shape, dtype in params.values())
     whole = max(prod(shape) * dtype.itemsize for shape, dtype in params.values())

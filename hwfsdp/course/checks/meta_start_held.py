@@ -1,4 +1,4 @@
-"""13, on the ranks: parameters whose shard is exchanged for other rows, in all the ways in which that happens."""
+"""13, on the ranks: parameters that get other rows for their shard, in every way in which that happens."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def placed(param: FSDPParam, local: Tensor) -> Data:
 
 
 class Held(NamedTuple):
-    """A parameter whose shard is exchanged.
+    """A parameter whose shard gets other rows.
 
     Attributes:
-        dim: that is cut. how: what is given: "the same", "new", "transposed", "bf16", "kept on the host".
+        dim: the dim that is cut. how: what is given: "the same", "new", "transposed", "bf16", "kept on the host".
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Held(NamedTuple):
     dim: int = 0
 
     def given(self, rank: int, size: int, seed: int) -> Tensor:
-        """This rank's rows, new; none is zero."""
+        """Return new rows for this rank; none is zero."""
         whole = torch.arange(1, prod(self.shape) + 1).view(self.shape).float() + seed % 64
         rows = piece(whole, size, rank, self.dim).clone()
         if self.how == "transposed":
@@ -76,7 +76,7 @@ HELD = (
 
 
 class _Host(Home):
-    """Host memory is memory of its own here, as it is where the device is another one."""
+    """Keep a separate copy as host memory, as if the device were not the CPU."""
 
     kept: Tensor
 
@@ -86,7 +86,7 @@ class _Host(Home):
 
 
 def exchanged(case: Held, mesh: ShardMesh, seed: int) -> Data:
-    """What lies where after `hold_rows`, and bytes of memory that should be gone."""
+    """Report which tensors are where after `hold_rows`, and the bytes of memory that should be free."""
     whole = nn.Parameter(torch.zeros(case.shape))
     home = _Host() if case.how == "kept on the host" else Home()
     layout = CutLayout(whole, case.dim, mesh, "weight") if case.dim else Layout(whole, mesh)
@@ -113,7 +113,7 @@ def exchanged(case: Held, mesh: ShardMesh, seed: int) -> Data:
         "on_host": not isinstance(home, _Host) or key == storage_key(home.kept),
         "leaf": param.is_leaf and param.requires_grad,
     }
-    gone = [] if key == storage_key(old) else [memory]  # what should be let go
+    gone = [] if key == storage_key(old) else [memory]  # memory that should be free
     gone += [rows] if facts["moved"] else []
     del old, given, whole, module, local
     made.sharded_param = param  # as `adopt_registered` has done before

@@ -1,7 +1,7 @@
-"""13, on the ranks: a model from the meta device to weights, whose every new storage is seen; generators; exchanged shards.
+"""13, on the ranks: a model from the meta device to weights, with every new storage watched; generators; exchanged shards.
 
-The same probe runs on one rank and on four. Four ranks start the model on meshes of two, three and four of them. What rows should hold is drawn once more, row after row of whole parameters, from
-`row_generator` itself, which has a check of its own.
+The same probe runs on one rank and on four. Four ranks start the model on meshes of two, three and four of them. The expected rows
+are drawn once more, row by row for whole parameters, from `row_generator` itself, which has its own check.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.observe.recording import record
 
 RUNS = {1: (1,), 4: (2, 3, 4)}  # sizes of meshes, by the number of ranks of a run
-WIDTH = 12  # divides by every number of ranks
+WIDTH = 12  # every number of ranks divides it
 
 
 class Model(nn.Module):
-    """Parameters of all kinds: uneven ones, one row, cut along dim 1, bf16, tied, not sharded, without dims; and a buffer."""
+    """Parameters of all kinds: uneven, of one row, cut along dim 1, bf16, tied, not sharded, without dims; and a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 def sharded(seed: int, mesh: DeviceMesh) -> Model:
-    """Groups of one layer each, and the root's, on the meta device; the last two parameters are left out."""
+    """Shard a model on the meta device: some layers are groups, the rest is the root's. The last two parameters are left out."""
     with torch.device("meta"):
         model = Model(seed)
     for layer in (model.wide, model.uneven, model.coarse):
@@ -69,22 +69,22 @@ def started(seed: int, mesh: DeviceMesh) -> Model:
 
 
 def shapes(seed: int) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Of the whole parameters, by name."""
+    """Return shape and dtype of the whole parameters, by name."""
     with torch.device("meta"):
         return {name: (list(param.shape), param.dtype) for name, param in Model(seed).named_parameters()}
 
 
-ALIASES = {"head.weight": "embed.weight"}  # second names of parameters, and their first ones
+ALIASES = {"head.weight": "embed.weight"}  # second names of parameters → their first names
 SHARDED_DIM = {"columns.weight": 1, "scale": None, "shift": None}  # 0 for all others
 
 
 def noise(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-    """What models of this kind are filled with."""
+    """Fill a row with normal noise, as models of this kind are initialized."""
     row.normal_(generator=generator)
 
 
 def probe_start(report: Report, seed: int) -> None:
-    """All parts, whichever of them fail; ranks that a mesh does not have report None of it."""
+    """Run all parts, even if some fail. Ranks outside a mesh report None for it."""
     ready()
     for part in (_generators, _kinds, _cuts, _expected):
         attempt(report, part.__name__[1:], partial(part, seed))
@@ -94,7 +94,7 @@ def probe_start(report: Report, seed: int) -> None:
 
 
 def _mesh(size: int) -> DeviceMesh:
-    """The first ranks."""
+    """Return the mesh of the first ranks."""
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("shard",))
 
 
@@ -115,7 +115,7 @@ Key = tuple[int, str, int]  # seed, name, row
 
 
 def keys(seed: int) -> list[Key]:
-    """Seeds, names and rows that are easily taken for each other; seeds may be negative or large."""
+    """Return seeds, names and rows that are easy to confuse; seeds may be negative or large."""
     seeds = [seed, seed + 1, seed + 10, -1 - seed, 2**63 + seed, 2**64 + seed]
     names = (
         "layers.1.weight",
@@ -130,7 +130,7 @@ def keys(seed: int) -> list[Key]:
 
 
 def _generators(seed: int) -> Tensor:
-    """The first numbers of each."""
+    """Return the first numbers of each generator."""
     return torch.stack([_first(init_shards.row_generator(*key)) for key in keys(seed)])
 
 
@@ -139,7 +139,7 @@ def _first(generator: torch.Generator) -> Tensor:
 
 
 def _kinds(seed: int) -> Data:
-    """What a generator is, whether asking again gives the same, and what asking changes."""
+    """Report the type of a generator, whether a second call gives the same, and what a call changes."""
     some = keys(seed)[:40]
     state = torch.get_rng_state()
     one, other = init_shards.row_generator(*some[0]), init_shards.row_generator(*some[1])
@@ -159,7 +159,7 @@ def _kinds(seed: int) -> Data:
 
 
 def _salted(usual: Callable[[Any], int], salt: int, value: Any) -> int:
-    """`hash` of texts as it is in another process."""
+    """Return the `hash` that a text has in another process."""
     return usual((salt, value)) if _has_text(value) else usual(value)
 
 
@@ -168,7 +168,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _expected(seed: int) -> dict[str, Tensor]:
-    """Whole parameters, row after row."""
+    """Return the expected whole parameters, drawn row by row."""
     return {name: _rows(name, shape, dtype, seed) for name, (shape, dtype) in shapes(seed).items()}
 
 
@@ -199,7 +199,7 @@ CUTS = (
 
 
 def _cuts(seed: int) -> list[Data]:
-    """`fill_part` by itself: what it fills, what it should, and how often it calls init."""
+    """Run `fill_part` by itself: report what it fills, what is right, and how often it calls init."""
     found = []
     for number, (shape, offset, size) in enumerate(CUTS):
         local, name, calls = torch.zeros(size), f"cut {number}", list[list[int]]()
@@ -223,7 +223,7 @@ def _locals(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _start(seed: int, mesh: DeviceMesh) -> Data:
-    """What init is called with, and what shards and the memory behind them hold afterwards."""
+    """Report what init is called with, and what the shards hold afterwards."""
     model = started(seed, mesh)
     calls: dict[str, list[Any]] = {}
 
@@ -253,21 +253,21 @@ def _params(model: nn.Module) -> list[FSDPParam]:
 
 
 def _paddings(model: nn.Module) -> Data:
-    """By name, how each shard lies in its padded memory."""
+    """Report, by name, where each shard is in its padded memory."""
     names = {id(param): name for name, param in model.named_parameters()}
     return {names[id(p.sharded_param)]: placed(p, p.local) for p in _params(model)}
 
 
 def _refused(seed: int, mesh: DeviceMesh) -> str:
-    """What is said of a model that has no memory yet."""
+    """Return the error for a model that has no memory yet."""
     raised = raised_by(lambda: init_shards.init_shards(sharded(seed, mesh), noise, seed))
     return "nothing" if raised is None else raised.partition(":")[0]
 
 
 def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
-    """A model that has run, and was left with whole parameters, is started with another seed.
+    """Restart with another seed a model that has run and still has unsharded parameters.
 
-    Its forward and backward gather: they come last, and only if every rank has a model. A rank that raises in them leaves,
+    Its forward and backward gather. So they come last, and only if every rank has a model. A rank that raises in them leaves,
     and says so.
     """
     models = list[Model]()
@@ -283,21 +283,21 @@ def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
 
 
 def _all_of(here: bool) -> bool:
-    """Whether it is so on every rank."""
+    """True if it is true on every rank."""
     flag = torch.tensor(int(here))
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def _filled(seed: int, mesh: DeviceMesh) -> Model:
-    """With other numbers than the seed's."""
+    """Start a model with another seed."""
     model = started(seed, mesh)
     init_shards.init_shards(model, noise, seed + 1)
     return model
 
 
 def _restarted(seed: int, model: Model, before: dict[str, Tensor | None]) -> Data:
-    """What is held after the second start; for which parameters init was called, and which hold what they held `before`."""
+    """Report what is held after the second start, for which parameters init was called, and which still have the values of `before`."""
     drawn = set[str]()
 
     def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
@@ -318,7 +318,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _memory(seed: int, mesh: DeviceMesh) -> Data:
-    """Bytes during `to_empty`, during `init_shards`, and afterwards; and what was communicated."""
+    """Report the bytes during `to_empty`, during `init_shards` and afterwards, and the collectives."""
     model = sharded(seed, mesh)
     with record() as log, Allocations(ignored=torch.uint8) as seen:  # states of generators
         model.to_empty(device="cpu")

@@ -1,6 +1,7 @@
 """Checks of 12: placements, orders of cuts and boxes against nested chunking; then a tensor-parallel model under FSDP.
 
-The oracle is told who cuts first, and cuts ranges, or tensors with `torch.chunk`. It knows what the learner's functions have to find out.
+The oracle is told the order of the cuts, and cuts ranges, or tensors with `torch.chunk`. The learner's functions have to find
+this order themselves.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ def _run(ranks: Ranks, seed: int) -> Run:
 
 
 def expected_cut(before: Axes, dim: int) -> list[Any]:
-    """FSDP's own placement: closed form."""
+    """Return FSDP's own placement, by a closed form."""
     parts = _pieces(before, dim)
     return ["strided", dim, parts] if parts > 1 else ["shard", dim, None]
 
 
 def _pieces(before: Axes, dim: int | None = None) -> int:
-    """Into how many pieces axes cut a dim; without one, all dims."""
+    """Return the number of pieces into which axes cut a dim; without `dim`, into which they cut all dims."""
     return prod(size for p, size in before if compat.is_shard(p) and dim in (None, described(p)[1]))
 
 
 def judge_placement(ranks: Ranks, seed: int) -> None:
-    """What FSDP's axis says, and the placements on both kinds of axes."""
+    """Check the placement of FSDP's axis, and the placements on both kinds of axes."""
     run, cases = _run(ranks, seed), runs.axes(seed)
     answers = run["cut after"][0]
     for (before, dim), actual in zip(cases, answers, strict=True):
@@ -62,7 +63,7 @@ def judge_placement(ranks: Ranks, seed: int) -> None:
 
 
 def _wrong_cut(before: Axes, dim: int, actual: Sequence[Any], never: bool) -> str:
-    """`never`: no answer is a strided shard."""
+    """Name the mistake. `never`: no answer is a strided shard."""
     kind, of, factor = actual
     right = _pieces(before, dim)
     if kind not in ("strided", "shard") or of != dim or (right == factor == 1):
@@ -84,7 +85,7 @@ def _wrong_joined(actual: Sequence[Any], expected: Sequence[Any]) -> str:
 
 
 def judge_order(ranks: Ranks, seed: int) -> None:
-    """Every order of cuts on every small mesh; and factors that no cuts make."""
+    """Check every order of cuts on every small mesh, and split factors that no cuts can give."""
     run, cases = _run(ranks, seed), runs.all_cuts(seed)
     explain_orders(cases, run["orders"][0])
     for (mesh, placements), actual in zip(runs.REFUSED, run["refused"][0], strict=True):
@@ -95,7 +96,7 @@ def judge_order(ranks: Ranks, seed: int) -> None:
 
 
 def expected_box(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> list[tuple[int, int]]:
-    """(length, offset) in every tensor dim; empty boxes lie behind the tensor."""
+    """Return (length, offset) in every tensor dim; empty boxes lie behind the tensor."""
     found = []
     for dim, n in enumerate(shape):
         order = cuts.orders[dim] if dim < len(cuts.orders) else ()
@@ -105,7 +106,7 @@ def expected_box(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> list[tuple[int,
 
 
 def judge_box(ranks: Ranks, seed: int) -> None:
-    """Nested chunking, every length and coordinate."""
+    """Check boxes against nested chunking, for every length and coordinate."""
     answer = _run(ranks, seed)["boxes"][0]
     if not isinstance(answer, Tensor):
         raise told("12.no_extent", f"{answer['case']}:", answer["shown"], "LocalExtent")
@@ -122,7 +123,7 @@ def judge_box(ranks: Ranks, seed: int) -> None:
 
 
 def judge_shards(ranks: Ranks, seed: int) -> None:
-    """Values, padding, and whose memory it is."""
+    """Check values, padding, and whether each shard has its own memory."""
     answers = iter(_run(ranks, seed)["shards"][0])
     for case in runs.tensors(seed):
         for pad in (False, True):
@@ -155,7 +156,7 @@ def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
 
 
 def _explain_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor) -> None:
-    """`right`: without padding."""
+    """Raise a Finding about a wrong shard. `right`: the shard without padding."""
     expect("12.dtype", where, str(actual.dtype), str(expected.dtype))
     longer = all(a >= b for a, b in zip(actual.shape, right.shape, strict=False))
     name = "12.padded" if expected.shape == right.shape and longer else "12.rows_shape"
@@ -168,7 +169,7 @@ def _explain_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor) 
 
 
 def judge_whole(ranks: Ranks, seed: int) -> None:
-    """From shards of the oracle, with padding and replicas that must not come back."""
+    """Check the whole tensor, made from the oracle's shards. Their padding and replicas must not come back."""
     run = _run(ranks, seed)
     answers = iter(run["whole"][0])
     for case in runs.tensors(seed):
@@ -203,7 +204,7 @@ def _wrong_whole(actual: Tensor, laid_out: Tensor) -> str:
 
 
 def _oracle_training(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[float]]]:
-    """The same model in one piece: parameters before and after, losses by data-parallel index."""
+    """Train the same model without sharding: parameters before and after, losses by data-parallel index."""
     model = runs.Model(seed)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses: list[list[float]] = [[] for _ in range(runs.GRID[0])]
@@ -218,7 +219,7 @@ def _oracle_training(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor], l
     return before, {name: p.detach() for name, p in model.named_parameters()}, losses
 
 
-CUT_BY_TP: dict[str, Cuts] = {  # and by FSDP along dim 0 after it
+CUT_BY_TP: dict[str, Cuts] = {  # FSDP cuts along dim 0 after it
     "up.weight": Cuts(runs.GRID, ((1, 0), ())),
     "up.bias": Cuts(runs.GRID, ((1, 0),)),
     "down.weight": Cuts(runs.GRID, ((0,), (1,))),
@@ -227,7 +228,7 @@ CUT_BY_TP: dict[str, Cuts] = {  # and by FSDP along dim 0 after it
 
 
 def judge_training(ranks: Ranks, seed: int) -> None:
-    """Placements, the rows of every rank, and the numbers of two steps."""
+    """Check placements, the rows of every rank, and the numbers of two steps."""
     run = ranks.run(runs.probe_training, RANKS, seed=seed)
     before, after, losses = _oracle_training(seed)
     for rank, found in enumerate(run["placements"]):

@@ -1,7 +1,7 @@
 """12, on the ranks: cuts on meshes of all kinds, and a tensor-parallel model under FSDP.
 
-`Cuts` says who cuts what and in which order; placements that say the same are derived from it in closed form, so that the
-learner's functions are asked what the answer is known to.
+`Cuts` says which mesh dims cut what, and in which order. A closed form derives the matching placements from it. So the right
+answer to every question for the learner's functions is known.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hwfsdp.layout import extents
 Sizes = tuple[int, ...]
 GRID = (2, 2)  # data-parallel, tensor-parallel
 STEPS, LR = 2, 0.25
-PADDING, REPLICA = 777.0, 888.0  # what must not come back
+PADDING, REPLICA = 777.0, 888.0  # values that must not come back
 
 
 class Cuts(NamedTuple):
-    """Who cuts what: `orders` has, for each tensor dim, the mesh dims that cut it, the first to cut first."""
+    """Which mesh dims cut which tensor dim: `orders` has, for each tensor dim, the mesh dims that cut it, in order."""
 
     mesh: Sizes
     orders: tuple[Sizes, ...]
 
     def placements(self) -> list[Placement]:
-        """What says the same; the closed form of a split factor."""
+        """Return the placements that say the same, with split factors from a closed form."""
         found: list[Placement] = [Replicate()] * len(self.mesh)
         for dim, order in enumerate(self.orders):
             for place, mesh_dim in enumerate(order):
@@ -48,11 +48,11 @@ class Cuts(NamedTuple):
         return found
 
     def by_dim(self) -> dict[int, list[int]]:
-        """The orders of the tensor dims that are cut at all."""
+        """Return the orders of the tensor dims that are cut."""
         return {dim: list(order) for dim, order in enumerate(self.orders) if order}
 
     def coordinates(self) -> Iterator[Sizes]:
-        """Of all ranks, in row-major order."""
+        """Yield the coordinates of all ranks, in row-major order."""
         return product(*map(range, self.mesh))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def say_all(found: Sequence[Sequence[Any]]) -> str:
 
 
 def say(found: Sequence[Any]) -> str:
-    """A placement that is `described`."""
+    """Return the text of a placement that is `described`."""
     kind, dim, factor = found
     if kind == "strided":
         return f"StridedShard({dim}, split_factor={factor})"
@@ -76,7 +76,7 @@ def say(found: Sequence[Any]) -> str:
 
 
 def described(found: Any) -> list[Any]:
-    """[kind, dim, split factor] of a placement; a kind of "strided", "shard", "replicate", "partial", or what it is."""
+    """Return [kind, dim, split factor] of a placement. The kind is "strided", "shard", "replicate", "partial", or the name of its type."""
     if isinstance(found, compat.StridedShard):
         return ["strided", found.dim, found.split_factor]
     if isinstance(found, Shard):
@@ -88,13 +88,13 @@ def described(found: Any) -> list[Any]:
 
 
 def small_cuts() -> list[Cuts]:
-    """Every order of cuts of one tensor dim on every mesh up to 4 x 4 and 3 x 3 x 3."""
+    """Return every order of cuts of one tensor dim on every mesh up to 4 x 4 and 3 x 3 x 3."""
     meshes = [*product(range(1, 5), repeat=2), *product(range(1, 4), repeat=3)]
     return [Cuts(mesh, (order,)) for mesh in meshes for order in permutations(range(len(mesh)))]
 
 
 def mixed_cuts(seed: int, count: int = 60) -> list[Cuts]:
-    """Meshes whose dims cut different tensor dims, or replicate; the first ones are always the same."""
+    """Return meshes whose dims cut different tensor dims, or replicate. The first ones are always the same."""
     draw = random.Random(seed)
     found = [
         Cuts((2, 3), ((1,),)),
@@ -120,7 +120,7 @@ def all_cuts(seed: int) -> list[Cuts]:
 
 
 def boxes(seed: int) -> list[tuple[Cuts, Sizes]]:
-    """Cuts, and shapes to cut: every length up to 16 on meshes of two dims, some on others."""
+    """Return cuts and shapes to cut: every length up to 16 on meshes of two dims, and some lengths on other meshes."""
     draw = random.Random(seed)
     found: list[tuple[Cuts, Sizes]] = []
     for cuts in small_cuts():
@@ -147,7 +147,7 @@ class Tensors(NamedTuple):
     dtype: torch.dtype
 
     def whole(self) -> Tensor:
-        """No two elements are the same, none is zero; exact in all dtypes used."""
+        """Return the tensor. All elements are different, none is zero, and all are exact in the dtypes used."""
         return torch.arange(1, prod(self.shape) + 1).to(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Tensors(NamedTuple):
 
 
 def tensors(seed: int) -> list[Tensors]:
-    """Uneven ones, one where most ranks are left without, one without dims, and what the seed draws."""
+    """Return uneven tensors, one that leaves most ranks without rows, one without dims, and tensors that the seed draws."""
     draw = random.Random(seed)
     shapes = (5,), (6, 4), (3, 7, 2), (9, 5)
     found = [
@@ -174,7 +174,7 @@ def tensors(seed: int) -> list[Tensors]:
 
 
 def box_of(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
-    """The oracle: chunks of chunks."""
+    """The oracle: return chunks of chunks."""
     for dim, order in enumerate(cuts.orders):
         for mesh_dim in order:
             whole = piece(whole, cuts.mesh[mesh_dim], coordinate[mesh_dim], dim)
@@ -185,7 +185,7 @@ Axes = list[tuple[Placement, int]]
 
 
 def axes(seed: int) -> list[tuple[Axes, int]]:
-    """What axes on the right of FSDP's do to a parameter, with their sizes, and the dim that FSDP cuts."""
+    """Return the placements and sizes of the axes on the right of FSDP's axis, and the dim that FSDP cuts."""
     draw = random.Random(seed)
     found: list[tuple[Axes, int]] = [
         ([(Shard(0), 2)], 0),
@@ -209,7 +209,7 @@ def axes(seed: int) -> list[tuple[Axes, int]]:
 
 
 def probe_cuts(report: Report, seed: int) -> None:
-    """Every function on its own: one that raises hides nothing of the others."""
+    """Run every function by itself, so that one that raises does not hide the others."""
     tensors_, pads = tensors(seed), (False, True)
     parts: dict[str, Callable[[], Any]] = {
         "cut after": lambda: [described(layouts.cut_after(*case)) for case in axes(seed)],
@@ -235,7 +235,7 @@ def _joined(before: Axes, dim: int) -> list[Any]:
 
 
 def _order(mesh: Sizes, placements: list[Placement]) -> Any:
-    """[dim, mesh dims] for each tensor dim; a text if it was refused."""
+    """Return [dim, mesh dims] for each tensor dim; the error text if the placements were refused."""
     try:
         found = extents.orders_of_cuts(mesh, placements)
     except UsageError as error:
@@ -244,19 +244,19 @@ def _order(mesh: Sizes, placements: list[Placement]) -> Any:
 
 
 def _refusal(call: Callable[[], object]) -> str:
-    """ "refused", or what came of it."""
+    """Return "refused", or what the call returned or raised."""
     try:
         return " ".join(f"returned {call()!r}".split())[:120]
     except UsageError:
         return "refused"
-    except (TypeError, AttributeError, NameError):  # a wrong call, not another opinion
+    except (TypeError, AttributeError, NameError):  # a wrong call, not a different answer
         raise
     except Exception as error:
         return f"raised {type(error).__name__}: {error}"[:120]
 
 
 def _boxes(seed: int) -> Tensor | dict[str, Any]:
-    """Shape and offset of every rank, end to end; if something is no pair of tuples of integers, the first of these."""
+    """Return shape and offset of every rank, end to end. If a result is not a pair of tuples of integers, return the first such case."""
     numbers: list[int] = []
     for cuts, shape in boxes(seed):
         for coordinate in cuts.coordinates():
@@ -294,7 +294,7 @@ def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
 
 
 def _unsharded(case: Tensors, pad: bool) -> dict[str, Any]:
-    """From shards that the oracle cut, with padding and replicas that must not come back."""
+    """Unshard shards that the oracle cut. Their padding and replicas must not come back."""
     cuts, seen = case.cuts, set[tuple[Any, ...]]()
     pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
     largest = [max(p.shape[d] for p in pieces) for d in range(len(case.shape))]
@@ -318,7 +318,7 @@ def _unsharded(case: Tensors, pad: bool) -> dict[str, Any]:
 
 
 def _misfits() -> list[Callable[[], object]]:
-    """Too few shards; one too small; one too large."""
+    """Return calls with too few shards, with one too small, and with one too large."""
     mesh, placements, whole = (3, 2), [compat.strided_shard(0, 2), Shard(0)], torch.arange(7)
     shards = [box_of(whole, Cuts(mesh, ((1, 0),)), c) for c in product(range(3), range(2))]
     wrong = [shards[:-1], [shards[0][:1], *shards[1:]], [torch.arange(3), *shards[1:]]]
@@ -329,7 +329,7 @@ def _misfits() -> list[Callable[[], object]]:
 
 
 class Model(nn.Module):
-    """Two linear layers, the first cut along its outputs, the second along its inputs."""
+    """Two linear layers. Tensor parallelism cuts the first along its outputs, the second along its inputs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Model(nn.Module):
 
 
 def batch(seed: int, step: int, index: int) -> Tensor:
-    """Integers, other ones for every data-parallel index."""
+    """Return integers, different for every step and data-parallel index."""
     draw = torch.Generator().manual_seed(seed * 100 + step * 10 + index)
     return torch.randint(-2, 3, (4, 4), generator=draw).float()
 
@@ -355,7 +355,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 def probe_training(report: Report, seed: int) -> None:
-    """Two steps; before and after, every parameter's rows."""
+    """Train two steps; report every parameter's rows before and after."""
     mesh = init_device_mesh("cpu", GRID, mesh_dim_names=("dp", "tp"))
     model = Model(seed)
     parallelize_module(

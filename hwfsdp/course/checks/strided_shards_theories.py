@@ -1,4 +1,4 @@
-"""12: what explains wrong orders of cuts, and wrong boxes. A theory is named only if it accounts for what came back."""
+"""12: explanations of wrong orders of cuts and wrong boxes. A theory is named only if it explains all the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Orders = dict[int, list[int]]
 
 
 def explain_orders(cases: Sequence[Cuts], answers: Sequence[Any]) -> None:
-    """Raise a Finding if an order is not the one that placements say; dims of the mesh of size 1 may be anywhere."""
+    """Raise a Finding if an order is not the one that the placements say. Mesh dims of size 1 may be anywhere."""
     pairs = list(zip(cases, answers, strict=True))
     wrong = [(cuts, answer) for cuts, answer in pairs if not _is_right(cuts, answer)]
     if not wrong:
@@ -73,7 +73,7 @@ def _cutting(cuts: Cuts) -> set[int]:
 
 
 def _is_mixed(cuts: Cuts) -> bool:
-    """Whether some dim of the mesh cuts nothing, or another tensor dim than others do."""
+    """True if some mesh dim cuts nothing, or cuts another tensor dim than the others."""
     return len(cuts.by_dim()) != 1 or len(_cutting(cuts)) < len(cuts.mesh)
 
 
@@ -85,7 +85,7 @@ def _as(theory: OrderTheory, cuts: Cuts, answer: Any) -> bool:
 
 
 class Box(NamedTuple):
-    """A rank's box: (length, offset) in each tensor dim, as it came back and as it should be."""
+    """A rank's box: (length, offset) in each tensor dim, as returned and as expected."""
 
     cuts: Cuts
     shape: Sizes
@@ -95,7 +95,7 @@ class Box(NamedTuple):
 
     @property
     def is_line(self) -> bool:
-        """Whether theories can speak of it: one tensor dim, small."""
+        """True if theories apply to it: one tensor dim, and small."""
         return len(self.shape) == 1 and self.shape[0] < 1000 and len(self.cuts.orders) == 1
 
     @property
@@ -113,12 +113,12 @@ class Box(NamedTuple):
 
 
 def explain_boxes(boxes: Sequence[Box]) -> None:
-    """Raise a Finding if a box differs from nested chunking's."""
+    """Raise a Finding if a box differs from nested chunking."""
     wrong = [box for box in boxes if box.actual != box.expected]
     if not wrong:
         return
     name = _box_misconception(boxes, wrong)
-    telling = wrong  # boxes that show this mistake best
+    telling = wrong  # the boxes that show this mistake best
     if name == "evenness-assumed":
         telling = [box for box in wrong if not box.is_even]
     elif name == "wrong-order-of-cuts":
@@ -148,19 +148,19 @@ def _box_misconception(boxes: Sequence[Box], wrong: Sequence[Box]) -> str:
 
 
 class Cut(NamedTuple):
-    """By which dim of the mesh, into how many chunks, of which the rank takes this one."""
+    """One cut: the mesh dim, the number of chunks, and the index of the rank's chunk."""
 
     mesh_dim: int
     size: int
     which: int
 
 
-Theory = Callable[[int, list[Cut]], tuple[int, int]]  # rows, cuts, the first one first → length, offset
-Chunk = Callable[[int, Cut], tuple[int, int]]  # rows, cut → where the rank's chunk starts, and its length
+Theory = Callable[[int, list[Cut]], tuple[int, int]]  # rows, cuts in order → length, offset
+Chunk = Callable[[int, Cut], tuple[int, int]]  # rows, cut → start and length of the rank's chunk
 
 
 def _same(box: Box, theory: Theory) -> bool:
-    """Whether the theory gives what came back; where nothing is left of the rows, the offset says nothing."""
+    """True if the theory gives the returned box. If no rows are left, the offset does not matter."""
     mesh, order = box.cuts.mesh, box.cuts.orders[0]
     made = theory(box.shape[0], [Cut(m, mesh[m], box.coordinate[m]) for m in order])
     actual = box.actual[0]
@@ -168,14 +168,14 @@ def _same(box: Box, theory: Theory) -> bool:
 
 
 def _ceiling(n: int, cut: Cut) -> tuple[int, int]:
-    """As torch.chunk does it."""
+    """Cut as `torch.chunk` does."""
     chunk = -(-n // cut.size)
     start = min(cut.which * chunk, n)
     return start, min(chunk, n - start)
 
 
 def nested(n: int, cuts: Sequence[Cut], chunk: Chunk = _ceiling) -> tuple[int, int]:
-    """Length and offset of what is left after chunk of chunk."""
+    """Return length and offset of what is left after all cuts, each a chunk of the chunk before."""
     offset, length = 0, n
     for cut in cuts:
         start, length = chunk(length, cut)
@@ -184,23 +184,23 @@ def nested(n: int, cuts: Sequence[Cut], chunk: Chunk = _ceiling) -> tuple[int, i
 
 
 def _balanced(n: int, cut: Cut) -> tuple[int, int]:
-    """The remainder spread over the first ranks."""
+    """Spread the remainder over the first ranks."""
     quotient, rest = divmod(n, cut.size)
     return cut.which * quotient + min(cut.which, rest), quotient + (cut.which < rest)
 
 
 def _divided(n: int, cut: Cut) -> tuple[int, int]:
-    """The remainder left out."""
+    """Leave out the remainder."""
     return cut.which * (n // cut.size), n // cut.size
 
 
 def _overlong(n: int, cut: Cut) -> tuple[int, int]:
-    """A full chunk for every rank."""
+    """Give every rank a full chunk."""
     return cut.which * -(-n // cut.size), -(-n // cut.size)
 
 
 def _once(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    """One cut into as many chunks as there are ranks."""
+    """Make one cut into as many chunks as there are ranks."""
     size, index = 1, 0
     for _, more, inner in cuts:
         size, index = size * more, index * more + inner
@@ -208,7 +208,7 @@ def _once(n: int, cuts: list[Cut]) -> tuple[int, int]:
 
 
 def _stripes(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    """From left to right: a dim of the mesh that others on its right cut before takes a stripe of each of their pieces."""
+    """Cut from left to right. A mesh dim takes a stripe of each piece that mesh dims on its right cut before."""
     rows, order = list(range(n)), [cut.mesh_dim for cut in cuts]
     for cut in sorted(cuts):
         earlier = prod(c.size for c in cuts[: order.index(cut.mesh_dim)] if c.mesh_dim > cut.mesh_dim)

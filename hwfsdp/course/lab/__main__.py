@@ -1,4 +1,4 @@
-"""Writes the files of the lab that are made from others, or checks them; see `workshop`."""
+"""Write the lab files that are made from other files, or check them; see `workshop`."""
 
 from __future__ import annotations
 

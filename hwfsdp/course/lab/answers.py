@@ -5,8 +5,8 @@
     cause = "B"            # a letter
     fix = "D"
 
-A table, or a value, that is missing or "" was not answered. Whatever else is in the file is refused, in one line that
-says where: a mistyped name would otherwise be an answer that silently does not count.
+A missing table or value, or the value "", means "not answered". Anything else in the file is refused with one line that names
+the place. Otherwise a mistyped name would be an answer that silently does not count.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hwfsdp.course.refusals import read_text, unusable
 from hwfsdp.observe.validate import printable, shown
 
 FILE = "answers.toml"
-LARGEST = 1 << 16  # bytes of a file that anyone wrote
+LARGEST = 1 << 16  # bytes; a larger file is not written by hand
 QUESTIONS = ("evidence", "cause", "fix")
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_TOLERANCE = 0.02  # of a ratio
+_TOLERANCE = 0.02  # relative, for kind "ratio"
 
 
 class Answers(NamedTuple):
-    """The answers to one bug, as they were written; "" if there is none."""
+    """The answers to one bug, as typed; "" for a missing one."""
 
     evidence: str = ""
     cause: str = ""
@@ -38,16 +38,16 @@ class Answers(NamedTuple):
 
 
 def find_answers(folder: Path) -> Path:
-    """The file in a submission's folder, in `lab/` below it or in itself; the former if there is none."""
+    """Return the path of the answers: `lab/answers.toml` in a submission's folder, or `answers.toml`, if only this one exists."""
     nested, flat = folder / "lab" / FILE, folder / FILE
     return flat if flat.exists() and not nested.exists() else nested
 
 
 def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
-    """Read the answers by directory of the bug. Missing answers are empty. Without a file, all are.
+    """Read the answers by directory of the bug. Missing answers are empty. Without a file, all are empty.
 
     Raises:
-        UsageError: the file is not one of answers.
+        UsageError: the file is not a valid file of answers.
     """
     known = [bug.directory for bug in bugs]
     try:
@@ -87,14 +87,14 @@ def _read_value(path: Path, name: str, value: Any) -> str:
 
 
 class Unreadable(Exception):
-    """A value that is not of the kind that was asked for; the text says what was expected."""
+    """A value of the wrong kind; the text says what was expected."""
 
 
 def agrees(kind: str, typed: str, measured: str) -> bool:
-    """Whether what was typed is what was measured (`evidence.Measured.value`).
+    """True if the typed value equals the measured one (`evidence.Measured.value`).
 
     Raises:
-        Unreadable: it is of another kind.
+        Unreadable: the typed value is of another kind.
     """
     if kind == "name":
         return _name(typed) == _name(measured)
@@ -110,7 +110,7 @@ def _name(text: str) -> str:
 
 
 def _number(kind: str, typed: str) -> Fraction:
-    """A number as people write it: 65,536 or 65_536 or 65536 B; a ratio as 0.25 or 1/4."""
+    """Read a number as people write it: 65,536 or 65_536 or 65536 B; a ratio as 0.25 or 1/4."""
     plain = typed.lower()
     for unit in ("bytes", "byte", "b"):
         plain = plain.removesuffix(unit).rstrip()
@@ -118,7 +118,7 @@ def _number(kind: str, typed: str) -> Fraction:
     if kind == "whole":
         plain = plain.replace(",", "")
     try:
-        if len(plain) > 30 or "e" in plain:  # Fraction("1e999999999") would not come to an end
+        if len(plain) > 30 or "e" in plain:  # Fraction("1e999999999") would not finish
             raise ValueError(plain)
         return Fraction(plain)
     except (ValueError, ZeroDivisionError):

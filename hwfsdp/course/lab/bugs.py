@@ -5,12 +5,12 @@
         bug.toml      written by hand: symptom, where to look, evidence, choices
         README.md     made from bug.toml (`workshop`)
 
-A choice says what it would predict (`if_so`), the right ones too: a diagnosis is a prediction that evidence confirms or
-refutes. So nothing in a learner's reach tells the right ones from the others. Which they are is in `solutions/lab/key.toml`.
+Every choice, right or wrong, says what it would predict (`if_so`): a diagnosis is a prediction that evidence confirms or refutes.
+So a learner's files do not show which choices are right. `solutions/lab/key.toml` has the right ones.
 
 Note [Letters]
-    Choices are shown under letters, in the order of a hash of bug, question and choice. It is the same in every copy of the
-    course, changes when a choice is added or renamed, and has nothing to do with the order in which they were written.
+    Choices are shown under letters, in the order of a hash of bug, question and choice. The order is the same in every copy of
+    the course, changes when a choice is added or renamed, and does not depend on the order in the file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hwfsdp.course.refusals import misread, unusable
 LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
 KINDS = ("whole", "ratio", "name")
-FEWEST = 4  # choices
+FEWEST = 4  # fewest choices of a question
 
 
 class Choice(NamedTuple):
     """A possible answer.
 
     Attributes:
-        name: within its question. text: as it is shown.
-        if_so: what the run would show if it were right; a sentence.
+        name: within its question. text: as shown.
+        if_so: what the run would show if this choice were right; a sentence.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         question: asks for one value. kind: one of `KINDS`.
-        measure: how `evidence` finds it; the key "measure" names the function, the others are its arguments.
+        measure: how `evidence` finds it; the key "measure" names the function, and the other keys are its arguments.
     """
 
     question: str
@@ -62,7 +62,7 @@ class Bug:
 
     Attributes:
         directory: name of its folder, and of the table in answers.toml; the first two characters are its number.
-        symptom: as a bug report would put it. look: where to look. shows: what the run shows, {evidence} in it.
+        symptom: as in a bug report. look: where to look. shows: what the run shows, with a placeholder {evidence}.
         choices: by question, in the order of the letters (Note [Letters]).
         hangs: the run does not end by itself.
     """
@@ -86,20 +86,20 @@ class Bug:
         return self.folder / "train.py"
 
     def digest(self) -> str:
-        """SHA-256 of the script's text, whatever its line ends are."""
+        """Return the SHA-256 of the script's text, independent of its line endings; "" if it cannot be read."""
         try:
             return hashlib.sha256(self.script.read_text(encoding="utf-8").encode()).hexdigest()
         except (OSError, UnicodeDecodeError):
             return ""
 
     def choice(self, question: str, letter: str) -> Choice | None:
-        """The choice under a letter; None if there is none."""
+        """Return the choice under a letter; None if there is none."""
         place = LETTERS.find(letter) if len(letter) == 1 else -1
         found = self.choices[question]
         return found[place] if 0 <= place < len(found) else None
 
     def letter(self, question: str, name: str) -> str:
-        """The letter of a choice.
+        """Return the letter of a choice.
 
         Raises:
             UsageError: there is no such choice.
@@ -112,15 +112,15 @@ class Bug:
 
 
 def lab_folder(course: Course) -> Path:
-    """The folder of the lab in a course."""
+    """Return the folder of the lab in a course."""
     return course.root / "exercises" / "lab"
 
 
 def read_bugs(course: Course) -> tuple[Bug, ...]:
-    """All bugs, in order.
+    """Return all bugs, in order.
 
     Raises:
-        UsageError: there are none, or a `bug.toml` is not one.
+        UsageError: there are none, or a `bug.toml` is not valid.
     """
     found = tuple(map(_read_bug, sorted(lab_folder(course).glob("[0-9][0-9]_*/bug.toml"))))
     if not found:
@@ -165,7 +165,7 @@ def _read_choices(directory: str, question: str, given: dict[str, dict[str, str]
 
 
 def _text(value: Any) -> str:
-    """One paragraph, whatever its line breaks; blank lines are kept."""
+    """Join the lines of each paragraph; keep blank lines."""
     if not isinstance(value, str) or not value.strip():
         raise TypeError(f"{value!r} is no text")
     return "\n\n".join(" ".join(part.split()) for part in value.strip().split("\n\n"))

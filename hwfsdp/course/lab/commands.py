@@ -1,7 +1,7 @@
 """The command `hwfsdp lab`. Each function returns the exit status.
 
 `.hwfsdp/lab_standing.json` in the course keeps the last verdict on each bug. A verdict belongs to the answers that it judged.
-When they change, it no longer counts.
+When these change, it no longer counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEPT = "lab_standing.json"
 PLAYER = "player.html"
-_SHOWN = 4.0  # seconds after which a script that hangs is ended
+_SHOWN = 4.0  # seconds after which a hanging script is ended
 
 
 def list_bugs(as_json: bool) -> int:
@@ -63,12 +63,12 @@ def _questions(bug: Bug) -> dict[str, Any]:
 
 
 def run(number: str, out: Path | None, as_json: bool) -> int:
-    """Run the script of a bug under the recorder; write its trace, a player of it, and pictures."""
+    """Run the script of a bug under the recorder. Write its trace, a player, and pictures."""
     from hwfsdp.course.lab.running import SECONDS, run_script
 
     bug = find_bug(read_bugs(find_course()), number)
     target = out or Path("runs") / "lab" / bug.directory
-    target.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
+    target.mkdir(parents=True, exist_ok=True)  # raises here, before the work is done
     found = run_script(bug.script, _SHOWN if bug.hangs else SECONDS)
     files = _write(found.log, target) if found.log else []
     if as_json:
@@ -88,13 +88,13 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
 
 
 def _write(log: EventLog, target: Path) -> list[Path]:
-    """Write the trace, its player, and each picture for which the run has something to draw."""
+    """Write the trace, its player, and each picture for which the run has data."""
     from hwfsdp.plot.export import View, export, write_page
 
     files = [target / "trace.json"]
     log.save(files[0])
     player = target / PLAYER
-    player.unlink(missing_ok=True)  # of an earlier run
+    player.unlink(missing_ok=True)  # from an earlier run
     with suppress(UsageError):
         write_page([(target.name, log)], player)
         files.append(player)
@@ -108,7 +108,7 @@ def _write(log: EventLog, target: Path) -> list[Path]:
 
 
 def check(number: str | None, submission: Path | None, as_json: bool) -> int:
-    """Judge the answers to one bug or to all bugs; print what is wrong, and why."""
+    """Judge the answers to one bug or to all bugs. Print what is wrong, and why."""
     from hwfsdp.course.lab.grading import grade_lab
 
     course = find_course()
@@ -117,7 +117,7 @@ def check(number: str | None, submission: Path | None, as_json: bool) -> int:
     folder = submission or course.root / "exercises"
     if not folder.is_dir():
         raise unusable("submission.missing", path=folder)
-    read_answers(find_answers(folder), bugs)  # raises what is wrong with the file
+    read_answers(find_answers(folder), bugs)  # raises if the file is not valid
     result = grade_lab(folder, course, None if number is None else chosen[0].directory)
     if submission is None:
         _remember(course, chosen, result)

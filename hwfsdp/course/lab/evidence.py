@@ -1,23 +1,23 @@
-"""Evidence, measured: what a bug's script did, as one value.
+"""Evidence, measured: one value that says what a bug's script did.
 
-Answers are held against this, never against a stored text. `bug.toml` names a measure and its arguments:
+Answers are compared with this value, never with a stored text. `bug.toml` names a measure and its arguments:
 
     peak       the most bytes of one kind of `memory` that a `rank` held at once
-    bytes      of all events with these attributes (op, phase, step, owner, rank) together
-    largest    bytes of the largest of them
-    count      how many they are
-    dtype      which they all have
+    bytes      the bytes of all events with these attributes (op, phase, step, owner, rank) together
+    largest    the bytes of the largest of these events
+    count      the number of these events
+    dtype      the dtype of all these events
     printed    the number that a pattern finds in the output
-    quotient   of the numbers that two patterns find, `above` and `below`
-    parting    number of the first collective that ranks do not have in common
+    quotient   the quotient of the numbers that two patterns find, `above` and `below`
+    parting    the number of the first collective at which the ranks differ
 
-A value is text: digits, a ratio to two decimals, a name in lower case. It depends on neither clock nor machine, and not on
-any submission, so it is measured once: per process, and per course in `.hwfsdp/lab.json`.
+A value is text: digits, a ratio to two decimals, or a name in lower case. It depends on neither clock nor machine nor
+submission. So it is measured once per process, and once per course in `.hwfsdp/lab.json`.
 
 Note [A run that hangs]
-    It has to be ended, and on a crowded machine that may come too early, while ranks part for a moment only because one
-    of them is late. So evidence of such a run counts if it is what the lab was made with (`seals`); if not, the script runs
-    again with more time. When the lab is made, it counts if two runs agree.
+    Such a run has to be ended. On a crowded machine this may come too early, while ranks differ only because one of them is
+    late. So evidence of such a run counts if it equals the value that the lab was made with (`seals`). If not, the script runs
+    again with more time. When the lab is made, evidence counts if two runs agree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     """Evidence of a bug, or why there is none.
 
     Attributes:
-        value: as text; "" if there is none. problem: what is in the way, and what to do; "" if nothing is.
+        value: as text; "" if there is none. problem: why there is none, and what to do; "" if there is no problem.
     """
 
     value: str
@@ -50,11 +50,11 @@ class Measured(NamedTuple):
 
 
 KEPT = "lab.json"
-_known: dict[str, str] = {}  # values by directory of the bug; what a seal does not hold for is nothing
+_known: dict[str, str] = {}  # by directory of the bug; only values that fit the seal count
 
 
 def evidence_of(bugs: Sequence[Bug], seals: Mapping[str, Seal], course: Course) -> dict[str, Measured]:
-    """The evidence of these bugs' scripts as they were given, by directory; measured if it is not known yet."""
+    """Return the evidence of the original scripts of these bugs, by directory. Measure it if it is not known yet."""
     for name, value in kept.load(course, KEPT).items():
         if name in seals and not seals[name].holds(_known.get(name, "")):
             _known[name] = str(value)
@@ -66,7 +66,7 @@ def evidence_of(bugs: Sequence[Bug], seals: Mapping[str, Seal], course: Course) 
 
 
 def _measured(bug: Bug, seal: Seal) -> Measured:
-    """What is known, or else what a run shows; of one that hangs, further runs (Note [A run that hangs])."""
+    """Return the known value, or measure a run. A bug that hangs may need further runs (Note [A run that hangs])."""
     name, is_original = bug.directory, bug.digest() == seal.script
     attempts = HANGS if bug.hangs else (SECONDS,)
     for seconds in attempts if is_original else ():
@@ -100,10 +100,10 @@ def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
 
 
 def measure(bug: Bug, run: Run) -> str:
-    """The evidence of a bug in a run.
+    """Return the evidence of a bug in a run.
 
     Raises:
-        UsageError: there is nothing to measure in it, or no such measure.
+        UsageError: the run has nothing to measure, or there is no such measure.
     """
     arguments = dict(bug.evidence.measure)
     name = arguments.pop("measure", None)

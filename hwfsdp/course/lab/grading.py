@@ -1,7 +1,7 @@
-"""Grading the lab: answers held against evidence.
+"""Grading the lab: answers compared with evidence.
 
-Each bug has three checks of one point: `NN.evidence`, then `NN.cause` and `NN.fix`, which are judged only if the evidence is
-right: a diagnosis that nothing supports is a guess. Nothing of a learner's is run.
+Each bug has three checks of one point: `NN.evidence`, then `NN.cause` and `NN.fix`. The last two are judged only if the evidence
+is right: a diagnosis without evidence is a guess. No code of a learner is run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hwfsdp.course.manifest import Course
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.validate import printable
 
-POINTS = 1  # of a check
+POINTS = 1  # for each check
 
 
 class LabCheck(NamedTuple):
@@ -29,7 +29,7 @@ class LabCheck(NamedTuple):
     Attributes:
         passed: None if it was not judged. misconception: "not-answered", "unreadable-answer", "wrong-evidence",
             "not-measured", or the name of the wrong choice.
-        message: why it does not count. dependency: the check that kept it from being judged.
+        message: why it does not count. dependency: the check that has to be right before this one is judged.
     """
 
     id: str
@@ -50,7 +50,7 @@ class LabGrade:
     """The verdict on the answers of one submission.
 
     Attributes:
-        status: "passed", "failed", "not_started", or "error" if the file cannot be used. problem: why, then.
+        status: "passed", "failed", "not_started", or "error" if the file cannot be used. problem: the reason for "error".
     """
 
     checks: list[LabCheck]
@@ -84,7 +84,7 @@ def grade_lab(folder: Path, course: Course, only: str | None = None) -> LabGrade
         only: directory of one bug; None: all.
 
     Raises:
-        UsageError: the course has no lab. What is wrong with the answers is in the result.
+        UsageError: the course has no lab. Mistakes in the answers are in the result.
     """
     began = time.monotonic()
     bugs = read_bugs(course)
@@ -129,7 +129,7 @@ def _judge(bug: Bug, answers: Answers, seal: Seal, measured: Measured) -> Iterat
 
 
 def _judge_evidence(name: str, bug: Bug, typed: str, measured: Measured) -> LabCheck:
-    """Say what is wrong without telling the value."""
+    """Say what is wrong without showing the value."""
     shown = printable(typed)
     if measured.problem:
         return LabCheck(name, False, "not-measured", measured.problem)
@@ -161,10 +161,10 @@ def _judge_choice(name: str, bug: Bug, question: str, typed: str, seal: Seal, va
 
 
 def refute(bug: Bug, choice: Choice, value: str) -> str:
-    """Why the evidence speaks against a choice."""
+    """Say why the evidence contradicts a choice."""
     return f"{choice.if_so} {bug.shows.replace('{evidence}', said(value))}"
 
 
 def said(value: str) -> str:
-    """A value in a sentence: 65,536 for 65536."""
+    """Format a value for a sentence: 65,536 for 65536."""
     return f"{int(value):,}" if value.isdecimal() else value

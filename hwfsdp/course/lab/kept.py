@@ -1,4 +1,4 @@
-"""The lab's memory between commands: JSON files in `.hwfsdp` of the course, which may be lost at any time."""
+"""Values that the lab keeps between commands: JSON files in `.hwfsdp` of the course, which may be lost at any time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hwfsdp.course.refusals import write_whole
 
 
 def load(course: Course, name: str) -> dict[str, Any]:
-    """What was saved under a name; nothing if nothing was, or if it cannot be read."""
+    """Return what was saved under a name; {} if nothing was saved, or it cannot be read."""
     try:
         found = json.loads((course.root / ".hwfsdp" / name).read_text())
     except (OSError, ValueError):
@@ -20,6 +20,6 @@ def load(course: Course, name: str) -> dict[str, Any]:
 
 
 def save(course: Course, name: str, found: dict[str, Any]) -> None:
-    """Save the file as a whole, so that an interrupted command leaves the old one. A read-only course saves nothing."""
+    """Save the file as a whole, so that an interrupted command leaves the old file. A read-only course saves nothing."""
     with suppress(OSError):
         write_whole(course.root / ".hwfsdp" / name, [json.dumps(found, indent=1)])

@@ -1,4 +1,4 @@
-"""The lab as text: bugs, questions, what a run showed, what answers came to."""
+"""The lab as text: bugs, questions, what a run showed, and the verdicts on answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from hwfsdp.course.lab.grading import LabGrade
     from hwfsdp.course.lab.running import Run
 
-OF_BUG = 3  # points
+OF_BUG = 3  # points for each bug
 
 
 class Standing(NamedTuple):
-    """How far a learner is with a bug: "passed", "failed", "unchecked" or "not_answered", and its points in the last check."""
+    """A learner's state with a bug: "passed", "failed", "unchecked" or "not_answered", and its points in the last check."""
 
     bug: Bug
     status: str
@@ -34,22 +34,22 @@ class Standing(NamedTuple):
 
 
 def listed(standings: Sequence[Standing], style: Style) -> str:
-    """All bugs, a line each."""
+    """List all bugs, one line each."""
     return filled("lab_bugs.txt", standings=standings, style=style, most=OF_BUG).rstrip()
 
 
 def shown(bug: Bug, style: Style) -> str:
-    """Symptom and questions of one bug."""
+    """Return symptom and questions of one bug."""
     return filled(
         "lab_bug.txt", bug=bug, script=shown_path(bug.script), style=style, letters=LETTERS
     ).rstrip()
 
 
 def described(run: Run) -> str:
-    """What a run printed, what ended it, and what rank 0 moved and held."""
+    """Say what a run printed, what ended it, and what rank 0 moved and held."""
     moved: dict[tuple[object, ...], list[int]] = {}  # by step, phase, op and dtype: bytes of each collective
     peaks: Mapping[str, int] | None = None
-    if run.log and run.seconds is None:  # else what ended it says more
+    if run.log and run.seconds is None:  # otherwise, the reason for its end says more
         log = run.log.of_rank(0)
         for event in log.collectives():
             place = event.step, event.phase or "-", event.op, event.dtype
@@ -59,7 +59,7 @@ def described(run: Run) -> str:
 
 
 def judged(grade: LabGrade, titles: Mapping[str, str], style: Style) -> str:
-    """What answers came to; `titles` of the bugs by number."""
+    """Return the verdicts on answers. `titles`: by number of the bug."""
     if grade.status == "error":
         return f"  {printable(grade.problem)}"
     bugs = {

@@ -1,11 +1,11 @@
-"""A script of the lab, run on two ranks under the recorder, whichever way it ends.
+"""Run a script of the lab on two ranks under the recorder, however it ends.
 
-The scripts are the course's own. They are run as they stand, but for how they start their ranks: `main` is called here,
-so that what was recorded up to an exception is kept. Their environment has no debugging switches of the caller's, which
-would add collectives.
+The scripts belong to the course. They run unchanged, except for how they start their ranks: this module calls `main`, so that the
+recording up to an exception is kept. Debugging switches of the caller's environment are removed, because they would add
+collectives.
 
-A script that hangs is ended when time is up. Each rank is asked then where it is (`launcher.worker`), and leaves what it has recorded so
-far, beside what it called last (`history`).
+A script that hangs is ended when its time is up. Then each rank is asked where it waits (`launcher.worker`). It leaves what it has
+recorded so far, with its last calls (`history`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from hwfsdp.observe.recording import record, recorded_so_far
 
 WORLD_SIZE = 2
 SECONDS = 60.0  # for a run that ends by itself
-HANGS = (1.5, 3.0, 6.0, 12.0, 24.0)  # one that does not: for the first attempt, and for further ones
+HANGS = (1.5, 3.0, 6.0, 12.0, 24.0)  # for a run that hangs: the first attempt, and further ones
 _SWITCHES = ("TORCH_DISTRIBUTED_DEBUG", "HWFSDP_SHARED_MEMORY", "TORCHELASTIC_RUN_ID")
 
 
 class _OfRank(NamedTuple):
-    """What one rank brings back of a script.
+    """What one rank brings back from a script.
 
     Attributes:
-        log: recorded until it ended. raised: in one line; "" if nothing was. calls: the notes of its collectives.
+        log: recorded until it ended. raised: one line; "" if it raised nothing. calls: the notes of its collectives.
     """
 
     log: EventLog
@@ -57,7 +57,7 @@ class Run:
 
     Attributes:
         log: of all ranks, up to the end of the run; None if a rank that hung did not answer. printed: by all ranks.
-        raised: by rank, in one line, "" for a rank that returned. parted: where ranks part (`divergence`), "" if nowhere.
+        raised: by rank, one line, "" for a rank that returned. parted: where ranks differ (`divergence`), "" if nowhere.
         seconds: after which it was ended; None if it ended by itself.
     """
 
@@ -69,7 +69,7 @@ class Run:
 
 
 def run_script(script: Path, seconds: float = SECONDS) -> Run:
-    """Run `main` of a script on `WORLD_SIZE` ranks of its own, for at most this many seconds.
+    """Run `main` of a script on `WORLD_SIZE` new ranks, for at most `seconds`.
 
     Raises:
         RankError: a rank died, or the script cannot be loaded.
@@ -99,7 +99,7 @@ def _run(script: Path, seconds: float, folder: Path) -> Run:
 
 
 def run_on_rank(script: str, folder: str) -> _OfRank:
-    """Run `main` of a script on this rank, recorded. If it hangs, what is recorded goes to a file in `folder`."""
+    """Run `main` of a script on this rank, recorded. If it hangs, write the recording to a file in `folder`."""
     raised = ""
     worker.describe_wait = partial(_leave_log, worker.describe_wait, Path(folder))
     with warnings.catch_warnings():
@@ -108,16 +108,16 @@ def run_on_rank(script: str, folder: str) -> _OfRank:
         with record() as log:
             try:
                 main()
-            except Exception as error:  # the script's own: that is what the bug is about
+            except Exception as error:  # the script's own error: it belongs to the bug
                 raised = in_one_line(f"{type(error).__name__}: {error}")
     with open(os.environ[history.PATH], "rb") as file:
         return _OfRank(log, raised, history.read(file.read()))
 
 
 def _leave_log(describe_wait: Callable[[], str], folder: Path) -> str:
-    """Answer the question where this rank waits, and write what it has recorded: it will not come to that itself."""
+    """Answer where this rank waits, and write its recording: a rank that hangs cannot do so later."""
     part = folder / f"{dist.get_rank()}.part"
-    with suppress(StateError):  # it has not begun to record, or is through
+    with suppress(StateError):  # it has not started recording, or has finished
         recorded_so_far().save(part)
         part.rename(part.with_suffix(".json"))
     return describe_wait()

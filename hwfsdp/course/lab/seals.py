@@ -1,15 +1,15 @@
 """Seals: how a copy of the course without the key tells a right answer from a wrong one.
 
-The key is plain text in `solutions/lab/key.toml`, which learners do not get. They get `exercises/lab/seals.toml`, made from
-it: of each bug the SHA-256 of the script, of the evidence, and of the right choices.
+The key is plain text in `solutions/lab/key.toml`, which learners do not get. They get `exercises/lab/seals.toml`, which is made
+from it: for each bug the SHA-256 of the script, of the evidence, and of the right choices.
 
 Note [What a seal is good for]
-    A question has four or five choices. Anyone who tries all of them finds the one that fits, with any hash, as they
-    could by asking the grader five times. A slow hash would only make grading slow. So a seal does what can be done: the
-    key cannot be read or searched for, two bugs with the same right letter have different seals, since bug and question are
-    part of what is hashed, and so is the evidence: without having measured it, nobody can try anything.
+    A question has four or five choices. Anyone who tries them all finds the one that fits, with any hash, just as by asking the
+    grader five times. A slow hash would only make grading slow. So a seal does what is possible. The key cannot be read or
+    searched for. Two bugs with the same right letter have different seals, because bug and question are part of the hash. The
+    evidence is part of it too: without measuring it, no choice can be tried.
 
-A seal of the evidence itself says whether this machine measures what the lab was made with. If not, no answer is judged.
+A seal of the evidence itself shows whether this machine measures the value that the lab was made with. If not, no answer is judged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE = "seals.toml"
 
 
 class Seal(NamedTuple):
-    """Of one bug: SHA-256, in hex, of the script, the evidence, the right cause and the right fix."""
+    """The seals of one bug: SHA-256, in hex, of the script, the evidence, the right cause and the right fix."""
 
     directory: str
     script: str
@@ -37,17 +37,17 @@ class Seal(NamedTuple):
     fix: str
 
     def holds(self, value: str) -> bool:
-        """Whether this evidence is what the lab was made with."""
+        """True if the lab was made with this evidence."""
         return self.evidence == _digest(self.directory, "evidence", value, "")
 
     def opens(self, question: str, choice: str, value: str) -> bool:
-        """Whether this choice is right, given the evidence."""
+        """True if this choice is right, given the evidence."""
         sealed = {"cause": self.cause, "fix": self.fix}[question]
         return sealed == _digest(self.directory, question, value, choice)
 
 
 def seal(bug: Bug, value: str, key: dict[str, str]) -> Seal:
-    """Made from the evidence and the names of the right choices, by question."""
+    """Make the seals of a bug from the evidence and the names of the right choices, by question."""
     digests = [_digest(bug.directory, question, value, key[question]) for question in CHOSEN]
     return Seal(bug.directory, bug.digest(), _digest(bug.directory, "evidence", value, ""), *digests)
 
@@ -57,7 +57,7 @@ def _digest(directory: str, question: str, value: str, choice: str) -> str:
 
 
 def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
-    """Those of these bugs, by directory.
+    """Return the seals of these bugs, by directory.
 
     Raises:
         UsageError: the file is missing or damaged.
@@ -71,15 +71,15 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
 
 
 def written(seals: list[Seal]) -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     return filled("lab_seals.txt", seals=seals)
 
 
 def read_key(course: Course) -> dict[str, dict[str, str]]:
-    """The names of the right choices, by directory of the bug and question; the instructor's edition has them.
+    """Return the names of the right choices, by directory of the bug and question. Only the instructor's edition has them.
 
     Raises:
-        UsageError: it is not there, or damaged.
+        UsageError: the file is missing or damaged.
     """
     with misread("lab.key"):
         found = tomllib.loads((course.root / "solutions" / "lab" / "key.toml").read_text())

@@ -27,7 +27,7 @@ _WIDTH = 120
 
 
 def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
-    """What the made files should hold, by path.
+    """Return the text of each file that is made, by path.
 
     Args:
         values: evidence by directory of the bug.
@@ -40,7 +40,7 @@ def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
         if bug.directory not in key:
             raise unusable("lab.no_key", directory=bug.directory)
         for question in CHOSEN:
-            bug.letter(question, key[bug.directory][question])  # complains if there is no such choice
+            bug.letter(question, key[bug.directory][question])  # raises if there is no such choice
     sealed = [seals.seal(bug, values[bug.directory], key[bug.directory]) for bug in bugs]
     texts = {bug.folder / "README.md": readme(bug) for bug in bugs}
     return {
@@ -51,30 +51,30 @@ def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
 
 
 def measured_values(course: Course) -> dict[str, str]:
-    """Evidence of all bugs, measured now."""
+    """Measure the evidence of all bugs now."""
     bugs = read_bugs(course)
     runs = run_all(bugs, {bug.directory: bug.script for bug in bugs})
     return {bug.directory: measure(bug, runs[bug.directory]) for bug in bugs}
 
 
 def mended_scripts(course: Course) -> dict[str, Path]:
-    """The scripts in `solutions/`, by directory of the bug."""
+    """Return the repaired scripts in `solutions/`, by directory of the bug."""
     folder = course.root / "solutions" / "lab"
     return {bug.directory: folder / bug.directory / "train.py" for bug in read_bugs(course)}
 
 
 def run_all(bugs: Sequence[Bug], scripts: Mapping[str, Path]) -> dict[str, Run]:
-    """Run a script of each bug, broken or mended, by directory of the bug."""
+    """Run a script of each bug, broken or repaired, by directory of the bug."""
     return {bug.directory: run_to_the_end_or_hang(bug, scripts[bug.directory]) for bug in bugs}
 
 
 def write(course: Course) -> list[Path]:
-    """Write what differs; return where."""
+    """Write the files that differ, and return their paths."""
     return update(written_files(course, measured_values(course)))
 
 
 def problems(course: Course) -> Iterator[str]:
-    """What does not hold, one line each."""
+    """Yield what does not hold, one line each."""
     values = measured_values(course)
     for path in outdated(written_files(course, values)):
         yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course.lab"
@@ -86,7 +86,7 @@ def problems(course: Course) -> Iterator[str]:
 
 
 def value_in(bug: Bug, run: Run) -> str:
-    """Evidence of a run that should have none of the bug; "" if there is nothing to measure."""
+    """Return the evidence of a run of the repaired script; "" if there is nothing to measure."""
     try:
         return measure(bug, run)
     except UsageError:
@@ -94,7 +94,7 @@ def value_in(bug: Bug, run: Run) -> str:
 
 
 def readme(bug: Bug) -> str:
-    """The bug's README: symptom, where to look, questions."""
+    """Return the bug's README: symptom, where to look, questions."""
 
     def lines(text: str, first: str = "", others: str = "") -> str:
         return "\n".join(wrapped(text, _WIDTH, first, others))

@@ -1,1 +1,1 @@
-"""The student's edition of the project: the same tree, without the answers."""
+"""The student's edition of the project: the same tree without the answers."""

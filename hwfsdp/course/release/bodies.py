@@ -1,8 +1,9 @@
 """Removed function bodies as bytecode in a student's edition (there `hwfsdp.bodies`): they run, but do not show their text.
 
-holes     every module that has some ends in `bodies.fill(__name__)`, so that all of it works before they are written;
-          what belongs to the exercise that is being checked stays blank (`left_blank`)
-checks    a module of `course.checks` is its first words and `bodies.load(__name__)`, for an oracle may be an answer in other words
+holes     every module with holes ends in `bodies.fill(__name__)`, so that all of it works before the holes are written;
+          the holes of the exercise that is being checked stay blank (`left_blank`)
+checks    a module of `course.checks` keeps the first paragraph of its docstring and `bodies.load(__name__)`, as an oracle may
+          be an answer in other words
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 SUFFIX = ".body"
 FOLDER = Path(__file__).parent / "compiled"
-left_blank: set[tuple[str, str]] = set()  # (module, function): not to be filled
+left_blank: set[tuple[str, str]] = set()  # (module, function): functions that `fill` leaves blank
 
 
 def pack(code: types.CodeType) -> bytes:
-    """The code of a function or a module as the bytes of a file."""
+    """Return the code of a function or a module as the bytes of a file."""
     return importlib.util.MAGIC_NUMBER + marshal.dumps(code)
 
 
@@ -37,7 +38,7 @@ def fill(module: str) -> None:
 
 
 def load(module: str) -> None:
-    """Run the compiled text of a module that is being imported; it lies beside it.
+    """Run the compiled text of a module that is being imported. The compiled file is beside the module.
 
     Raises:
         ImportError: it was compiled for another version of Python.
@@ -57,7 +58,7 @@ def _unpack(path: Path) -> types.CodeType:
 
 
 def find_function(names: Any, name: str) -> types.FunctionType:
-    """The function of this dotted name that was written in the module itself, below its decorators.
+    """Return the function with this dotted name that the module itself defines, below its decorators.
 
     Raises:
         LookupError: there is none.

@@ -1,17 +1,17 @@
-"""Writing the student's edition into a folder of its own.
+"""Write the student's edition into a new folder.
 
-    the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites;
-                    checks compiled altogether; no reference of the stations
+    the package     every hole blank in the text, with its compiled body beside it (`bodies`) for demo, notebooks and
+                    prerequisites; all checks compiled; without the reference of the stations
     exercises/      the starters, and a copy of each to compare with
-    tests/          what a student can pass
-    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, and the FAQ, which has the
-                    causes of what is wrong in the lab
+    tests/          the tests that a student can pass
+    left out        solutions, the tests of the package, answers, benchmarks, the grader of a class, and the FAQ, which names the
+                    causes of the lab's bugs
 
-What is in the instructor's tree and not under version control does not travel.
+Files in the instructor's tree that git ignores are not copied.
 
 Note [One version of Python]
-    Compiled code is for one minor version of Python, the version of the instructor who made the edition. setup.cfg says so, so
-    that pip does, too.
+    Compiled code is for one minor version of Python: the version of the instructor who made the edition. setup.cfg says so, so
+    that pip says so too.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
     hwfsdp/course/mutants. hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
 _KEPT_TESTS = ("tests/exercises/", "tests/test_edition.py")
-# folders of the course; of the second, the marks are no secret, and `SOURCE` is not there
+# Folders of the course. In the second one, the marks are not secret, and `SOURCE` is not there.
 _COMPILED = ("checks", "stations")
 _WITH_BODIES = (bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED))
 _AS_TEXT = ("__init__.py", "stages.py")
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
-_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one; in the Makefile, targets
+_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one; in the Makefile: targets
     r"^<!-- instructors -->\n.*?^<!-- /instructors -->\n\n?| ?<!-- instructors -->.*?<!-- /instructors -->"
     r"|^# instructors\n.*?^# /instructors\n\n?",
     re.DOTALL | re.MULTILINE,
 )
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)")
 _MINOR = sys.version_info.minor
-_CHANGES = {  # files at the top that speak of what is not there: what goes, and what takes its place
+_CHANGES = {  # files at the top that mention missing parts: a pattern → its replacement
     "Makefile": {
         _FOR_INSTRUCTORS.pattern: "",
         r" --numprocesses \$\(TEST_JOBS\) --dist loadfile": "",
         r"^TEST_JOBS  \?= 2\n": "",
         "## run the tests, TEST_JOBS files at a time": "## check this edition, and the exercises that you have begun",
     },
-    "README.md": {  # the last branch of a tree is drawn as that
+    "README.md": {  # the last branch of a tree is drawn as the last one
         r"^hwfsdp (?:grade|release) [^\n]*\n|^[^\n]*\(not in the student's edition\)\n": "",
         r"^│   ├(── [^\n]*\n)(?!│)": r"│   └\1",
     },
@@ -78,13 +78,13 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
 
     Args:
         out: a folder that does not exist, or is empty.
-        upto: the last exercise to be handed out; None: all of them. Holes of later ones are blank all the same.
+        upto: the last exercise to be handed out; None: all of them. Holes of later exercises are blank too.
 
     Returns:
         The files that were written.
 
     Raises:
-        UsageError: `out` is in use, `upto` is no exercise, or an answer's text would be left.
+        UsageError: `out` is in use, `upto` is not an exercise, or the text of an answer would be left.
     """
     check_new_folder("release", out)
     last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
@@ -106,7 +106,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
 
 
 def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
-    """Files under version control, and new ones that are not ignored, that are no secret."""
+    """Yield files under version control, and new files that git does not ignore, unless they are secret."""
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
         capture_output=True,
@@ -121,7 +121,7 @@ def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
 
 
 def _blank_package(course: Course, out: Path) -> None:
-    """All holes blank in the text, their bodies compiled beside it."""
+    """Blank all holes in the text, and write their compiled bodies beside it."""
     package = out / "hwfsdp"
     (package / bodies.FOLDER.name).mkdir()
     for place in [place for exercise in course.exercises for place in exercise.places]:
@@ -133,7 +133,7 @@ def _blank_package(course: Course, out: Path) -> None:
 
 
 def _compile_checks(package: Path) -> None:
-    """Compile every module of the checks. Only the first paragraph of its text stays."""
+    """Compile every module of the checks. Only the first paragraph of its docstring stays."""
     for path in (path for name in _COMPILED for path in package.joinpath("course", name).glob("*.py")):
         if path.name not in _AS_TEXT:
             module, source = f"hwfsdp.course.{path.parent.name}.{path.stem}", path.read_text()
@@ -143,13 +143,13 @@ def _compile_checks(package: Path) -> None:
 
 
 def _compiled(module: str, source: str) -> types.CodeType:
-    """A module's code, which does not say where it was compiled."""
+    """Compile a module. The code does not contain the path of its file."""
     code: types.CodeType = compile(source, f"<{module}, compiled>", "exec", dont_inherit=True)
     return code
 
 
 def body_of(module: str, source: str, name: str) -> types.CodeType:
-    """The compiled function.
+    """Return the compiled function.
 
     Raises:
         LookupError: there is no function of this name.
@@ -170,7 +170,7 @@ def _put_starter(exercise: Exercise, path: Path) -> None:
 
 
 def _change_files(out: Path) -> None:
-    """The pages, and the files at the top that speak of what is not there."""
+    """Change the pages, and the files at the top that mention missing parts."""
     for name, changes in _CHANGES.items():
         text = (out / name).read_text()
         for gone, instead in changes.items():

@@ -1,10 +1,11 @@
-"""Proof that no answer is left: the text of every hole's body, and of every function of the stations' reference, is looked for in
-every file of an edition.
+"""Prove that no answer is left: search every file of an edition for the body of every hole, and of every function of the
+stations' reference.
 
-A body is known by its statements: lines without indentation and comments, long ones joined, as they would survive being copied
-elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's. In prose,
-a hint for example, lines break anywhere and statements stand in sentences: there a run counts if hardly anything is between, and
-a long statement by itself. Notebooks are searched cell by cell, with the code that their step players show; archives and compressed files are opened.
+A body is known by its statements: lines without indentation and comments, with long ones joined, as they would be after copying
+and reformatting. A file leaks if it has all statements of a short body in a row, or a run of the statements of a long one. In
+prose, for example a hint, lines break anywhere and statements stand in sentences. There a run counts if hardly anything is
+between its statements, and a long statement counts by itself. Notebooks are searched cell by cell, with the code that their step
+players show. Archives and compressed files are opened.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution, starter
 
 _RUN = 3  # statements in a row that are no coincidence
-_SHORT = 12  # characters of a body that says nothing by itself
+_SHORT = 12  # characters of a statement, on average; a run of shorter ones says nothing
 _GAP = 8  # characters between two statements of a run, in prose: "; then"
-_TELLING = 40  # characters of a statement that says enough by itself, in prose
-_LONGEST = 400  # characters of a line that somebody wrote
-_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
-_CODE = (".py", ".body", ".gz", ".zip")  # no prose: docstrings may say what a learner has to write
-_LARGEST = 64 << 20  # bytes of an unpacked file that are searched
+_TELLING = 40  # characters of a statement in prose that is telling by itself
+_LONGEST = 400  # characters of a line; longer ones are not written by hand
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # errors that the parser raises
+_CODE = (".py", ".body", ".gz", ".zip")  # not prose: docstrings may say what a learner has to write
+_LARGEST = 64 << 20  # most bytes of an unpacked file that are searched
 
 
 class Leak(NamedTuple):
-    """A file that has the body of a hole, or a part of it, and the first statement of that part."""
+    """A file with the body of a hole, or a part of it, and the first statement of that part."""
 
     path: Path
     number: str
@@ -59,10 +60,10 @@ class Secret(NamedTuple):
 
 
 def secrets_of(course: Course) -> list[Secret]:
-    """One for each hole, of electives and of the homework, and one for each function of the stations' reference.
+    """Return one secret for each hole of electives and homework, and for each function of the stations' reference.
 
-    What is given is no secret: docstrings and signatures; of stations and homework, whose answers are FSDPs as the package is one,
-    also what stands in the package between its holes, and in the homework's starter.
+    Given text is not secret: docstrings and signatures. The answers of stations and homework are FSDPs, like the package. For these,
+    the package outside its holes and the homework's starter are not secret either.
     """
     homework = read_homework(course)
     solved = solution(homework)
@@ -81,7 +82,7 @@ def _statements_of(source: str, name: str) -> tuple[str, ...]:
 
 
 def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(number, name, body) of each function of the reference after each station, except the given ones."""
+    """Yield (number, name, body) of each function of the reference after each station, without the given ones."""
     known = {tuple(_body(node)) for _, node in holes.definitions(stage(0))}
     for number in range(1, LAST + 1):
         for name, node in holes.definitions(stage(number)):
@@ -92,7 +93,7 @@ def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def _given(course: Course, given: str) -> set[tuple[str, ...]]:
-    """All runs of statements of the package, without what teaches and with its holes blank, and of what else is given."""
+    """Return all runs of statements in the package, without its teaching code and with blank holes, and in the `given` text."""
     blank = blanked(course.exercises)
     texts = [given]
     for path in PACKAGE.rglob("*.py"):
@@ -107,7 +108,7 @@ def _given(course: Course, given: str) -> set[tuple[str, ...]]:
 
 
 def statements(function: str) -> list[str]:
-    """The simple statements, and heads of the compound ones, of a function's body as Python writes them; no docstring."""
+    """Return the simple statements of a function's body, and the heads of compound ones, as Python writes them; no docstring."""
     node = ast.parse(function).body[0]
     assert isinstance(node, ast.FunctionDef)
     return _body(node)
@@ -119,7 +120,7 @@ def _body(node: holes.Function) -> list[str]:
 
 
 def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
-    """Find answers that are left in a folder."""
+    """Yield answers that are left in a folder."""
     for path in sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
         for text in _texts(path):
             lines, prose = _normalized(text), "" if path.suffix in _CODE else _squeezed(text)
@@ -130,7 +131,7 @@ def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """A file's text, or the texts of the files in an archive. Compiled files have none."""
+    """Yield a file's text, or the texts of the files in an archive. Compiled files have no text."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         yield gzip.open(path).read(_LARGEST).decode(errors="replace")
@@ -149,14 +150,14 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _played(page: str) -> Iterator[str]:
-    """The functions in a step player that a notebook shows: they are the code that ran."""
+    """Yield the functions in a step player that a notebook shows: the code that ran."""
     for found in re.findall(r'id="data">(.*?)</script>', html.unescape(page), re.DOTALL):
         for function in json.loads(found)["functions"].values():
             yield textwrap.dedent("\n".join(function.get("lines", [])))
 
 
 def _normalized(text: str) -> list[str]:
-    """Lines that can be compared with statements: as Python writes them, all together or each by itself."""
+    """Return lines to compare with statements: formatted by Python, all together, or one by one if the text does not parse."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # prose that is nearly Python
         try:
@@ -167,7 +168,7 @@ def _normalized(text: str) -> list[str]:
 
 
 def _as_statement(line: str) -> str:
-    """The line as Python writes it, be it a statement or the head of one; any other as it is."""
+    """Return the line as Python formats it, if it is a statement or the head of one; otherwise unchanged."""
     if len(line) <= _LONGEST:
         for rest in ("", "\n    pass"):
             try:
@@ -178,19 +179,19 @@ def _as_statement(line: str) -> str:
 
 
 def _runs_of(body: Sequence[str]) -> set[tuple[str, ...]]:
-    """Statements in a row that are no coincidence, wherever they are found."""
+    """Return runs of statements that are no coincidence in any file."""
     size = min(len(body), _RUN)
     runs = {tuple(body[i : i + size]) for i in range(len(body) - size + 1)}
     return {run for run in runs if sum(map(len, run)) >= _SHORT * size}
 
 
 def _squeezed(text: str) -> str:
-    """Without what differs between code and a sentence with code in it: white space, backticks, kinds of quotes."""
+    """Remove the differences between code and a sentence with code in it: white space, backticks, kinds of quotes."""
     return "".join(text.replace("`", "").replace("'", '"').split())
 
 
 def _said(secret: Secret, prose: str) -> str | None:
-    """The first statement of a run of the body that is told in prose, or a long statement that is."""
+    """Return the first statement of a run that the prose contains, or a long statement that it contains."""
     if not prose:
         return None
     for run in secret.runs:
@@ -204,7 +205,7 @@ def _said(secret: Secret, prose: str) -> str | None:
 
 
 def _found(secret: Secret, lines: Sequence[str]) -> str | None:
-    """The first statement of a run of the body that is there, in one piece."""
+    """Return the first statement of a run that the lines contain in one piece."""
     size = min(len(secret.statements), _RUN)
     for i in range(len(lines) - size + 1):
         if tuple(lines[i : i + size]) in secret.runs:

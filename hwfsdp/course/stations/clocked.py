@@ -1,11 +1,11 @@
-"""A learner's file on two virtual machines: who waits for whom, and how long bytes travel while nothing is computed.
+"""A learner's file on two virtual machines: which operator waits for which, and how long bytes travel while nothing is computed.
 
-    a GPU     the host issues and goes on. Every operator is an event, so a read that does not wait for its write shows on every run,
-              and so does memory that is let go while another stream still reads it
-    a host    computes by itself: only what was started before a computation can hide behind it
+    a GPU     the host issues and goes on. Every operator is an event. So a read that does not wait for its write shows on every run,
+              and so does memory that is freed while another stream still reads it
+    a host    computes by itself: only work that was started before a computation can hide behind it
 
-Times are arithmetic, the same wherever they are worked out. Both machines are made up: a module computes about twice as long as its
-bytes travel.
+Times are arithmetic, so they are the same on every computer. Both machines are made up: the compute of a module takes about
+twice as long as its bytes travel.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
 
 
 def simulate_here(target: Target, gpus: int, device: Device | str) -> Simulation:
-    """`simulate` in the process of a rank, whose process group ends: a run of one rank, which communicates no more."""
+    """Call `simulate` in the process of a rank, which has one rank and no further communication. Its process group is destroyed."""
     if dist.is_initialized():
         dist.destroy_process_group()
     return simulate(target, gpus, device)
@@ -77,7 +77,7 @@ Stack = Callable[[GPTConfig], nn.Sequential]
 
 
 class Scaled(nn.Sequential):
-    """Modules one after the other, and a gain, which belongs to the root."""
+    """Modules in sequence, and a gain, which belongs to the root."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__(*modules)
@@ -91,7 +91,7 @@ class Scaled(nn.Sequential):
 def stack_of_blocks(
     config: GPTConfig, shard: Shard, with_root: bool, kind: type[nn.Sequential] = nn.Sequential
 ) -> nn.Sequential:
-    """Blocks of a transformer, each a unit. With a root, the whole model is a unit, too; `kind` decides what the root owns."""
+    """Build blocks of a transformer, each a unit. With a root, the whole model is a unit too; `kind` decides what the root owns."""
     model = kind(*(Block(config) for _ in range(config.layers)))
     for name, block in model.named_children():
         shard(block, f"blocks.{name}")
@@ -101,12 +101,12 @@ def stack_of_blocks(
 
 
 def learners_stack(config: GPTConfig) -> nn.Sequential:
-    """The same with the learner's file; the homework has no root."""
+    """Build the same stack with the learner's file; the homework has no root."""
     return stack_of_blocks(config, learners_shard(), HOMEWORK not in sys.modules)
 
 
 def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
-    """The name of each unit: in the homework, as it was passed to `shard`; at a station, as in the model."""
+    """Return the name of each unit: in the homework as it was passed to `shard`, at a station as in the model."""
     prefix = "blocks." if HOMEWORK in sys.modules else ""
     return {block: f"{prefix}{name}" for name, block in model.named_children()}
 
@@ -119,7 +119,7 @@ def probe_order(report: Report, seed: int) -> None:
 
 
 def ordered() -> dict[str, Any]:
-    """Two steps on the GPU; where each forward and backward ends, as the number of events so far; what a player shows of them."""
+    """Run two steps on the GPU. Return the log, the number of events at the end of each forward and backward, and a player's log."""
     runner = Ordered()
     with runner.watch.looking():
         found = simulate_here(lambda: runner.start(), GPUS, GPU)
@@ -160,7 +160,7 @@ class Ordered:
                     loss.backward()
                     self._end("backward")
                 self.watch.enter("")
-                witness.unseen(self.optimizer.step)()  # it has an event of its own
+                witness.unseen(self.optimizer.step)()  # it has its own event
                 self._end("backward")  # the optimizer reads what the backward left
                 self.optimizer.zero_grad()
 
@@ -173,17 +173,17 @@ class Ordered:
 
 
 def probe_clock(report: Report, seed: int) -> None:
-    """Steps on both machines, and a forward on the host."""
+    """Run a step on each machine, and a forward on the host."""
     for name, device, backward in (("gpu", GPU, True), ("host", HOST, True), ("forward", HOST, False)):
         attempt_together(report, name, partial(timed, device, backward))
 
 
 def timed(device: Device, with_backward: bool) -> dict[str, Any]:
-    """Run it twice. Return of the second time, in µs:
+    """Run it twice. Return figures of the second time, in µs:
 
-    gathers, reductions: of each, in order of issue, [begin, end, travelled while nothing was computed, backward?, owner].
-    flying: how many reductions had been started and not waited for, at most.
-    step_us: of all. peak_bytes: alive at once. shown: the log that a player shows.
+    gathers, reductions: of each, in order of issue, [begin, end, time alone (no compute), in backward?, owner].
+    flying: most reductions at once that were started and not waited for.
+    step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
     """
     runner = Runner(learners_stack, with_backward)
     with runner.watch.looking():
@@ -191,7 +191,7 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
     log = found.log
     begins = [("forward", 0), ("backward", runner.forward_end)] if with_backward else [("forward", 0)]
     busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)
-    # a late gather is not the fault of reductions
+    # reductions are not to blame for a late gather
     waited = union([*busy, *((e.start_us, e.end_us) for e in gathers)])
     return {
         "step_us": found.step_seconds * 1e6,
@@ -204,10 +204,10 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
 
 
 def _in_flight(log: EventLog) -> int:
-    """The most reductions at once that compute had not waited for, counted whenever one starts."""
+    """Return the most reductions at once that compute had not waited for, counted whenever one starts."""
     reductions = log.select(*REDUCTIONS)
     stream_of = {e.seq: e.stream for e in log.events}
-    # By seq of a reduction: the seq of the first wait for it, or for a later one on its stream.
+    # seq of a reduction → seq of the first wait for it, or for a later one on its stream
     over: dict[int, int] = {}
     for wait in log.select("wait", stream="compute"):
         for each in reductions:
@@ -232,7 +232,7 @@ class Runner:
     """A step of the wide model, for `simulate`.
 
     Attributes:
-        watch: looks on at the last step. forward_end: events of it before the backward began.
+        watch: watches the last step. forward_end: number of its events before the backward began.
     """
 
     def __init__(self, stack: Stack, with_backward: bool) -> None:
@@ -261,7 +261,7 @@ class Runner:
 
 
 def exposed_of(figures: dict[str, Any]) -> dict[str, float]:
-    """µs in which bytes travelled and nothing was computed: of gathers in forward and in backward, and of reductions."""
+    """Return the µs in which bytes travel and nothing is computed: of gathers in forward and in backward, and of reductions."""
     total = {"forward": 0.0, "backward": 0.0, "reductions": 0.0}
     for _, _, us, in_backward, _ in figures["gathers"]:
         total["backward" if in_backward else "forward"] += us

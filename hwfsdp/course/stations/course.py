@@ -1,7 +1,7 @@
 """The stations: what is checked, on which scenarios, by which laws.
 
-A check is about behavior alone: numbers at several world sizes, bytes, collectives, waits. A file passes if its `fully_shard` keeps its
-promises, however it is written.
+A check looks only at behavior: numbers at several world sizes, bytes, collectives, waits. A file passes if its `fully_shard` keeps
+its promises, however it is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hwfsdp.course.stations.facts import probe_training
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
 
-THREE = 3  # ranks: with two of them, a sum over the ranks looks like a gradient that counts twice
+THREE = 3  # ranks: with two ranks, a sum over the ranks looks like a gradient that counts twice
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 PLAIN = Scenario("a GPT")
@@ -53,7 +53,7 @@ ACCUMULATED = (SUMMED, KEPT, WHOLE, SHORTENED)
 # --- Facts, by scenario ------------------------------------------------------------------------------------
 
 
-NOT_YET = {  # what a rank raises → what the file does not have yet
+NOT_YET = {  # what a rank raises → what the file lacks so far
     "unexpected keyword argument 'mp_policy'": "fully_shard has no argument mp_policy",
     "unexpected keyword argument 'reshard_after_forward'": "fully_shard has no argument reshard_after_forward",
     "no attribute 'set_requires_gradient_sync'": "sharded modules have no method set_requires_gradient_sync",
@@ -61,7 +61,7 @@ NOT_YET = {  # what a rank raises → what the file does not have yet
 }
 
 
-OF_DTYPES = {  # what torch raises → what that means
+OF_DTYPES = {  # what torch raises → what it means
     "same dtype": "a unit computes with inputs of another dtype",
     "mixed dtype": "a unit computes with inputs of another dtype",
     "assign a gradient with dtype": "a gradient has another dtype than its rows",
@@ -70,10 +70,10 @@ OF_DTYPES = {  # what torch raises → what that means
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Say in the course's words what ranks raise: what is not written yet, and weights that are not there.
+    """Translate errors of ranks into the course's words: functions not written yet, and weights that are not there.
 
     Raises:
-        Finding: in place of `Unreported`, if it is one of these.
+        Finding: in place of `Unreported`, if the error is one of these.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def plainly() -> Iterator[None]:
 
 
 class Together(NamedTuple):
-    """Scenarios that are run in one go, unless a single check is judged."""
+    """Scenarios that run in one launch, unless a single check is judged."""
 
     scenarios: tuple[Scenario, ...]
 
@@ -153,7 +153,7 @@ def judge_trains(ranks: Ranks, seed: int) -> None:
 
 
 def judge_memory(ranks: Ranks, seed: int) -> None:
-    """Nothing stays whole between forward and backward, or between steps; in a forward few units are whole at once."""
+    """Check that nothing stays whole between forward and backward or between steps, and few units are whole at once in a forward."""
     laws.freed(memory_of(ranks, seed, DEEP), DEEP, "rest", "after", "between")
     machines.judge_forward_peak("not-freed", ranks, seed)
 
@@ -169,7 +169,7 @@ def judge_model(model: str, ranks: Ranks, seed: int) -> None:
 
 
 def judge_freed(ranks: Ranks, seed: int) -> None:
-    """Nothing stays whole after a step, whatever the model."""
+    """Check for every model that nothing stays whole after a step."""
     # there are no rows without sharding
     laws.same_rows(BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed)
     for scenario in WIDE:
@@ -190,7 +190,7 @@ def judge_one(ranks: Ranks, seed: int) -> None:
 
 
 def judge_bytes(ranks: Ranks, seed: int) -> None:
-    """The learner's own function gives the measured bytes."""
+    """Check that the learner's own function gives the measured bytes."""
     found = NAIVE.found(ranks, seed, PLAIN)
     shapes = [tuple(p.shape) for p in scenarios.build(PLAIN, seed).model.parameters()]
     said = ranks.run(parts.probe_own_traffic, 1, seed=seed, shapes=shapes, size=THREE)["own"][0]
@@ -205,7 +205,7 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
 
 
 def judge_numbers(group: str, ranks: Ranks, seed: int) -> None:
-    """Every scenario of a group of this module gives the numbers of the unsharded model."""
+    """Check that every scenario of a group of this module gives the unsharded model's numbers."""
     together: Together = globals()[group]
     for scenario in together.scenarios:
         laws.same_numbers(together.found(ranks, seed, scenario), scenario, seed)
@@ -246,7 +246,7 @@ LOUDLY = Together((LOUD,))
 
 
 def judge_overflow(ranks: Ranks, seed: int) -> None:
-    """The mean fits into fp16, the sum does not."""
+    """Check a gradient whose mean fits into fp16, while its sum does not."""
     found = LOUDLY.found(ranks, seed, LOUD)
     for rank, facts in enumerate(found):
         for name, grad in facts["grads"][0].items():
@@ -273,7 +273,7 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
 
 
 def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
-    """Nothing is gathered in this phase of a scenario of this module: its parameters are still whole."""
+    """Check that nothing is gathered in this phase of a scenario of this module: its parameters are still whole."""
     case: Scenario = globals()[scenario]
     found = GRADUAL.found(ranks, seed, case)
     laws.counts(found, case, phase, "all_gather", 0, "resharded-anyway", "not-gathered")
@@ -284,7 +284,7 @@ def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
 
 
 def judge_backward_gathers(ranks: Ranks, seed: int) -> None:
-    """Gathers start early. A forward without a backward leaves nothing behind: the next backward gathers no more."""
+    """Check that gathers start early, and that a forward without a backward leaves nothing behind: the next backward gathers no more."""
     machines.judge_backward_prefetch(ranks, seed)
     plain, looked_at = (LOOKED.found(ranks, seed, scenario) for scenario in LOOKED.scenarios)
     needed = len(laws.moved(plain[0], "backward", "all_gather"))

@@ -1,6 +1,6 @@
-"""The probes of a learner's file on ranks. They look from outside: at what is registered, computed, sent and kept.
+"""The probes of a learner's file on ranks. They look from outside at what is registered, computed, sent and kept.
 
-A fact is data: numbers, names, bytes. `laws` holds them against oracles.
+A fact is data: numbers, names, bytes. `laws` compares facts with oracles.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from hwfsdp.observe.recording import record
 
 FILE, HOMEWORK = "submitted_my_fsdp", "submitted_capstone"  # the learner's files, which ranks run
 LR = 0.1
-MOST_UNITS = 0.6  # of the largest unit, where all should be freed; small tensors come and go
-OTHERS = timedelta(seconds=2)  # until ranks that raise the same have done so
-Shard = Callable[..., Any]  # module, name, keywords of `Scenario.options`
+MOST_UNITS = 0.6  # of the largest unit; the limit where all should be freed, as small tensors come and go
+OTHERS = timedelta(seconds=2)  # time for other ranks to raise the same error
+Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
 
 
 def learners() -> Any:
-    """The learner's file of the stations."""
+    """Return the learner's file of the stations."""
     return sys.modules[FILE]
 
 
 def learners_shard() -> Shard:
-    """The `fully_shard` of the file that this rank has run: the stations' file, or the homework."""
+    """Return `fully_shard` of the file that this rank has run: the stations' file, or the homework."""
     if HOMEWORK in sys.modules:
         return homeworks_shard(sys.modules[HOMEWORK])
     return lambda module, name, **options: learners().fully_shard(module, **options)
 
 
 def homeworks_shard(homework: Any) -> Shard:
-    """The `fully_shard` of a homework, with one communication context for all modules it is called with."""
+    """Return the homework's `fully_shard`, with one communication context for all modules."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     shared: list[Any] = []
@@ -69,7 +69,7 @@ def homeworks_shard(homework: Any) -> Shard:
 
 
 def _refuse_foreign(model: nn.Module) -> None:
-    """The homework's modules are its own.
+    """Refuse modules that the homework did not shard itself.
 
     Raises:
         RuntimeError: they belong to torch's FSDP, or to this package's.
@@ -81,7 +81,7 @@ def _refuse_foreign(model: nn.Module) -> None:
 
 
 def torchs() -> Shard:
-    """torch's `fully_shard`: an oracle."""
+    """Return torch's `fully_shard`: an oracle."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of_all()
@@ -93,7 +93,7 @@ def mesh_of_all() -> DeviceMesh:
 
 
 def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
-    """`run.attempt` of something with collectives; raises what `part` raised if other ranks do not raise as well."""
+    """Call `run.attempt` for a part with collectives. Raise the part's error if other ranks do not raise as well."""
     raised: list[Exception] = []
 
     def noted() -> Any:
@@ -107,7 +107,7 @@ def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
     if not raised or not dist.is_initialized():  # on a virtual machine there are no other ranks
         return
     if any(sign in str(raised[0]) for sign in LOST_PEER):
-        del report[FAILED][key]  # another rank has the cause
+        del report[FAILED][key]  # the cause is on another rank
         raise raised[0]
     store = default_store()
     store.set(f"{key} {dist.get_rank()}", "raised")
@@ -125,13 +125,13 @@ def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) ->
 
 
 def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
-    """Shard a model with the learner's file, and do nothing with it."""
+    """Shard a model with the learner's file, without running it."""
     ready()
     attempt_together(report, "shards", partial(shards_of, scenario, seed))
 
 
 def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
-    # The layer's rows are even on 1 to 4 ranks: a file of the homework may refuse others.
+    # The ranks, 1 to 4, divide the layer's rows: a file of the homework may refuse other rows.
     shard, layer = learners_shard(), nn.Linear(1, 12)
     model = sharded(scenarios.build(scenario, seed), scenario, shard)
     return {"rows": described(model), "places": places_of(model), "returned": shard(layer, "layer") is layer}
@@ -144,7 +144,7 @@ def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> No
 
 
 def sharded(built: Built, scenario: Scenario, shard: Shard) -> nn.Module:
-    """The model, its units sharded from the inside out."""
+    """Shard the units from the inside out, and return the model."""
     for name, module in built.units:
         shard(module, name, **scenario.options(module is built.model))
     return built.model
@@ -157,11 +157,11 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
     """Train, and record the second step.
 
     Returns:
-        rows: by name, what this rank has of each parameter after `fully_shard` (`described`). places: names of each parameter.
+        rows: by name, this rank's part of each parameter after `fully_shard` (`described`). places: names of each parameter.
         losses: [step][micro-batch]. grads: [step], by name, this rank's rows; None without a gradient.
         moves: collectives of the second step, by phase ("forward 0", "backward 0", …): [op, owner, bytes, dtype].
-        output: dtype of the model's output. after: `described` after the last step. kept: by name, whether what is registered
-        then is the object that was registered in the beginning.
+        output: dtype of the model's output. after: `described` after the last step. kept: by name, whether the object registered
+        then is the one that was registered in the beginning.
     """
     built = scenarios.build(scenario, seed)
     model = sharded(built, scenario, shard)
@@ -196,14 +196,14 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
 
 
 class WeightGone(Exception):
-    """A tensor was read while its memory was free."""
+    """An operator read a tensor whose memory was free."""
 
 
 class Guarded(DispatchMode):
-    """Refuses operators on tensors whose memory is free, which would read whatever is at address 0.
+    """Refuse operators on tensors whose memory is free: they would read from address 0.
 
     Attributes:
-        began: how many events the recording had when the forward, or the backward, began.
+        began: number of recorded events when the forward, or the backward, began.
     """
 
     began, phase = 0, "forward"
@@ -212,12 +212,12 @@ class Guarded(DispatchMode):
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it calls operators on its local parts, which are seen
+            return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
         name = op.name().partition("::")[2].partition(".")[0]
         looks_only = name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
         if not looks_only and any(isinstance(value, Tensor) and not is_there(value) for value in args):
             if op.is_view:
-                with suppress(RuntimeError):  # a slice can be made, and reads nothing; a transpose cannot
+                with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
                     return op(*args, **(kwargs or {}))
             recorder = events.active()
             drafts = recorder.drafts[self.began :] if recorder else []
@@ -227,7 +227,7 @@ class Guarded(DispatchMode):
         return op(*args, **(kwargs or {}))
 
     def begin(self, phase: str) -> int:
-        """A phase begins; how many events there are."""
+        """Begin a phase, and return the number of events so far."""
         self.phase, self.began = phase, _now()
         return self.began
 
@@ -244,7 +244,7 @@ def _step(
     whole: list[Any] = [model] if built.units[-1][1] is model else [module for _, module in built.units]
     for micro in range(scenario.micros):
         last = micro == scenario.micros - 1
-        for module in whole:  # a switch of the model is one of all modules below it
+        for module in whole:  # a switch of the model also sets all modules below it
             if scenario.sync_last:
                 module.set_requires_gradient_sync(last)
             if scenario.keep:
@@ -260,13 +260,13 @@ def _step(
 
 
 def _now() -> int:
-    """Number of events in the recording."""
+    """Return the number of events in the recording."""
     recorder = events.active()
     return len(recorder.drafts) if recorder else 0
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """The registered parameters, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
+    """Describe the registered parameters by name: this rank's rows, whether it is a trainable nn.Parameter, and a DTensor's placement."""
     return {
         name: {
             "rows": copied(param) if is_there(param) else None,
@@ -279,14 +279,14 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 
 def placed(param: Tensor) -> list[Any] | None:
-    """A DTensor's shape, placements, and the ranks of its mesh."""
+    """Return a DTensor's shape, its placements, and the ranks of its mesh; None for other tensors."""
     if not isinstance(param, DTensor):
         return None
     return [list(param.shape), [str(p) for p in param.placements], param.device_mesh.mesh.tolist()]
 
 
 def places_of(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, sorted; a tied one has several."""
+    """Return the sorted names of each parameter; a tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -294,13 +294,13 @@ def places_of(model: nn.Module) -> list[list[str]]:
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Whether a tensor has memory, or needs none."""
+    """True if a tensor has memory, or needs none."""
     part = local_part(tensor)
     return not part.numel() or part.untyped_storage().nbytes() > 0
 
 
 def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
-    """One step of a model that the learner's file replicates: its gradients, by name, and whether the model was returned."""
+    """Run one step of a model that the learner's file replicates. Report its gradients by name, and whether the model was returned."""
     ready()
     attempt_together(report, "replicate", partial(replicated, scenario, seed))
 
@@ -316,14 +316,14 @@ def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
 
 
 def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
-    """Bytes that are alive in steps of a model, with the learner's file and without sharding."""
+    """Report the bytes alive in steps of a model, with the learner's file and without sharding."""
     ready()
     for scenario in scenarios_:
         attempt_together(report, f"{scenario.name}, memory", partial(remembered, scenario, seed))
 
 
 def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
-    """Count the bytes alive besides shards and their gradients. Subtract what the same model needs without sharding.
+    """Count the bytes alive besides shards and their gradients. Subtract the bytes that the same model needs without sharding.
 
     Returns:
         rest: before the second step. between: between its forward and its backward. after: after it. unit: bytes of the
@@ -353,7 +353,7 @@ def _moments(
     unit: int,
     usual: dict[str, int] | None,
 ) -> dict[str, int]:
-    """Count at each moment. With `usual`, wait until no more bytes than these are alive, or for a while."""
+    """Count the bytes at each moment. With `usual`, wait for a while until no more bytes than these are alive."""
 
     def wait(moment: str, expected: int) -> None:
         if usual is not None:
@@ -383,13 +383,13 @@ def _moments(
     return found
 
 
-_left = 1000  # times to look again in this process, all in all
+_left = 1000  # how often this process may still look again, in total
 
 
 def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
-    """Return when no more bytes are alive: threads of gloo let go of buffers late (`checks.lifetimes`).
+    """Return once no more than `enough` bytes are alive: gloo threads release buffers late (`checks.lifetimes`).
 
-    A right file may keep a few bytes. So for less than `MOST_UNITS` of a unit this looks only three times more.
+    A right file may keep a few bytes. So for less than `MOST_UNITS` of a unit, it looks only three more times.
     """
     global _left
     for look in count():

@@ -5,10 +5,10 @@
     same_numbers     losses and gradients equal the unsharded model's, in all steps
     same_bits        losses and gradients equal FSDP2's, bit for bit
     counts           how often units are gathered and reduced, in each forward and backward
-    dtypes           of what travels, of what is registered, of the output
+    dtypes           the dtypes of collectives, of registered parameters, and of the output
     freed            less than a unit stays alive between forward and backward, and between steps
 
-An oracle that is not sharded runs here, in the grader's process: a batch of every rank, one after the other.
+An oracle without sharding runs here, in the grader's process: it takes the batches of all ranks, one after the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hwfsdp.course.stations.facts import LR, MOST_UNITS, places_of
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
 
-TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
-ABSURD = 1e9  # times the largest element: what memory holds by chance, not what a wrong formula gives
+TIGHT = 3e-4  # of the largest element; rounding in three steps stays below it (`test_station_models`)
+ABSURD = 1e9  # times the largest element: unwritten memory gives such values, a wrong formula does not
 Facts = Sequence[Mapping[str, Any]]  # by rank
 NONE = {"all_gather": "laws.no_all_gather", "reduce_scatter": "laws.no_reduce_scatter"}
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
@@ -39,7 +39,7 @@ NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_
 
 
 def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
-    """Every parameter keeps its names, and is this rank's rows of what it was."""
+    """Check that every parameter keeps its names, and holds this rank's rows of the original."""
     model = scenarios.build(scenario, seed).model
     expected = dict(model.named_parameters(remove_duplicate=False))
     for rank, facts in enumerate(found):
@@ -54,7 +54,7 @@ def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
 
 
 def same_places(found: Facts, scenario: Scenario, seed: int) -> None:
-    """A tied parameter is one parameter under all its names."""
+    """Check that a tied parameter is one parameter under all its names."""
     model = scenarios.build(scenario, seed).model
     for rank, facts in enumerate(found):
         for names in places_of(model):
@@ -70,7 +70,7 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
     shapes = tuple(rows.shape), tuple(expected.shape)
     chunk = -(-len(param) // world_size)
     padded = len(rows) == chunk > len(expected) and rows.shape[1:] == expected.shape[1:]
-    if rows.shape == param.shape != expected.shape and not padded:  # a single row would be both
+    if rows.shape == param.shape != expected.shape and not padded:  # a single row would be whole and padded
         raise told("laws.whole", where, *shapes)
     name = "laws.padded" if padded else "laws.other_shape"
     expect(name, where, *shapes, total=len(param), world_size=world_size)
@@ -79,7 +79,7 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
 
 
 def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
-    """Every parameter is a DTensor that says so: its shape, Shard(0), on a mesh of all ranks."""
+    """Check that every parameter is a DTensor with the right shape and Shard(0) on a mesh of all ranks."""
     for name, param in scenarios.build(scenario, seed).model.named_parameters(remove_duplicate=False):
         expected = [list(param.shape), ["S(0)"], list(range(len(found)))]
         for rank, facts in enumerate(found):
@@ -90,7 +90,7 @@ def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
-    """Parameters are the same objects after steps, so the optimizer has them."""
+    """Check that parameters are the same objects after training steps, so that the optimizer has them."""
     for rank, facts in enumerate(found):
         for name, kept in facts["kept"].items():
             if not kept:
@@ -101,13 +101,13 @@ def same_objects(found: Facts, scenario: Scenario) -> None:
 # --- What is computed --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=32)  # more than the checks of all stations ask for
+@lru_cache(maxsize=32)  # more than the checks of all stations need
 def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
-    """The same training without sharding; not to be changed.
+    """Train the same way without sharding. Callers must not change the result, which is cached.
 
     Returns:
-        losses: [step][micro-batch][rank]. grads: [step], by name, means over ranks. last: the part of `grads` that the last
-        micro-batch brought. own: gradients of rank 0's loss alone, in the first step.
+        losses: [step][micro-batch][rank]. grads: [step], by name, means over ranks. last: the part of `grads` that comes from the
+        last micro-batch. own: gradients of rank 0's loss alone, in the first step.
     """
     model = scenarios.build(scenario, seed).model
     params = dict(model.named_parameters())
@@ -139,7 +139,7 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
 def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float = TIGHT) -> None:
     """Compare all losses and gradients with the unsharded model's."""
     oracle = unsharded(scenario, seed, len(found))
-    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0  # of a sum in which terms may cancel
+    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0  # size of a sum whose terms may cancel
     for step in range(scenario.steps):
         for micro in range(scenario.micros):
             for rank, facts in enumerate(found):
@@ -195,7 +195,7 @@ def _theory(
     step: int,
     name: str,
 ) -> Finding:
-    """Why a gradient is wrong, if it is what one of the usual mistakes gives; else the finding as it is."""
+    """Explain a wrong gradient, if one of the usual mistakes gives it. Otherwise return the finding unchanged."""
     if finding.misconception != "wrong-value" or any(grad is None for grad in rows):
         return finding
     whole, grads = torch.cat([grad for grad in rows if grad is not None]), oracle["grads"]
@@ -212,7 +212,7 @@ def _theory(
 
 
 def _is_near(got: Tensor, expected: Tensor, tolerance: float = TIGHT, least: float = 1e-7) -> bool:
-    """Up to rounding, by the largest element."""
+    """True if both are equal up to rounding, relative to the largest element."""
     return torch.allclose(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + least)
 
 
@@ -234,12 +234,12 @@ def _gradient_finding(
     if not whole.any():
         return told("laws.zero", place, "zeros", "the mean over all ranks")
     difference = first_difference(whole, expected)
-    is_absurd = not whole.abs().max() < ABSURD * float(expected.abs().max() + 1)  # not a number, too
+    is_absurd = not whole.abs().max() < ABSURD * float(expected.abs().max() + 1)  # true for NaN, too
     return told("laws.unwritten" if is_absurd else "laws.wrong", place, at=difference)
 
 
 def compare_whole_gradient(where: str, grad: Tensor | None, expected: Tensor | None, size: int) -> None:
-    """One whole gradient, which every rank has."""
+    """Compare one whole gradient, which every rank has."""
     if expected is None or grad is None:
         if grad is not expected:
             raise told("laws.gradient_lost", where, "none", "a gradient")
@@ -248,7 +248,7 @@ def compare_whole_gradient(where: str, grad: Tensor | None, expected: Tensor | N
 
 
 def same_first_losses(found: Facts, scenario: Scenario, seed: int) -> None:
-    """The first forward gives what the model gives without sharding."""
+    """Check that the first forward gives the same losses as the model without sharding."""
     losses = unsharded(scenario, seed, len(found))["losses"][0][0]
     for rank, (facts, expected) in enumerate(zip(found, losses, strict=True)):
         if not torch.allclose(facts["losses"][0][0], expected, rtol=TIGHT):
@@ -284,13 +284,13 @@ def _compare_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
 
 
 def moved(facts: Mapping[str, Any], phase: str, op: str) -> list[Any]:
-    """Collectives of one kind in the forwards, or the backwards, of a step: (op, owner, bytes, dtype)."""
+    """Return the collectives of one kind in the forwards, or the backwards, of a step: (op, owner, bytes, dtype)."""
     in_phase = [each for key, of in facts["moves"].items() if key.startswith(phase) for each in of]
     return [each for each in in_phase if each[0] == op]
 
 
 def too_often(owners: Sequence[str], needed: int = 1) -> str:
-    """Which units were gathered more often than needed, as the end of a sentence; an owner that is not known is ""."""
+    """Name units gathered more often than needed, as the end of a sentence. An unknown owner is ""."""
     counted = {owner: owners.count(owner) for owner in owners if owner}
     more = [f"{owner} ({times}×)" for owner, times in counted.items() if times > needed]
     return f"; too often: {', '.join(more)}" if more else ""
@@ -305,10 +305,10 @@ def counts(
     more: str,
     fewer: str,
 ) -> None:
-    """Number of collectives of a kind in a phase: "forward", "backward 0" (of the first micro-batch), …
+    """Check the number of collectives of a kind in a phase: "forward", "backward 0" (of the first micro-batch), …
 
     Args:
-        expected: how many, or the least and the most. more, fewer: what is wrong with others.
+        expected: the number, or the least and the most. more, fewer: the misconceptions for other numbers.
     """
     least, most = expected if isinstance(expected, tuple) else (expected, expected)
     words = {"phase": phase, "what": NAMES[op], "most": f" or {most}" if least < most else ""}
@@ -322,7 +322,7 @@ def counts(
 def carried(
     found: Facts, scenario: Scenario, phase: str, op: str, expected: int, kinds: tuple[str, str]
 ) -> None:
-    """Bytes that a kind of collective moves in a phase. `kinds`: the misconceptions for more and for fewer."""
+    """Check the bytes that a kind of collective moves in a phase. `kinds`: the misconceptions for more and for fewer bytes."""
     for rank, facts in enumerate(found):
         travels = moved(facts, phase, op)
         nbytes = sum(each[2] for each in travels)
@@ -335,7 +335,7 @@ def carried(
 
 
 def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
-    """Something is gathered in a phase of a second step, so it was freed before."""
+    """Check that a phase of a second step gathers something, so that it was freed before."""
     for rank, facts in enumerate(found):
         if not moved(facts, phase, "all_gather"):
             where = f"{scenario.name}, rank {rank}:"
@@ -343,7 +343,7 @@ def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
 
 
 def dtypes(found: Facts, scenario: Scenario, op: str, dtype: torch.dtype, wrong: str) -> None:
-    """In which dtype something travels, which it has to."""
+    """Check the dtype of all collectives of one kind. `wrong`: the misconception for another dtype."""
     expected = str(dtype).removeprefix("torch.")
     for rank, facts in enumerate(found):
         where = f"{scenario.name}, rank {rank}:"
@@ -357,7 +357,7 @@ def dtypes(found: Facts, scenario: Scenario, op: str, dtype: torch.dtype, wrong:
 
 
 def kept_in(found: Facts, scenario: Scenario, dtype: torch.dtype) -> None:
-    """Rows stay in a dtype, and so do their gradients."""
+    """Check that rows and their gradients have this dtype."""
     for rank, facts in enumerate(found):
         tensors = {name: registered["rows"] for name, registered in facts["after"].items()}
         tensors |= {f"the gradient of {name}": grad for name, grad in facts["grads"][-1].items()}

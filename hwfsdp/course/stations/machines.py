@@ -1,6 +1,6 @@
 """Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then times, then bytes.
 
-Each target leaves the reference some room. The file of the station before misses it by far.
+Each target leaves the reference some room. The file of the previous station misses it by far.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from hwfsdp.course.verdict import Finding, Seen, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
 
-GPU_FORWARD_US = 350.0  # of gathers in a forward on the GPU that nothing hides: the first unit's
+GPU_FORWARD_US = 350.0  # exposed gathers in a forward on the GPU: the first unit's
 UNITS = WIDE.layers
 HOST_FORWARD_US = 15_500.0  # the same on the host
-HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: the last unit's
-HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: the first unit's
-FORWARD_PEAK = 190_000_000  # bytes alive at once in a forward, with one unit ahead: a unit is 50 MB, whole and in a buffer
-BOARD = {  # of gathers ahead: ms that a forward's gathers travel alone on the host, and MB alive at once
+HOST_BACKWARD_US = 15_500.0  # exposed gathers in a backward on the host: the last unit's
+HOST_REDUCTIONS_US = 16_000.0  # exposed reductions in a step on the host: the first unit's
+# Bytes alive at once in a forward, with one unit ahead. A unit is 50 MB, whole and in a buffer.
+FORWARD_PEAK = 190_000_000
+BOARD = {  # way to gather ahead → exposed ms of a forward's gathers on the host, and MB alive at once
     "on demand": (69, 136),
     "one ahead": (14, 155),
     "two ahead": (14, 206),
     "all at once": (14, 336),
 }
-PEAK = 390_000_000  # bytes alive at once in a step on the host, with one unit ahead and one reduction behind
+PEAK = 390_000_000  # bytes alive in a step on the host, with one gather ahead and one reduction behind
 
 
 # --- Races -------------------------------------------------------------------------------------------------
 
 
 def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
-    """Each operator waits for the operators that wrote or read its memory before: two steps on the virtual GPU.
+    """Check that each operator waits for operators that wrote or read its memory before, in two steps on the virtual GPU.
 
     When Python frees memory, the next allocation on its stream writes there.
 
@@ -55,7 +56,7 @@ def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
 
 
 def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
-    """The names of memory that a collective reads or writes, by number."""
+    """Return the names of memory that a collective reads or writes, by the number of the memory."""
     names: dict[int, str] = {}
     for event in events:
         of = f" of {event.owner!r}" if event.owner else ""
@@ -68,7 +69,7 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
 
 
 def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
-    """The part of the step that an event belongs to. `ends`: number of events at the end of each forward and backward."""
+    """Return the part of the step that a race belongs to. `ends`: number of events at the end of each forward and backward."""
     streams = race.first.stream, race.second.stream
     if "reduce_scatter" in streams or "reduction" in names.get(race.storage, ""):
         return "reduction"
@@ -85,7 +86,7 @@ def _misconception(race: Race) -> str:
 
 
 def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
-    """Figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`. "machine": which."""
+    """Return figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`. "machine": its name."""
     found: dict[str, Any] = {**ranks.run(probe_clock, 1, seed=seed)[machine][0], "machine": machine}
     if machine != "forward":
         alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found).items())
@@ -101,12 +102,12 @@ def gathers_of(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
 
 
 def compare_exposed(where: str, found: dict[str, Any], part: str, target: float, misconception: str) -> None:
-    """`part`: of `exposed_of`."""
+    """Compare the exposed time of a part with its target. `part`: a key of `exposed_of`."""
     travels = found["reductions"] if part == "reductions" else gathers_of(found, part == "backward")
     exposed = exposed_of(found)[part]
     if exposed > target:
         bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
-        first = part == "reductions"  # the first gather has nothing to hide behind, a reduction has
+        first = part == "reductions"  # the first gather cannot hide behind compute, but a reduction can
         shown = [each for each in bare if first or each is not travels[0]] or travels
         words: dict[str, Any] = {"kind": misconception, "bare": len(bare), "number": len(travels)}
         raise told("laws.exposed", where, round(exposed), target, **words).at(_seen(found, shown[0][0]))
@@ -130,7 +131,7 @@ def _nothing(what: str, misconception: str, found: dict[str, Any]) -> Finding:
 
 
 def judge_races(ranks: Ranks, seed: int) -> None:
-    """Races come first: they say why a file is quick. A file without overlap has none, and that is no merit."""
+    """Report races first: they explain why a file is fast. A file without overlap has none, which is no merit."""
     refuse_races(ranks, seed)
     try:
         compare_overlap(ranks, seed)
@@ -139,7 +140,7 @@ def judge_races(ranks: Ranks, seed: int) -> None:
 
 
 def judge_overlap(ranks: Ranks, seed: int) -> None:
-    """A file that waits for nothing is quick, and its races have been told."""
+    """Check the overlap. A file that waits for nothing is fast; `judge_races` reports its races."""
     try:
         refuse_races(ranks, seed, "forward")
     except Finding:
@@ -155,7 +156,7 @@ def compare_overlap(ranks: Ranks, seed: int) -> None:
 
 
 def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
-    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
+    """Check that few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
     found = figures(ranks, seed, "forward")
     compare_peak("A forward on the virtual host", found, FORWARD_PEAK, misconception)
 
@@ -174,12 +175,12 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
 
 
 def board_figures(found: dict[str, Any]) -> tuple[int, int]:
-    """Of a forward alone: ms in which gathers travel and nothing is computed, and MB alive at once."""
+    """Return, for a forward alone, the ms in which gathers travel and nothing is computed, and the MB alive at once."""
     return round(sum(each[2] for each in found["gathers"]) / 1e3), round(found["peak_bytes"] / 1e6)
 
 
 def _board(alone: int, peak: int) -> str:
-    """Place a file among the ways to gather ahead; a way is better if it has less of one figure, and no more of the other."""
+    """Place a file among the ways to gather ahead. A way is better if one figure is smaller, and the other is not larger."""
     rows = "; ".join(f"{way} {ms} ms at {mb} MB" for way, (ms, mb) in BOARD.items())
     better = [
         repr(way) for way, at in BOARD.items() if at != (alone, peak) and at[0] <= alone and at[1] <= peak
@@ -194,7 +195,7 @@ def judge_forward_order(ranks: Ranks, seed: int) -> None:
 
 
 def _gathered_once(where: str, found: dict[str, Any], in_backward: bool) -> None:
-    """Each unit is gathered, and none of them twice."""
+    """Check that each unit is gathered, and none twice."""
     gathers = gathers_of(found, in_backward)
     if len(gathers) != UNITS:
         owners = [each[4] for each in gathers]
@@ -230,7 +231,7 @@ def judge_reductions(ranks: Ranks, seed: int) -> None:
 def judge_bound(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
     if (flying := found["flying"]) > 2:
-        third = found["reductions"][2][0]  # by now there are more than two
+        third = found["reductions"][2][0]  # from here on, there are more than two
         where = "A step on the virtual host:"
         raise told("laws.flying", where, flying, "at most 2").at(_seen(found, third))
 

@@ -1,4 +1,4 @@
-"""Stations 01, 02 and 05, as far as they are functions of their own: rows, rings, closed forms.
+"""The parts of stations 01, 02 and 05 that are separate functions: rows, rings, closed forms.
 
 Rings work on whole numbers, so sums are exact in any order. The wire is watched below every function that a file may call.
 """
@@ -22,7 +22,7 @@ from hwfsdp.course.verdict import Finding
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 
 MOST = 64
-SIZES = (3, 2, 4, 1)  # ranks of a ring
+SIZES = (3, 2, 4, 1)  # numbers of ranks of a ring
 N = 5  # elements of a piece
 STRATEGIES = {"ddp": Strategy.DDP, "zero1": Strategy.ZERO1, "zero2": Strategy.ZERO2, "zero3": Strategy.ZERO3}
 STRATEGIES["hybrid"] = Strategy.HSDP
@@ -32,7 +32,7 @@ STRATEGIES["hybrid"] = Strategy.HSDP
 
 
 def cases() -> list[tuple[int, int]]:
-    """Rows and ranks: all small ones, and some where floats no longer count by one."""
+    """Return pairs of rows and ranks: all small ones, and some that a float cannot count exactly."""
     return [(n, w) for n in range(MOST + 1) for w in range(1, MOST + 1)] + [(2**53 + 1, 2), (10**17 + 1, 7)]
 
 
@@ -46,7 +46,7 @@ def _rows(n: int, world_size: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Integers as they are, anything else as text: a float counts no rows."""
+    """Keep integers, and turn anything else into text: a float is not a number of rows."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if type(value) is int else repr(value)
@@ -54,7 +54,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def chunks(n: int, world_size: int) -> tuple[tuple[int, int], ...]:
-    """Extents by nested chunking: (start, stop) of each rank, then (n, n)."""
+    """Return extents by nested chunking: (start, stop) of each rank; (n, n) for ranks without rows."""
     if n <= MOST:
         pieces = torch.arange(n).chunk(world_size) if n else ()
         found = [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
@@ -108,7 +108,7 @@ def judge_rows(ranks: Ranks, seed: int) -> None:
 
 
 def given(seed: int, world_size: int) -> Tensor:
-    """[W, W * N]: what each rank gives; whole numbers."""
+    """Return [W, W * N]: the input of each rank, in whole numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 1000, (world_size, world_size * N), generator=generator).float()
 
@@ -151,7 +151,7 @@ def judge_gather(ranks: Ranks, seed: int) -> None:
 
 
 def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
-    """The owner of each piece; None if it has none."""
+    """Return the owner of each piece; None for a piece that is no rank's."""
     return [
         next((rank for rank, piece in enumerate(pieces) if torch.equal(block, piece)), None)
         for block in got.view(len(pieces), N)
@@ -159,7 +159,7 @@ def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
 
 
 def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> Finding:
-    """`mirrored`: on every rank, pieces lie as if they had come from the other side."""
+    """Explain pieces at the wrong places. `mirrored`: on every rank, pieces lie as if they came from the other neighbor."""
     owners = _owners(got, expected)
     shown = ", ".join("no rank's" if owner is None else f"rank {owner}'s" for owner in owners)
     name = "02.neighbour_blocks" if mirrored else "02.blocks"
@@ -196,7 +196,7 @@ def _refuse_others(where: str, result: Mapping[str, Any]) -> None:
 def _compare_wire(
     where: str, result: Mapping[str, Any], kept: Tensor, sent: int, rank: int, size: int
 ) -> None:
-    """The input is as it was; this rank sent no more than it must, to its neighbor alone."""
+    """Check that the input is unchanged, and that this rank sent only the necessary bytes, and only to its neighbor."""
     expect("02.input", f"{where}:", result["input"], kept)
     for kind, peer in (("send", (rank + 1) % size), ("recv", (rank - 1) % size)):
         peers = [p for what, p, _ in result["moves"] if what == kind]
@@ -211,7 +211,7 @@ def _compare_wire(
 
 
 class Setup(NamedTuple):
-    """A call of `traffic`; `shards` is an argument of the hybrid strategy alone."""
+    """A call of `traffic`; only the hybrid strategy has the argument `shards`."""
 
     shapes: list[tuple[int, ...]]
     strategy: str
@@ -249,7 +249,7 @@ def _traffic(setup: Setup) -> dict[str, Any]:
 
 
 def probe_own_traffic(report: Report, seed: int, shapes: list[tuple[int, ...]], size: int) -> None:
-    """The learner's closed form for one model."""
+    """Report the learner's closed form for one model."""
     attempt(report, "own", lambda: _traffic(Setup(shapes, "zero3", size, 1)))
 
 

@@ -1,7 +1,7 @@
 """The models for a learner's file: small ones, each with something that breaks a naive FSDP, and ways to train them.
 
-Sizes are drawn by the seed so that the ranks cannot share rows evenly, and some ranks get none. Every model has units: the modules
-that are sharded, inner ones first, the model itself last.
+The seed draws sizes so that the ranks cannot share rows evenly, and some ranks get none. Every model has units: the modules that
+are sharded, inner ones first and the model itself last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss
 
 Units = list[tuple[str, nn.Module]]
 EVEN = 12  # a multiple of 1, 2, 3 and 4
-ROWS = 2  # of a micro-batch of one rank
+ROWS = 2  # rows of a micro-batch of one rank
 # units much larger than activations of 4 tokens
 DEEP = GPTConfig(dim=36, layers=8, heads=2, seq_len=12, vocab=12)
 
@@ -29,10 +29,10 @@ class Scenario(NamedTuple):
 
     Attributes:
         model: a name in `MODELS`. steps: of the optimizer. micros: micro-batches in each of them.
-        sync_last: gradients are reduced after the last micro-batch only. keep: parameters stay whole until then.
+        sync_last: gradients are reduced only after the last micro-batch. keep: parameters stay whole until then.
         reshard: `reshard_after_forward`, or None to leave it out. policy: keywords of `MixedPrecisionPolicy`.
-        evaluated: before each step of the optimizer there is a forward without gradients.
-        peeked: before the second step there is a forward that no backward follows, as in a look at the loss.
+        evaluated: each step of the optimizer comes after a forward without gradients.
+        peeked: before the second step there is a forward without a backward, as when only the loss is needed.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Scenario(NamedTuple):
     peeked: bool = False
 
     def options(self, is_root: bool) -> dict[str, Any]:
-        """Keywords of `fully_shard`. All outputs have the dtype of the whole model's output."""
+        """Return keywords of `fully_shard`. All outputs have the dtype of the whole model's output."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {} if self.reshard is None else {"reshard_after_forward": self.reshard}
@@ -56,7 +56,7 @@ class Scenario(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A model that is not sharded, the same on every rank, and its units."""
+    """An unsharded model, the same on every rank, and its units."""
 
     model: nn.Module
     units: Units
@@ -66,7 +66,7 @@ class Built(NamedTuple):
 
 
 class Stack(nn.Module):
-    """Numbers in, blocks one after the other, numbers out."""
+    """Blocks in sequence between two linear layers: 3 numbers in, 2 numbers out."""
 
     def __init__(self, width: int, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Stack(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Two layers and a gain with a single row, which only one rank can have."""
+    """Two layers, and a gain with a single row, which only one rank can hold."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Perceptron(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a small trained layer behind it. The frozen layer's backward comes last, and needs its weight."""
+    """A frozen layer, and a small trained layer after it. The frozen layer's backward comes last, and needs its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,22 +111,22 @@ class Adapted(nn.Module):
 
 
 class Twice(Stack):
-    """Every block runs twice; tanh keeps numbers small, so that roundings stay small, too."""
+    """Every block runs twice. tanh keeps numbers small, so that rounding errors stay small too."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         return torch.tanh(block(torch.tanh(block(x))))
 
 
 class Recomputed(Stack):
-    """Blocks keep nothing for their backward; it computes them again."""
+    """Blocks keep no activations for their backward, which computes them again."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
-        with set_checkpoint_early_stop(False):  # to the end of the block, and its hooks
+        with set_checkpoint_early_stop(False):  # recompute to the end of the block, with its hooks
             return checkpoint(block, x, use_reentrant=False)
 
 
 class Unused(Stack):
-    """The second block is left out, and the others have a parameter that nothing reads."""
+    """The second block is skipped, and each block has a parameter that nothing reads."""
 
     def __init__(self, width: int, blocks: list[nn.Module]) -> None:
         super().__init__(width, blocks)
@@ -138,14 +138,14 @@ class Unused(Stack):
 
 
 class Changing(Stack):
-    """An evaluation leaves the second block out."""
+    """A forward without gradients skips the second block."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         return block(x) if block is not self.blocks[1] or torch.is_grad_enabled() else x
 
 
 class Shortened(Stack):
-    """A batch of one row leaves out all blocks but the last. The first one has a parameter that nothing reads."""
+    """A batch of one row skips all blocks except the last. The first one has a parameter that nothing reads."""
 
     def __init__(self, width: int, blocks: list[nn.Module]) -> None:
         super().__init__(width, blocks)
@@ -156,9 +156,9 @@ class Shortened(Stack):
 
 
 class Nested(nn.Module):
-    """A block with a layer inside, of one parameter, that is sharded by itself; it returns two tensors in a dict.
+    """A block with an inner layer of one parameter, which is sharded by itself. It returns two tensors in a dict.
 
-    In a backward, the gradients of both outputs come first, and the gradient of the frozen layer's input comes last.
+    In backward, the gradients of both outputs come first, and the gradient of the frozen layer's input comes last.
     """
 
     def __init__(self, width: int) -> None:
@@ -172,7 +172,7 @@ class Nested(nn.Module):
 
 
 class Nesting(Stack):
-    """Blocks of blocks."""
+    """A stack of nested blocks."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         found = block(x)
@@ -180,7 +180,7 @@ class Nesting(Stack):
 
 
 class Loud(nn.Module):
-    """Its gradients are near the largest number of fp16: the mean over the ranks fits, and their sum does not."""
+    """A model with gradients near the largest number of fp16: the mean over the ranks fits, and the sum does not."""
 
     volume = 15_000.0
 
@@ -194,7 +194,7 @@ class Loud(nn.Module):
 
 
 class Gained(GPT):
-    """A GPT with a gain of one row, which any two ranks cannot share. A tied one has it under two names, in one module."""
+    """A GPT with a gain of one row, which two ranks cannot share. A tied one has it under two names in one module."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -205,7 +205,7 @@ class Gained(GPT):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x.float())  # which a block that computes in bf16 has to cast
+            x = block(x.float())  # a block that computes in bf16 has to cast it
         x = self.norm(x) * self.gain
         if hasattr(self, "scale"):
             x = x * self.scale
@@ -214,7 +214,7 @@ class Gained(GPT):
 
 
 class Checkpointed(GPT):
-    """A GPT that keeps less for its backward: its first block is recomputed from outside, the second one's perceptron within."""
+    """A GPT with checkpointing: its first block is recomputed from outside, and in the second block the down layer."""
 
     def __init__(self, config: GPTConfig, reentrant: bool) -> None:
         super().__init__(config)
@@ -231,7 +231,7 @@ class Checkpointed(GPT):
 
 
 class Checkpoint(nn.Module):
-    """A module of which nothing is kept for its backward."""
+    """A module that keeps no activations for its backward."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def _stack(
 
 
 def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
-    """The first unit's backward never comes; the third one's brings the gradient of an input alone."""
+    """The first unit has no backward; the third unit's backward gives only the gradient of an input."""
     built = _stack(draw, block=Adapted, widths=widths, blocks=4)
     model: Any = built.model
     for frozen in (model.inlet, model.blocks[0], model.blocks[2]):
@@ -272,7 +272,7 @@ def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
 
 
 def _frozen_inlet(draw: random.Random) -> Built:
-    """The root's backward is over before the blocks'."""
+    """The root's backward finishes before the blocks' backward."""
     built = _stack(draw)
     model: Any = built.model
     model.inlet.requires_grad_(False)
@@ -289,7 +289,7 @@ def _loud(draw: random.Random) -> Built:
 
 
 def _gained_frozen(draw: random.Random) -> Built:
-    """A parameter of a block is frozen, and all of another, and the embedding."""
+    """One block has a frozen parameter. Another block and the embedding are frozen as a whole."""
     built = _gained(draw)
     model: Any = built.model
     for frozen in (model.blocks[0].up.weight, *model.blocks[1].parameters(), model.tokens.weight):
@@ -298,26 +298,26 @@ def _gained_frozen(draw: random.Random) -> Built:
 
 
 def _gained_nested(draw: random.Random) -> Built:
-    """The attention of each block is a unit inside its block. So is the head, which has one parameter."""
+    """The attention of each block is a unit inside its block. The head, which has one parameter, is a unit too."""
     model: Any = _gained(draw).model
     *inner, root = _built(model, "attention").units
     return Built(model, [*inner, ("head", model.head), root])
 
 
 def _even(draw: random.Random, reentrant: bool | None = None) -> Built:
-    """Rows that 2, 3 and 4 ranks divide; `reentrant`: how parts are recomputed, if any are."""
+    """Build a model with rows that 2, 3 and 4 ranks divide; `reentrant`: the mode of checkpointing; None: no checkpointing."""
     config = GPTConfig(EVEN * draw.choice([1, 2]), 3, 2, EVEN, EVEN * draw.choice([1, 2]))
     return _side_by_side(GPT(config) if reentrant is None else Checkpointed(config, reentrant))
 
 
 def _side_by_side(model: GPT) -> Built:
-    """Units side by side; the model itself is none."""
+    """Make units side by side; the model itself is not a unit."""
     parts = [(name, getattr(model, name)) for name in ("tokens", "positions", "norm", "head")]
     return Built(model, [*parts[:2], *_built(model).units[:-1], *parts[2:]])
 
 
 def _built(model: nn.Module, inner: str = "") -> Built:
-    """Its units are its blocks, and itself; before each block, the module with the name `inner` in it."""
+    """Make units of the blocks and of the model itself. With `inner`, the module of this name in a block is a unit before it."""
     found: Units = []
     for name, block in model.get_submodule("blocks").named_children():
         found += [(f"blocks.{name}.{inner}", block.get_submodule(inner))] if inner else []
@@ -325,7 +325,7 @@ def _built(model: nn.Module, inner: str = "") -> Built:
     return Built(model, [*found, ("model", model)])
 
 
-WIDE = (37, 41)  # units much larger than activations of two rows
+WIDE = (37, 41)  # widths: units much larger than activations of two rows
 MODELS: dict[str, Callable[[random.Random], Built]] = {
     "gpt": _gpt,
     "deep": lambda draw: _built(GPT(DEEP)),
@@ -358,17 +358,17 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
 
 
 def build(scenario: Scenario, seed: int) -> Built:
-    """The model of a scenario; the same values on every rank."""
+    """Build the model of a scenario, with the same values on every rank."""
     torch.manual_seed(seed)
     built = MODELS[scenario.model](random.Random(f"{scenario.model} {seed}"))
     with torch.no_grad():
         for param in built.model.parameters():
-            param.add_(0.2 * torch.randn_like(param))  # norms and gains are not all ones
+            param.add_(0.2 * torch.randn_like(param))  # so that norms and gains are not all ones
     return built
 
 
 def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
-    """The input of one micro-batch of one rank: tokens [2, T] of a GPT, or numbers [2, 3]; each third of `Shortened` has one row."""
+    """Return the input of a micro-batch of a rank: GPT tokens [2, T], or numbers [2, 3]; each third of `Shortened` has one row."""
     draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
     if isinstance(model, GPT):
         return torch.randint(0, model.config.vocab, (ROWS, model.config.seq_len), generator=draw)
@@ -377,7 +377,7 @@ def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """One forward."""
+    """Run one forward, and return its loss."""
     output: Tensor = model(batch).float()
     if isinstance(model, Loud):
         return model.volume * output.sum()

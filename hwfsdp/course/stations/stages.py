@@ -1,6 +1,6 @@
 """The reference file at each station, made from one text with marks.
 
-`my_fsdp.py` beside this module is the file as it is after station 10, and it runs as it stands. Marks in it keep what it was before:
+`my_fsdp.py` beside this module is the file after station 10, and it runs as it is. Its marks keep the earlier versions:
 
     # @08                       from station 08 on
     stream.wait(event)
@@ -8,8 +8,8 @@
     # | wait()
     # @end                      before 03: nothing
 
-The first lines of a block are the newest. Older ones stand below, each line as it was, after `# | `. A block may hold other blocks:
-a mark with a larger number than the lines around it begins one. Station 00 is the starter.
+The first lines of a block are the newest. Older lines follow below, each after `# | `. A block may hold other blocks: a mark with
+a larger number than the lines around it begins one. Station 00 is the starter.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from functools import cache
 from pathlib import Path
 
 LAST = 10
-LONG = 4  # statements of a function that two people do not write alike by chance
+LONG = 4  # statements; two people do not write such a function alike by chance
 SOURCE = Path(__file__).with_name("my_fsdp.py")
 _MARK = re.compile(r"\s*# @(\d\d|end)$")
 _OLD = re.compile(r"\s*# \|(?: (.*))?$")
 
 
 def given(number: str) -> str:
-    """Return the line of a file that says that a station is not the learner's own."""
+    """Return the line that declares, in a file, that a station is not the learner's own."""
     return f"# Station {number} was written by hwfsdp catchup."
 
 
 def is_given(number: str, text: str) -> bool:
-    """Whether a file says so."""
+    """True if a file declares so."""
     return given(number) in map(str.strip, text.splitlines())
 
 
 def undeclared(text: str) -> dict[str, int]:
-    """Count, by station, the long functions of a file that are word for word the reference's, though no line of the file says so.
+    """Count, by station, the long functions of a file that equal the reference's word for word, without that line in the file.
 
-    Comments and docstrings are no words. The line of a station can be deleted; the functions still tell.
+    Comments and docstrings do not count. A learner can delete the line of a station, but the functions still show it.
     """
     found: dict[str, int] = {}
     try:
@@ -56,7 +56,7 @@ def undeclared(text: str) -> dict[str, int]:
 
 @cache
 def _reference_bodies() -> dict[str, str]:
-    """The station that each long function of the reference begins at, by its statements."""
+    """Return, by its statements, the station at which each long function of the reference begins."""
     found = dict.fromkeys(_long_bodies(stage(0)), "")
     for number in range(1, LAST + 1):
         for body in _long_bodies(stage(number)):
@@ -65,7 +65,7 @@ def _reference_bodies() -> dict[str, str]:
 
 
 def _long_bodies(text: str) -> list[str]:
-    """The statements of each function, without its docstring."""
+    """Return the statements of each long function, without its docstring."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
@@ -76,22 +76,22 @@ def _long_bodies(text: str) -> list[str]:
 
 
 def earlier_than(number: str) -> list[str]:
-    """Return the numbers of the stations before a station."""
+    """Return the numbers of the stations before this one."""
     return [f"{n:02}" for n in range(1, min(int(number), LAST + 1))]
 
 
 def caught_up(number: str, kept: Iterable[str]) -> str:
-    """Return the file as it is before a station, with a line for each earlier one that is not the learner's own.
+    """Return the file before a station, with a line for each earlier station that is not the learner's own.
 
     Args:
-        kept: numbers of stations that count as theirs.
+        kept: numbers of the stations that count as the learner's own.
     """
     lines = [given(earlier) for earlier in earlier_than(number) if earlier not in kept]
     return "\n".join([*lines, stage(int(number) - 1)])
 
 
 def stage(number: int, marked: str | None = None) -> str:
-    """Return the file as it is after a station, 0 to 10, without marks.
+    """Return the file after a station, 0 to 10, without marks.
 
     Raises:
         ValueError: the marks do not fit together.
@@ -103,8 +103,8 @@ def stage(number: int, marked: str | None = None) -> str:
 def _lines(
     lines: Iterator[tuple[int, str]], number: int, since: int | None, keep: bool = True
 ) -> Iterator[str]:
-    """Yield the lines that are there at a station, up to the end of the block that began at station `since`."""
-    taken = since is None or since <= number  # whether the lines that come next are wanted
+    """Yield the lines at a station, up to the end of the block that began at station `since`."""
+    taken = since is None or since <= number  # true if the next lines belong to this station
     done = taken and since is not None
     for place, line in lines:
         mark = _MARK.match(line)
@@ -128,7 +128,7 @@ def _lines(
 
 
 def _spaced(lines: Iterator[str]) -> str:
-    """Put two blank lines before what begins in the first column, and one before a method; no others in a row."""
+    """Put two blank lines before text that begins in the first column, and one before a method. Remove other repeated blank lines."""
     found: list[str] = []
     blank = 0
     for line in lines:

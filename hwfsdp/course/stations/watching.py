@@ -1,8 +1,8 @@
-"""What a step on a virtual machine looks like from outside the learner's file: when each unit computes, and how many bytes are alive.
+"""A step on a virtual machine, seen from outside the learner's file: when each unit computes, and how many bytes are alive.
 
-A log of such a step has the learner's collectives and waits, but no forwards and backwards, for the file has no instruments. So
-every kernel of compute is noted, with the unit that it belongs to. `log_of` adds the kernels to the log that a player shows. The log
-that is judged stays as it is.
+The log of such a step has the learner's collectives and waits, but no forwards and backwards, as the file has no instruments. So
+every compute kernel is noted with its unit. `log_of` adds the kernels to the log that a player shows. The log that is judged
+stays unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hwfsdp.train.models.gpt import Block
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock
 
-_KEPT = (*COLLECTIVES, "wait", "alloc", "free", "optimizer")  # of a log; a witness adds every operator
-ALIVE = "all memory"  # the one kind of memory: nobody says what a learner's tensors are for
+_KEPT = (*COLLECTIVES, "wait", "alloc", "free", "optimizer")  # ops to keep; a witness logs every operator
+ALIVE = "all memory"  # the only kind of memory: the purpose of a learner's tensors is unknown
 
 
 @dataclass
 class Span:
-    """Kernels of one unit that follow each other; "" is the unit of kernels between units. Times in µs."""
+    """Consecutive kernels of one unit; "" is the unit of kernels between units. Times in µs."""
 
     op: str
     unit: str
@@ -38,7 +38,7 @@ class Span:
 
 
 class Watch:
-    """Looks on in the block of `looking`. What it has seen is of the last step: whoever begins one calls `begin`.
+    """Watch the block of `looking`. Only the last step is kept: the code that starts a step calls `begin`.
 
     Attributes:
         kernels: when compute was busy, in µs.
@@ -54,14 +54,14 @@ class Watch:
         self._now = "forward", "", ()  # type: tuple[str, str, tuple[int, ...]]
 
     def begin(self, names: dict[nn.Module, str]) -> None:
-        """A step begins. `names`: of the units, as the learner's file knows them."""
+        """Begin a step. `names`: the names of the units in the learner's file."""
         self._names = names
         for seen in (self.kernels, self.spans, self.samples):
             seen.clear()
         self.enter("forward")
 
     def enter(self, op: str, module: nn.Module | None = None) -> None:
-        """From now on, kernels belong to a forward or a backward, of a unit or of none; "": to what has an event of its own."""
+        """Assign the next kernels to a forward or a backward, of a unit or of none. op "": an operation that has its own event."""
         if module is None:
             self._now = op, "", ()
             return
@@ -114,7 +114,7 @@ class Watch:
             self.samples.append(Sample(us, {ALIVE: allocated}))
 
     def log_of(self, log: EventLog, begins: list[tuple[str, int]]) -> EventLog:
-        """The log of a step with spans and samples, its events in the order in which they begin.
+        """Return the log of a step with spans and samples, its events in the order in which they begin.
 
         Args:
             begins: (phase, number of the first event) for each part of the step.
@@ -124,7 +124,7 @@ class Watch:
             for e in log.events
             if e.op in _KEPT
         ]
-        free = len(log.events)  # the first number that no event has
+        free = len(log.events)  # the first unused event number
         spans = [
             Event(
                 *(0, free + number, each.op, "compute", each.unit, each.op),
