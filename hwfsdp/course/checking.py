@@ -1,7 +1,7 @@
 """The student commands that grade: check, watch.
 
-Each returns the exit status: 0 when the requested result holds, 1 when it does not. They load torch and start ranks, which takes
-seconds. Commands that need neither are in `commands`.
+Each command returns the exit status: 0 when the requested result holds, 1 when it does not. These commands load torch and start ranks,
+which takes seconds. Commands that need neither are in `commands`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.1  # between two looks at the files in `watch`
 def check(
     number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
 ) -> int:
-    """Grade one exercise and print the verdict. `began` is when the command began, by the monotonic clock."""
+    """Grade one exercise and print the verdict. `began` is the time at which the command began, in seconds of the monotonic clock."""
     course = find_course()
     exercise = wanted_exercise(course, number)
     folder = submission or course.root / "exercises"
@@ -59,7 +59,7 @@ def check(
 
 
 def _write_page(result: Grade, folder: Path) -> Path | None:
-    """A page is not worth losing a verdict."""
+    """Write the page of the player and return its path. Return None on an error: the verdict is printed even without a page."""
     with suppress(OSError, UsageError):
         return write_page(result, find_source(result.exercise, folder))
     return None
@@ -105,7 +105,7 @@ def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iter
 
 
 def _changed(known: dict[Exercise, _Stamp | None], sleep: Callable[[float], None]) -> Iterator[Exercise]:
-    """`known`: the files as they were seen last."""
+    """Yield each exercise whose file changed. `known` holds the last stamp of each file."""
     while True:
         for exercise in known:
             stamp = _stamp(exercise)
