@@ -56,7 +56,7 @@ class Doors:
 
     Args:
         refuse: called with a text that says what the code did, for example "imports gc"; it does not return.
-        alone: the code is a station or the homework, which may use only a few modules of the package (`HOMEWORK_MAY`).
+        alone: the code is a station or the homework, which may use only two modules of the package (`HOMEWORK_MAY`).
     """
 
     def __init__(self, refuse: Refuse, alone: bool = False) -> None:
