@@ -57,4 +57,4 @@
 A learner's code runs only in processes of ranks. It never runs in the process that makes a grade.
 """
 
-NEEDED_BY_RANKS = "hwfsdp.course.stations.course"  # with all that it imports: what a graded rank needs
+NEEDED_BY_RANKS = "hwfsdp.course.stations.course"  # a graded rank needs this module and all its imports

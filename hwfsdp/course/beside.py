@@ -23,11 +23,11 @@ from hwfsdp.course.verdict import Grade, Seen
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.places import INSIDE, path_of
 
-LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # by station and machine, the reference's log
+LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # the reference's logs, by station and machine
 STATIONS = {"03": ("forward",), **dict.fromkeys(("08", "09", "10"), ("order", "gpu", "host", "forward"))}
-MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # what readers know them by
+MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # the names that learners see
 FOLDER = Path("runs", "check")
-_TIMES = Times(60.0, 120.0)  # for the reference
+_TIMES = Times(60.0, 120.0)  # seconds, for the reference's runs
 
 
 def write_page(grade: Grade, source: Source) -> Path | None:
@@ -38,7 +38,7 @@ def write_page(grade: Grade, source: Source) -> Path | None:
     Args:
         source: the file that was graded.
     """
-    from hwfsdp.plot.player.packing import Start  # only now, for it loads matplotlib
+    from hwfsdp.plot.player.packing import Start  # imported late, because it loads matplotlib
     from hwfsdp.plot.player.page import make_page
 
     path = FOLDER / f"{grade.exercise.number}.html"

@@ -24,8 +24,8 @@ from hwfsdp.course.submission import check_folder, find_source
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
 
-_Stamp = tuple[int, int, int]  # of a file: when it was written, its size, which one it is
-POLL_SECONDS = 0.1  # between two looks at the files in `watch`
+_Stamp = tuple[int, int, int]  # of a file: time of the last write, size, inode
+POLL_SECONDS = 0.1  # time between two looks at the files in `watch`
 
 
 def check(
@@ -88,7 +88,7 @@ def watch(number: str | None, mine: bool) -> int:
 
 
 def current(course: Course, exercise: Exercise) -> Exercise:
-    """The exercise to check when this one's file is saved.
+    """Return the exercise to check when the file of this exercise is saved.
 
     For `my_fsdp.py` this is the station after the last one that has passed or that `hwfsdp catchup` wrote.
     """
@@ -127,7 +127,7 @@ def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
     try:
         options = Options(mine=mine or exercise.is_station)
         result = grade(exercise, course.root / "exercises", course, options)
-    except UsageError as unreadable:  # as it is now; the next save may mend it
+    except UsageError as unreadable:  # the next save may correct the file
         print(f"hwfsdp: {unreadable}\n", flush=True)
         return
     before = Progress.load(course).measured

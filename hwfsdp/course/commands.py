@@ -62,7 +62,7 @@ def list_exercises(as_json: bool) -> int:
 
 
 def _filled(name: str, **values: Any) -> str:
-    from hwfsdp.course.pages import filled  # the library takes time to load, and --json does without
+    from hwfsdp.course.pages import filled  # the library loads slowly, and --json does not need it
 
     return filled(name, **values).removesuffix("\n")
 

@@ -40,8 +40,8 @@ _CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "ca
 HIDDEN = (
     *_CHECKS,
     Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",
-)  # what the guard keeps closed, too
-_FIRST_USER, _USERS = 60_600, 500  # ids that no distribution gives to anyone; one for each grader here
+)  # the guard closes these paths, too
+_FIRST_USER, _USERS = 60_600, 500  # user ids that no distribution assigns; one for each grader here
 
 
 class Limit(NamedTuple):

@@ -67,8 +67,8 @@ class Doors:
         self._closed: dict[int, str] = {}
         # by module and attribute name: attributes that passed the checks
         self._passed: dict[tuple[int, str], tuple[Any, Any]] = {}
-        self._plain: set[type] = set()  # types whose instances are no instruments
-        self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
+        self._plain: set[type] = set()  # types whose instances are not instruments
+        self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # each copy with its original
         self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Doors:
         """Return the name of an object that a learner may not change; "" if they may change it."""
         kind = type(value)
         if kind is types.FunctionType and self.came_in(value.__code__):
-            return ""  # whatever it wraps
+            return ""  # the learner's, even if it wraps another function
         if isinstance(value, (type, *_FUNCTIONS)):
             home = value.__module__ or ""
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
@@ -384,7 +384,7 @@ class _Marked(ast.NodeTransformer):
         mangled = node.attr.startswith("__") and not node.attr.endswith("__")
         if reads and not mangled:
             found = ast.copy_location(ast.Call(look, [node.value, name], []), node)
-            if (last := node.end_lineno) and last > node.lineno:  # the line that has the name, as Python says
+            if (last := node.end_lineno) and last > node.lineno:  # Python reports the line of the name
                 found.lineno, found.col_offset = last, (node.end_col_offset or 0) - len(node.attr.encode())
             return found
         asked = ast.Call(touch, [node.value, name, ast.Constant(not reads)], [])
@@ -393,7 +393,7 @@ class _Marked(ast.NodeTransformer):
 
 
 class _Held(NamedTuple):
-    """A value in a pattern."""
+    """A holder of a value, so that a pattern can read the value as an attribute."""
 
     value: Any
 

@@ -44,7 +44,7 @@ def told(
         )
     is_less = len(misconceptions) > 1 and got < right
     message = f"{where} {sentence.format(got=got, right=right, **words)}"
-    if isinstance(right, bool):  # the sentence says it; "expected False" would say nothing to a learner
+    if isinstance(right, bool):  # the sentence is enough; "expected False" would not help a learner
         got = right = None
     return Finding(misconceptions[is_less], message, right, got)
 

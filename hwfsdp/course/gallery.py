@@ -43,7 +43,7 @@ from hwfsdp.virtual.run import simulate
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
 WORLD_SIZES = (1, 2, 4)
-SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
+SHARDS = 2  # number of ranks, of 4, that share one copy under hybrid sharding
 _PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
 VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # the model in pictures of time
 GPUS, SEQUENCES = 16, (2, 1)  # virtual GPUs on two nodes; sequences per GPU in each of two runs
@@ -146,7 +146,7 @@ def _record_hybrid() -> EventLog:
 
 
 def _exchange(op: str) -> tuple[Tensor, Tensor]:
-    """This rank's tensor before a collective of torch, and after it."""
+    """Run a collective of torch, and return this rank's tensor before it and after it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     before = torch.arange(2.0 if op == "all_gather" else 2.0 * ranks) + 10 * rank
     after = {"all_gather": torch.empty(2 * ranks), "reduce_scatter": torch.empty(2)}.get(op, before.clone())
@@ -163,7 +163,7 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
 
 
 def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
-    """The root's group and the blocks' groups."""
+    """Return the group of the root and the groups of the blocks."""
     return group_sizes(build_model(MODEL, seed=0))
 
 

@@ -242,7 +242,7 @@ def _finding(check: Check, ranks: Ranks, result: Grade) -> Finding | None:
         return explain_failure(unreported.run, paths, holes or result.exercise.hole_names)
     except Broken as broken:
         return explain_broken(broken, paths)
-    except Exception as error:  # data of a kind that no right answer gives
+    except Exception as error:  # the data has a form that no right answer gives
         return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
     finally:
         torch.set_num_threads(threads)

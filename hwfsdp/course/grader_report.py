@@ -152,7 +152,7 @@ def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> Ki
 
 
 class Answers(NamedTuple):
-    """The number of written wrong answers for an exercise, and the texts of its right ones."""
+    """The number of handwritten wrong answers for an exercise, and the texts of its right answers."""
 
     wrong: int
     right: list[str]
@@ -160,7 +160,11 @@ class Answers(NamedTuple):
 
 @dataclass
 class ExerciseReport:
-    """The report on one exercise. `false_failures` names the failed ones among `runs` gradings of right answers."""
+    """The report on one exercise.
+
+    Attributes:
+        runs: number of gradings of right answers. false_failures: the names of those that did not get full marks.
+    """
 
     exercise: Exercise
     answers: Answers

@@ -39,7 +39,7 @@ FOREIGN = tuple(  # ready-made answers to the course
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same, of the package
+OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same for the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # number of frames to look through for a reader
@@ -122,7 +122,7 @@ def _is_known(value: Any) -> bool:
     plain = getattr(value, "fget", None) or getattr(value, "__func__", value)
     code = getattr(getattr(plain, "__wrapped__", plain), "__code__", None)
     if code is None:
-        return value is None or type(value).__module__ in ("builtins", "functools")  # gone, or native
+        return value is None or type(value).__module__ in ("builtins", "functools")  # deleted, or native
     return is_trusted(code)
 
 
@@ -186,7 +186,7 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
         if not (root == "hwfsdp" or module_name.startswith("torch.distributed.distributed_c10d")):
             continue
         for name, value in list(vars(module).items()):
-            kind = type(value)  # not isinstance, which asks lazy objects what they are
+            kind = type(value)  # not `isinstance`, because it would load lazy objects
             if kind is types.FunctionType or issubclass(kind, type):
                 yield (module_name, name), value
             if issubclass(kind, type) and value.__module__ == module_name:

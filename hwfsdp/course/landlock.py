@@ -23,9 +23,9 @@ _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE  # rights that exist for paths that are not folders
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights over files each version knows
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights over files, by version
 _TRUNCATE = 1 << 14
-_SCOPES = 0b11  # abstract sockets and signals of processes outside, from version 6 on
+_SCOPES = 0b11  # restrict abstract sockets and signals to outside processes; from version 6 on
 
 
 def version() -> int:

@@ -29,7 +29,7 @@ from hwfsdp.errors import FSDPError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OLDEST = (3, 11)  # of Python
+OLDEST = (3, 11)  # oldest version of Python
 
 
 def begin() -> None:
@@ -54,7 +54,7 @@ def begin() -> None:
             got=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
             remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
         )
-    backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # of the notebook, and untyped
+    backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # only in notebooks, untyped
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
     backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
 

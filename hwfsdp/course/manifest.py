@@ -127,7 +127,7 @@ class Exercise:
 
     @property
     def short_number(self) -> str:
-        """The number as typed on a command line."""
+        """The number as a learner types it on a command line."""
         return self.number.lstrip("0")
 
     @property
@@ -155,7 +155,7 @@ class Course(NamedTuple):
         """Find an exercise by its number or its folder: 1, 01, 01_rows or exercises/01_rows.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no such exercise.
         """
         for exercise in self.exercises:
             if is_named(str(number), exercise.number, exercise.directory):

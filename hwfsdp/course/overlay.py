@@ -90,7 +90,7 @@ class Socket:
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module from text and puts sockets into its holes."""
+    """A loader that runs a module from text and puts sockets into its holes."""
 
     def __init__(self, text: str, path: str, names: Sequence[str], sockets: dict[Place, Socket]) -> None:
         self.text, self.path, self.names, self.sockets = text, path, names, sockets
@@ -107,7 +107,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find modules with holes in the given texts. Python finds all other modules as usual."""
+    """A finder that takes modules with holes from the given texts. Python finds all other modules as usual."""
 
     def __init__(self, loaders: dict[str, _Loader]) -> None:
         self.loaders = loaders
@@ -147,7 +147,7 @@ def install(
         names = [place.name for place in places if place.module == module]
         loaders[module] = _Loader(text, f"<{module} with holes>", names, sockets)
     sys.meta_path.insert(0, _Finder(loaders))
-    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which fills its holes by itself
+    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which would fill its holes itself
         filler: Any = importlib.import_module("hwfsdp.bodies")
         filler.left_blank.update(map(tuple, places))
     for name in overlay.modules:

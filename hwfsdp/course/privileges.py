@@ -29,7 +29,7 @@ _CAPABILITIES = 64
 
 
 def may_change_user() -> bool:
-    """Whether this process can become another user."""
+    """True if this process can become another user."""
     return sys.platform == "linux" and os.geteuid() == 0
 
 
@@ -48,7 +48,7 @@ def become(uid: int, reads_all: bool) -> None:
         if not kept >> capability & 1:
             libc().prctl(
                 _DROP_BOUND, capability, 0, 0, 0
-            )  # one that the kernel does not know is an error, no harm
+            )  # an unknown capability gives an error without effect
     libc().prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -56,12 +56,12 @@ def become(uid: int, reads_all: bool) -> None:
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     if libc().capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "capset")
-    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or its own files in /proc would be root's
+    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root would own its files in /proc
 
 
 def leave_shared_memory() -> None:
     """Give this process its own shared memory and message queues of System V, which end with it."""
-    libc().unshare(_CLONE_NEWIPC)  # where the system forbids it, they stay
+    libc().unshare(_CLONE_NEWIPC)  # if the system forbids this, the process keeps the shared ones
 
 
 def hide_environment() -> None:

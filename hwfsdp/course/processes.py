@@ -40,7 +40,7 @@ def limit_this_process(own_user: bool = False) -> None:
     if statm.exists():
         pages = [int(field) for field in statm.read_text().split()]
         mapped, used = (pages[field] * os.sysconf("SC_PAGE_SIZE") for field in (0, 5))
-        limits.append((resource.RLIMIT_AS, mapped + MEMORY + _STACKS))  # shared mappings are no data
+        limits.append((resource.RLIMIT_AS, mapped + MEMORY + _STACKS))  # RLIMIT_DATA omits shared mappings
     limits.append((resource.RLIMIT_DATA, used + MEMORY))
     if own_user:
         limits.append((resource.RLIMIT_NPROC, _THREADS))
@@ -134,7 +134,7 @@ def nothing_left_behind(folder: Path | None = None) -> Iterator[Watch]:
 
     def look() -> None:
         while not over.wait(0.2):
-            server = server_pid()  # the first run of all starts it
+            server = server_pid()  # the very first run starts this server
             if server and len(descendants(server)) > PROCESSES:
                 watch.exceeded = "processes"
             elif folder is not None and _is_full(folder):
@@ -160,7 +160,7 @@ def _is_full(folder: Path) -> bool:
     for here, folders, files in os.walk(folder):
         number += len(folders) + len(files)
         for name in (*folders, *files):
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # it was just deleted
                 nbytes += os.lstat(os.path.join(here, name)).st_blocks * 512
         if nbytes > most or number > count:
             return True

@@ -230,7 +230,7 @@ def is_same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return False
-        return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())  # NaN is NaN here
+        return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())  # NaN equals NaN here
     if isinstance(mine, dict) and isinstance(theirs, dict):
         if _is_log(mine) and _is_log(theirs):
             issued = [[[event[name] for name in ISSUED] for event in log["events"]] for log in (mine, theirs)]

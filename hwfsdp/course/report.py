@@ -20,7 +20,7 @@ _INDENT = " " * 6
 
 
 class Style:
-    """Colors on a terminal, none elsewhere, and none if `NO_COLOR` is set (https://no-color.org)."""
+    """Colors on a terminal. There are no colors elsewhere, or if `NO_COLOR` is set (https://no-color.org)."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -58,7 +58,7 @@ def shown(
     Args:
         before: the figures of an earlier verdict. page: the path of a page that plays the failed run (`beside`).
     """
-    from hwfsdp.course.pages import filled  # the library takes time to load, and other commands do without
+    from hwfsdp.course.pages import filled  # the library loads slowly, and other commands do not need it
 
     results = grade.shown_results
     earlier = dict.fromkeys(result.check.id[:2] for result in grade.before)
@@ -89,7 +89,7 @@ def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:
     checks = [each.check for each in grade.shown_results]
     names, longest = max(len(check.id) for check in checks), max(len(check.sentence) for check in checks)
     (mark, color), check = MARKS[result.passed], result.check
-    below = " " * (6 + names)  # the sentence
+    below = " " * (6 + names)  # indentation of the sentence's further lines
     width = max(20, min(longest, style.width - len(below) - 5))
     first, *others = textwrap.wrap(check.sentence, width)
     counts = result in grade.results and check.points

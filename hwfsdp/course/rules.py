@@ -28,7 +28,7 @@ ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
     __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
-    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
 )
 NAMES = {  # closed names in open modules
     "builtins": tuple(
@@ -52,7 +52,7 @@ INSTRUMENTS = (  # modules that record what a learner's code did
     *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # torch's policies: arguments, so open
+POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # torch's arguments, open
 # also torch's, and open: records, and the function that finds where parameters are registered
 RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
 CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.course")  # cannot be imported

@@ -492,7 +492,7 @@ def _let_in(order: _Order, overlay: Overlay, guard: Guard) -> Probe:
 def redirect_errors(path: Path) -> None:
     """Send errors of native code to a file, and print Python's standard error like the rest."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)  # what Python prints does not go there
+    os.dup2(file, 1)  # Python's own prints do not go there
     os.dup2(file, 2)
     os.close(file)
     sys.stderr = sys.stdout
@@ -507,7 +507,7 @@ def _described(error: Exception) -> dict[str, Any]:
     ]
     message = str(error)
     return {
-        "rank": int(os.environ["RANK"]),  # the process group may be gone
+        "rank": int(os.environ["RANK"]),  # the process group may no longer exist
         "kind": type(error).__name__,
         "message": message,
         "frames": frames[-40:],

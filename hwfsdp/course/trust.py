@@ -27,7 +27,7 @@ from hwfsdp.course.rules import CLOSED, NAMES, is_below
 _BESIDE_TORCH = os.path.dirname(os.path.dirname(torch.__file__))
 FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
 ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
-FILLER = str(PACKAGE / "bodies.py")  # of a student's edition
+FILLER = str(PACKAGE / "bodies.py")  # fills the holes of a student's edition
 _FRAMES = {
     "sys._getframe",
     "sys._current_frames",

@@ -41,7 +41,7 @@ def commit_time(folder: Path) -> datetime | None:
 def _head(repository: Path) -> str | None:
     """Return the hash of the commit of HEAD; None if it cannot be found."""
     text = _line(repository / "HEAD")
-    for _ in range(5):  # a reference may be to another one
+    for _ in range(5):  # a reference may point to another one
         if _COMMIT.fullmatch(text):
             return text
         name = text.removeprefix("ref: ")

@@ -89,7 +89,7 @@ def is_submission(paths: Iterable[str], exercises: Sequence[Exercise]) -> bool:
 def _matches(parts: Sequence[str], exercises: Sequence[Exercise]) -> list[Match]:
     if any(is_junk(part) for part in parts):
         return []
-    one_each = {exercise.target: exercise for exercise in exercises}.values()  # stations share theirs
+    one_each = {exercise.target: exercise for exercise in exercises}.values()  # stations share one file
     found = [match for exercise in one_each if (match := _exercise_match(parts, exercise, exercises))]
     return found or [match for name in EXTRAS if (match := _extra_match(parts, name))]
 

@@ -74,7 +74,7 @@ def find_submissions(
         if not path.exists():
             raise unusable("submission.missing", path=path)
         if single or not path.is_dir() or _holds_exercises(path, exercises):
-            found.append(path.resolve() if path.is_symlink() else path)  # links on the command line are followed
+            found.append(path.resolve() if path.is_symlink() else path)  # follow a link that the user names
             continue
         entries = sorted(
             entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
@@ -126,7 +126,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         [printable("/".join(path.absolute().parts[-2:])) for path in paths],
         [f"{printable(str(path))} ({index})" for index, path in enumerate(paths, 1)],
     ]
-    folded = [[name.casefold() for name in names] for names in tries]  # some disks do not tell Ada from ada
+    folded = [[name.casefold() for name in names] for names in tries]  # some disks ignore case
     chosen: list[str] = []
     for index in range(len(paths)):
         chosen.append(
