@@ -23,7 +23,7 @@ from hwfsdp.plot import sheet
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the first argument says; return the exit status."""
+    """Run the command in the first argument, and return the exit status."""
     verb, *numbers = arguments or ("",)
     course = find_course()
     chosen = [wanted_exercise(course, number) for number in numbers] or everything(course)

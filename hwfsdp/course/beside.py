@@ -1,8 +1,8 @@
-"""A run that a check found fault with, beside the reference's: a page of the step player, opened where to look.
+"""A page of the step player that shows a failed run beside the reference's run, opened at the moment to look at.
 
 Both runs are on a virtual machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is the same
-on every computer. So its log is in the file `LOGS`, which `python -m hwfsdp.course logs` writes, and a check does not run the reference.
-The log has the times of the reference's events, and nothing of its code. Of the learner's code, the page shows their file only.
+on every computer. So `python -m hwfsdp.course logs` writes its log to the file `LOGS` once, and a check does not run the reference.
+The log has the times of the reference's events, but none of its code. The page shows only one file of code: the learner's.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hwfsdp.course.verdict import Grade, Seen
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.places import INSIDE, path_of
 
-LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # by station and machine, the reference's log
+LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # the reference's logs, by station and machine
 STATIONS = {"03": ("forward",), **dict.fromkeys(("08", "09", "10"), ("order", "gpu", "host", "forward"))}
-MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # what readers know them by
+MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # the names that learners see
 FOLDER = Path("runs", "check")
-_TIMES = Times(60.0, 120.0)  # for the reference
+_TIMES = Times(60.0, 120.0)  # seconds, for the reference's runs
 
 
 def write_page(grade: Grade, source: Source) -> Path | None:
-    """Write the page of the first finding that says where to look; return where.
+    """Write the page of the first finding that says where to look, and return its path.
 
-    Without such a finding there is no page, and an older one is removed.
+    Without such a finding there is no page, and this function removes an older one.
 
     Args:
         source: the file that was graded.
     """
-    from hwfsdp.plot.player.packing import Start  # only now, for it loads matplotlib
+    from hwfsdp.plot.player.packing import Start  # imported late, because it loads matplotlib
     from hwfsdp.plot.player.page import make_page
 
     path = FOLDER / f"{grade.exercise.number}.html"
@@ -55,7 +55,7 @@ def write_page(grade: Grade, source: Source) -> Path | None:
 
 
 def _own(seen: Seen, source: Source) -> EventLog:
-    """The learner's log. Of the files in it, the page may show the learner's, as it was graded."""
+    """Return the learner's log. The page may show only the learner's file, in the version that was graded."""
     log = Run([{"log": seen.log}]).log()
     files = {place.partition(":")[0] for event in log.events for place in event.code.split(INSIDE)} - {""}
     own = [file for file in files if path_of(file).resolve() == source.path.resolve()] or [str(source.path)]
@@ -68,7 +68,10 @@ def _peak(log: EventLog) -> float:
 
 
 def reference_log(machine: str, number: str) -> EventLog:
-    """The reference's log on this machine after a station, or after the last one before it; of the homework, after all of them."""
+    """Return the reference's log on this machine after a station.
+
+    If that station has no log, return the log of the last station before it. For the homework, return the log of the last station.
+    """
     known = json.loads(gzip.decompress(LOGS.read_bytes()))
     stations = [station for station in sorted(known) if machine in known[station]]
     found = [station for station in stations if station <= number] or stations
@@ -76,7 +79,7 @@ def reference_log(machine: str, number: str) -> EventLog:
 
 
 def record_reference() -> None:
-    """Run the reference on the virtual machines, and write `LOGS`: what it did and when, without places in its code."""
+    """Run the reference on the virtual machines and write `LOGS`: its events and their times, without places in its code."""
     logs: dict[str, dict[str, Any]] = {}
     for number, machines in STATIONS.items():
         text = stage(int(number))
@@ -89,5 +92,5 @@ def record_reference() -> None:
 
 
 def _bare(log: dict[str, Any]) -> dict[str, Any]:
-    """A log without places."""
+    """Return a log without places in the code."""
     return {**log, "events": [{**event, "code": ""} for event in log["events"]]}

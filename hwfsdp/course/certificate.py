@@ -1,4 +1,4 @@
-"""The certificate after station 10: one HTML file, with the figures of their own `my_fsdp.py`."""
+"""The certificate after station 10: one HTML file with the figures of the learner's `my_fsdp.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from hwfsdp.course.manifest import OWN_FILE, Course
 from hwfsdp.course.progress import Progress
 
-STATION = "10"  # with which one gets it
+STATION = "10"  # the learner gets the certificate after this station
 
 
 def write_certificate(course: Course, progress: Progress) -> Path | None:
-    """Write `certificate.html` beside the learner's progress, if all stations up to 10 have their points; 02 is a side quest.
+    """Write `certificate.html` beside the learner's progress if all stations up to 10 have full marks. Station 02 is optional.
 
     Returns:
-        Where it is; None if something is missing, or it cannot be written.
+        The path of the certificate; None if a station is missing, or the file cannot be written.
     """
     stations = [e for e in course.exercises if e.is_station and e.number <= STATION]
     standings = [progress.standing(station) for station in stations]

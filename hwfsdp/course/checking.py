@@ -1,7 +1,7 @@
 """The student commands that grade: check, watch.
 
-Each returns the exit status: 0 when the requested result holds, 1 when it does not. They load torch and start ranks, which takes
-seconds. Commands that need neither are in `commands`.
+Each command returns the exit status: 0 when the requested result holds, 1 when it does not. These commands load torch and start ranks,
+which takes seconds. Commands that need neither are in `commands`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hwfsdp.course.submission import check_folder, find_source
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
 
-_Stamp = tuple[int, int, int]  # of a file: when it was written, its size, which one it is
-POLL_SECONDS = 0.1  # between two looks at the files in `watch`
+_Stamp = tuple[int, int, int]  # of a file: time of the last write, size, inode
+POLL_SECONDS = 0.1  # time between two looks at the files in `watch`
 
 
 def check(
     number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
 ) -> int:
-    """Grade one exercise and print the verdict. `began` is when the command began, by the monotonic clock."""
+    """Grade one exercise and print the verdict. `began` is the time at which the command began, in seconds of the monotonic clock."""
     course = find_course()
     exercise = wanted_exercise(course, number)
     folder = submission or course.root / "exercises"
@@ -59,7 +59,7 @@ def check(
 
 
 def _write_page(result: Grade, folder: Path) -> Path | None:
-    """A page is not worth losing a verdict."""
+    """Write the page of the player and return its path. Return None on an error: the verdict is printed even without a page."""
     with suppress(OSError, UsageError):
         return write_page(result, find_source(result.exercise, folder))
     return None
@@ -88,7 +88,7 @@ def watch(number: str | None, mine: bool) -> int:
 
 
 def current(course: Course, exercise: Exercise) -> Exercise:
-    """The exercise to check when this one's file is saved.
+    """Return the exercise to check when the file of this exercise is saved.
 
     For `my_fsdp.py` this is the station after the last one that has passed or that `hwfsdp catchup` wrote.
     """
@@ -105,7 +105,7 @@ def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iter
 
 
 def _changed(known: dict[Exercise, _Stamp | None], sleep: Callable[[float], None]) -> Iterator[Exercise]:
-    """`known`: the files as they were seen last."""
+    """Yield each exercise whose file changed. `known` holds the last stamp of each file."""
     while True:
         for exercise in known:
             stamp = _stamp(exercise)
@@ -127,7 +127,7 @@ def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
     try:
         options = Options(mine=mine or exercise.is_station)
         result = grade(exercise, course.root / "exercises", course, options)
-    except UsageError as unreadable:  # as it is now; the next save may mend it
+    except UsageError as unreadable:  # the next save may correct the file
         print(f"hwfsdp: {unreadable}\n", flush=True)
         return
     before = Progress.load(course).measured

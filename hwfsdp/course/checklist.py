@@ -1,7 +1,7 @@
 """The checks as data: `checks.toml` lists them by id, in the order in which they run.
 
-A misconception has a question of its own, which is asked unless it is vague: "the result is not the right one". Then the question is
-the check's.
+Each misconception has its own question, and the learner gets this question. Some misconceptions are vague ("the result is not the right
+one"). For these, the learner gets the question of the check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENTRIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("che
 
 
 def checks_of(*exercises: str) -> tuple[Check, ...]:
-    """The checks of exercises, with their judges."""
+    """Return the checks of these exercises, with their judges."""
     chosen = [check for exercise in exercises for check in ENTRIES if check.startswith(f"{exercise}.")]
     return tuple(_check(check, ENTRIES[check]) for check in chosen)
 
@@ -32,6 +32,6 @@ def _check(check: str, entry: dict[str, Any]) -> Check:
 
 
 def question_of(check: str, misconception: str) -> str:
-    """The question for a learner with this misconception."""
+    """Return the question for a learner with this misconception."""
     found = MISCONCEPTIONS[misconception]
     return str(ENTRIES.get(check, {}).get("question", found.question)) if found.vague else found.question

@@ -1,6 +1,6 @@
-"""The student commands that need no ranks and answer at once: list, hint, status, reset, catchup. For others, see `checking`.
+"""The student commands that need no ranks and answer at once: list, hint, status, reset, catchup. The others are in `checking`.
 
-Each returns the exit status: 0 when the requested result holds, 1 when it does not.
+Each command returns the exit status: 0 when the requested result holds, 1 when it does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hwfsdp.errors import UsageError
 
 
 def list_exercises(as_json: bool) -> int:
-    """Print the table of contents of the course here, or else of the course in the package."""
+    """Print the table of contents of the course in this folder. If there is none, use the course in the package."""
     try:
         course, is_here = find_course(), True
     except UsageError:
@@ -62,7 +62,7 @@ def list_exercises(as_json: bool) -> int:
 
 
 def _filled(name: str, **values: Any) -> str:
-    from hwfsdp.course.pages import filled  # the library takes time to load, and --json does without
+    from hwfsdp.course.pages import filled  # the library loads slowly, and --json does not need it
 
     return filled(name, **values).removesuffix("\n")
 
@@ -73,13 +73,13 @@ def wanted_exercise(course: Course, number: str) -> Exercise:
 
 
 def everything(course: Course) -> list[Exercise]:
-    """Everything that is graded by running it: the exercises, and the homework if the course has it."""
+    """Return everything that the grader runs: the exercises, and the homework if the course has one."""
     homework = [read_homework(course)] if (course.root / "exercises" / HOMEWORK).is_dir() else []
     return [*course.exercises, *homework]
 
 
 def hint(number: str, as_json: bool) -> int:
-    """Print the hints seen so far, and one more."""
+    """Print the hints that the learner has seen, and one more."""
     course = find_course()
     exercise = wanted_exercise(course, number)
     hints = Progress.load(course).next_hint(exercise)
@@ -97,7 +97,7 @@ def hint(number: str, as_json: bool) -> int:
 
 
 def status(as_json: bool) -> int:
-    """Print the learner's points, and what to do next."""
+    """Print the learner's points and the next step."""
     course = find_course()
     progress = Progress.load(course)
     standings = [progress.standing(exercise) for exercise in course.exercises]
@@ -127,7 +127,7 @@ def status(as_json: bool) -> int:
 
 
 def catch_up(number: str, as_json: bool) -> int:
-    """Write `my_fsdp.py` as it is before a station."""
+    """Write `my_fsdp.py` in its state before a station."""
     course = find_course()
     station = course.exercise(number)
     if not station.is_station or station.number == "01":
@@ -165,7 +165,7 @@ def filled_lines(items: Sequence[object], width: int) -> Iterator[str]:
 
 
 def reset_exercise(number: str, as_json: bool) -> int:
-    """Write a starter again, and keep the learner's file beside it."""
+    """Write the starter again, and keep the learner's file beside it."""
     exercise = find_course().exercise(number)
     kept = replace_file(exercise, starter(exercise))
     if as_json:

@@ -1,17 +1,17 @@
 """The rights of a rank that runs a learner's code: as few as the system can enforce.
 
-    time, memory, processes, files    limits of the system and a watcher (`processes`)
-    a session of its own              so that whatever it starts can be found and ended
-    a user of its own                 if the grader is root: it cannot touch anyone else's processes or files
-    a network of its own              if the grader is root: loopback, which its ranks talk over, and nothing else
-    the files of Python only          Landlock: not the solutions, the tests, other submissions, the modules that it is graded on
+    time, memory, processes, files    the system and a watcher limit them (`processes`)
+    a session of its own              the grader can find and end every process that the rank starts
+    a user of its own                 if the grader is root: the rank cannot touch processes or files of other users
+    a network of its own              if the grader is root: only loopback, through which the ranks talk
+    the files of Python only          Landlock: not the solutions, tests, other submissions, nor the modules that are graded
 
-Each of these is taken where the system gives it; `limits_in_force` says which. `guard` is one more line of defense, which also
-says what was tried.
+Each limit is set where the system supports it; `limits_in_force` lists which ones are. `guard` is a further line of defense: it also
+reports what the code tried.
 
-The grader makes a plan (`confine`), which travels to each rank. It is carried out there in two steps: before anything else
-(`Confinement.enter`), and, for files, when the rank has loaded what it needs, before the learner's file is run
-(`Confinement.close_files`).
+The grader makes a plan (`confine`) and sends it to each rank. The rank carries it out in two steps. `Confinement.enter` runs before
+anything else. `Confinement.close_files` restricts files: it runs after the rank has loaded what it needs, and before it runs the
+learner's file.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "ca
 HIDDEN = (
     *_CHECKS,
     Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",
-)  # what the guard keeps closed, too
-_FIRST_USER, _USERS = 60_600, 500  # ids that no distribution gives to anyone; one for each grader here
+)  # the guard closes these paths, too
+_FIRST_USER, _USERS = 60_600, 500  # user ids that no distribution assigns; one for each grader here
 
 
 class Limit(NamedTuple):
-    """One thing that a submission cannot do; `why_not` says why it can, if the limit is not in force."""
+    """One limit of a submission. If the limit is not in force, `why_not` gives the reason."""
 
     name: str
     in_force: bool
@@ -54,13 +54,13 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Confinement:
-    """The rights that a rank gives up. It travels to the rank by value.
+    """The rights that a rank gives up. This object is sent to the rank by value.
 
     Attributes:
-        read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders
-            whose entries it may list.
-        user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
-        network: a path in /proc; None: it keeps the grader's.
+        read, write: paths that the rank may read and write, if the system has Landlock. The rank starts in the first writable path.
+        look: folders whose entries the rank may list.
+        user: the user that the rank becomes; None: it keeps the grader's user. reads_all: see `privileges.become`.
+        network: a path in /proc; None: the rank keeps the grader's network.
     """
 
     read: tuple[Path, ...]
@@ -71,10 +71,10 @@ class Confinement:
     network: str | None
 
     def enter(self, folder: str) -> None:
-        """Give up all but files, in the process of a rank.
+        """Give up all rights except file access, in the process of a rank.
 
         Args:
-            folder: where the ranks of the run meet; its files become the new user's.
+            folder: the folder where the ranks of the run meet. The new user becomes the owner of its files.
         """
         limit_this_process(own_user=self.user is not None)
         close_pipes()
@@ -89,24 +89,24 @@ class Confinement:
             privileges.become(self.user, self.reads_all)
 
     def close_files(self, folder: str) -> None:
-        """From now on the rank reads the files of Python only, and no checks: it has loaded what it needs of them."""
+        """Restrict the rank to the files of Python. It cannot read the checks any more; it has loaded the parts that it needs."""
         if landlock.version():
             landlock.restrict_files(self.read, (*self.write, Path(folder)), self.look)
 
 
 def _give(folder: Path, user: int) -> None:
-    """A folder of a run, and what is in it, belongs to the user; devices stay whose they are."""
+    """Make the user the owner of a run's folder and its files. Devices keep their owners."""
     if folder.is_dir() and not str(folder).startswith("/dev"):
         for path in (folder, *folder.iterdir()):
             os.chown(path, user, user, follow_symlinks=False)
 
 
 def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = ()) -> Confinement:
-    """The plan for ranks of one run.
+    """Return the plan for the ranks of one run.
 
     Args:
-        folder: that they may write to.
-        modules: of the package, whose text they must not see. off_limits: other paths that they must not.
+        folder: the folder that the ranks may write to.
+        modules: modules of the package whose text the ranks must not see. off_limits: other paths that they must not see.
     """
     read, look = _readable(
         {path for module in modules for path in files_of(module)} | {*_CHECKS, *off_limits}
@@ -124,14 +124,14 @@ def _network() -> str | None:
 
 
 def files_of(module: str) -> Iterator[Path]:
-    """A module's text, and what Python has compiled of it."""
+    """Yield the path of a module's text, and the paths of its compiled files."""
     path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     yield path
     yield from (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")
 
 
 def _readable(hidden: set[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Python, its libraries and the package, without what is hidden; and folders that have hidden files in them."""
+    """Return the readable paths (Python, its libraries and the package, without hidden ones), and the folders that hold hidden files."""
     roots = [*map(Path, _SYSTEM), Path(sys.base_prefix), Path(sys.prefix), PACKAGE]
     roots += [Path(entry) for entry in sys.path if entry and not PACKAGE.is_relative_to(entry)]
     read, look = list[Path](), list[Path]()
@@ -142,7 +142,7 @@ def _readable(hidden: set[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) -> None:
-    """Add a path, or, if something hidden is below it, its entries one by one."""
+    """Add a path to `read`. If something hidden is below it, add its entries one by one."""
     if not any(each.is_relative_to(path) for each in hidden):
         read.append(path)
     elif path not in hidden and path.is_dir():
@@ -152,13 +152,13 @@ def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) ->
 
 
 def _is_open_to_all(path: Path) -> bool:
-    """Whether any user can read what is there, by the permissions of the folders on the way."""
+    """True if any user can read this path, by its permissions and those of the folders above it."""
     folders_open = all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
     return folders_open and bool(path.stat().st_mode & 0o004)
 
 
 def limits_in_force() -> list[Limit]:
-    """What keeps a submission in its place on this machine, and what does not."""
+    """Return every limit of a submission, and whether this machine enforces it."""
     plan = confine(Path(os.devnull), ())
     no_root = "only root can, and the grader is not root" if os.geteuid() else "the system forbids it"
     unreadable = "Python lies in a folder that only root may enter, and there is no Landlock"

@@ -1,12 +1,12 @@
-"""Three ways to say which rows a rank of a dp × tp mesh holds, if TP cuts first and FSDP cuts what is left.
+"""Three ways to compute which rows a rank of a dp × tp mesh holds, if TP cuts first and FSDP cuts the result.
 
-Two are right for every size, one only for sizes that divide: notebook 09 holds them against each other. All take
+Two ways are right for every size. One is right only for sizes that divide evenly. Notebook 09 compares them. All take
 
-    rows      of the whole tensor
+    rows      number of rows of the whole tensor
     dp, tp    sizes of the mesh
     at        the rank, as (index on dp, index on tp)
 
-and return the numbers of the rank's rows: a 1D int64 tensor, empty if it has none.
+and return the numbers of the rank's rows: a 1D int64 tensor, empty if the rank has no rows.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Way = Callable[[int, int, int, tuple[int, int]], Tensor]
 
 
 def cut_by_cut(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
-    """The oracle: what `torch.chunk` leaves to the rank on tp, chunked again on dp."""
+    """Compute the oracle: `torch.chunk` cuts the rows on tp, then cuts this rank's chunk again on dp."""
     return _part(_part(torch.arange(rows), tp, at[1]), dp, at[0])
 
 
 def by_stripes(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
-    """The reading that the name "strided" suggests: one stripe of each of tp pieces for a dp index, which tp then divides."""
+    """Cut as the name "strided" suggests: a dp index gets one stripe of each of the tp pieces, and tp then divides these stripes."""
     stripes = [_part(piece, dp, at[0]) for piece in torch.arange(rows).chunk(tp)]
     return _part(torch.cat(stripes), tp, at[1])
 
 
 def from_placements(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
-    """The extents that `hwfsdp.layout` computes from the placements of such a tensor, with integers only."""
+    """Use the extents that `hwfsdp.layout` computes from the placements of such a tensor, with integers only."""
     extent = local_extent_of((rows,), (dp, tp), [strided_shard(0, tp), Shard(0)], at)
     return torch.arange(extent.offset[0], extent.offset[0] + extent.shape[0])
 
 
 def is_right(way: Way, rows: int, dp: int, tp: int) -> bool:
-    """Whether a way gives every rank of the mesh the rows that it gets cut by cut."""
+    """True if a way gives every rank of the mesh the same rows as `cut_by_cut`."""
     ranks = product(range(dp), range(tp))
     return all(torch.equal(way(rows, dp, tp, at), cut_by_cut(rows, dp, tp, at)) for at in ranks)
 
 
 def _part(tensor: Tensor, parts: int, index: int) -> Tensor:
-    """One of `parts` chunks; empty if `torch.chunk` makes fewer."""
+    """Return the chunk number `index` of `parts` chunks; an empty tensor if `torch.chunk` makes fewer."""
     chunks = tensor.chunk(parts)
     return chunks[index] if index < len(chunks) else tensor[:0]

@@ -1,10 +1,10 @@
-"""From a signature, in numbers or in a log, to the misconception behind it.
+"""Find the misconception behind a pattern in numbers or in a log.
 
-A check that fails says what a learner seems to believe, with the evidence, and asks one question that leads on. It never
-gives the answer. `misconceptions` lists them; the functions below recognize the common ones:
+A check that fails says what the learner seems to believe, shows the evidence, and asks one question that helps. It never
+gives the answer. `misconceptions` lists the misconceptions; the functions below recognize the common ones:
 
-    compare_order       logs of ranks that part: an aligned table of the first collectives that differ
-    explain_failure     an exception, a collective that nobody else joined, a rank that left
+    compare_order       the logs of the ranks differ: an aligned table of the first collectives that differ
+    explain_failure     an exception, a collective that no other rank joined, a rank that left
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hwfsdp.observe.events import Event
 
 
 def ratio(actual: Tensor, oracle: Tensor) -> float | None:
-    """The one number that `actual` is of `oracle`, up to rounding; None if there is none, or the oracle is zero."""
+    """Return the factor c with `actual` = c · `oracle`, up to rounding; None if there is no such factor, or the oracle is zero."""
     if actual.shape != oracle.shape or not oracle.any():
         return None
     a, b = actual.double(), oracle.double()
@@ -34,7 +34,7 @@ def ratio(actual: Tensor, oracle: Tensor) -> float | None:
 
 
 def first_difference(actual: Tensor, oracle: Tensor) -> str:
-    """The first place where two tensors of one shape differ, and their values there."""
+    """Describe the first place where two tensors of the same shape differ, with both values."""
     different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
     index = tuple(different.nonzero()[0].tolist())
     return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
@@ -44,7 +44,7 @@ def first_difference(actual: Tensor, oracle: Tensor) -> str:
 
 
 def describe(event: Event) -> str:
-    """An event in a table: what, of which group, how many bytes."""
+    """Describe an event for a table: operation, group, bytes."""
     return f"{event.op} {event.owner or '-'} {event.bytes:,} B"
 
 
@@ -69,19 +69,19 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
 
 # --- Failures ----------------------------------------------------------------------------------------------
 
-MISMATCH = (  # what torch and this package say when ranks do not run the same collectives
+MISMATCH = (  # messages of torch and of this package when ranks do not run the same collectives
     "Detected mismatch between collectives",
     "ranks call different collectives",
 )
 
-TIMEOUT = ("Timed out", "timed out")  # of waiting for another rank
+TIMEOUT = ("Timed out", "timed out")  # messages when a rank waited too long for another one
 
 
 def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Finding:
-    """Why a run did not come to report what was asked of it.
+    """Explain why a run did not report what a check asked for.
 
     Args:
-        paths: of the learner's files; holes: names of the functions that they define.
+        paths: paths of the learner's files. holes: names of the functions that these files define.
     """
     if not run.raised:
         return Finding("left-early", "A rank returned without having reported anything.")
@@ -118,7 +118,7 @@ def _hole_name(raised: Raised, holes: Sequence[str]) -> str:
 
 
 def _place(raised: Raised, paths: Sequence[str]) -> str:
-    """The last line of the learner's that the exception came through."""
+    """Describe the innermost line of the learner's code in the traceback."""
     for frame in reversed(raised.frames):
         if frame["file"] in paths:
             name = str(frame["file"]).rpartition("/")[2]
@@ -133,7 +133,7 @@ def _one_line(message: str) -> str:
 
 
 def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
-    """The reason why a run ended. `paths` are the learner's files."""
+    """Explain why a run was ended. `paths` are the learner's files."""
     got, line = _one_line(broken.got), _line_of_learner(broken, paths)
     waiting = "waiting in" in got
     name, message = {
@@ -153,9 +153,9 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
 
 
 def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
-    """The innermost line of a stack that is in a learner's file, if there is one.
+    """Describe the innermost line of a stack that is in a learner's file; "" if there is none.
 
-    Python lists the innermost last, in `File "…", line 3, in f`; a crash lists it first, in `File "…", line 3 in f`.
+    Python lists the innermost line last, as `File "…", line 3, in f`. A crash lists it first, as `File "…", line 3 in f`.
     """
     found = re.findall(r'File "(.+)", line (\d+),? in (\S+)', broken.stacks)
     own = [line for line in found if line[0] in paths]
@@ -166,6 +166,6 @@ def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
 
 
 def _last_words(broken: Broken) -> str:
-    """The last words of native code that ended the process."""
+    """Return the message of the native code that ended the process; "" if there is none."""
     found = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", broken.stacks)
     return f" It said: {_one_line(found[0])}" if found else ""

@@ -1,24 +1,25 @@
-"""Access by a learner's code, checked at the moment of the access.
+"""Check each access of a learner's code at the moment of the access.
 
-A rule over text knows words, and words can be put together: `vars(m)["pau" + "sed"]`. So a submission is compiled so that each
-attribute it reads, sets or deletes passes `Doors`, with the object itself in hand; and its built-in functions are `Doors`'s,
-where they look up names (`getattr`), import, or run text (`exec`), whose attributes then pass here, too. What is asked is not how
-it is spelled but what comes out:
+A rule over text sees only words, and code can build words: `vars(m)["pau" + "sed"]`. So this module compiles a submission in a special
+way: `Doors` checks each attribute that the code reads, sets or deletes, and has the object itself. `Doors` also replaces the built-in
+functions that look up names (`getattr`), import, or run text (`exec`), so it checks the attributes in that text, too. It ignores the
+spelling and looks at the object that the access returns. It refuses
 
-    an instrument        recorder, log, clock, ledger, virtual device: they tell what a learner's code did
-    what is ready-made   torch's FSDP and DDP; for the stations and the homework, the package's own
-    a door               frames, code and variables of others, modules by a name that is put together, other ways around this one
+    an instrument        recorder, log, clock, ledger, virtual device: they record what a learner's code did
+    a ready-made answer  FSDP and DDP of torch; for the stations and the homework, also the package's own
+    a door               frames, code and variables of others, modules by a built name, other ways around these checks
 
-and whether something is set that is not the learner's: an attribute of a module, a class, a function, an instrument.
+It also refuses to set an attribute of a module, class, function or instrument that is not the learner's.
 
 Note [Code that has not come in by the door]
-    Code can be run by means that are not here: by a library that evaluates annotations, or imports a file that was written
-    just now. So the guard asks of all code that is run, where it is not Python's, a library's or the package's, whether it was
+    Some code runs without passing through this module: a library evaluates annotations, or imports a file that was just written.
+    So the guard looks at all code that runs. If the code does not belong to Python, a library or the package, it must have been
     compiled here (`came_in`).
 
 Note [Out of reach]
-    Whoever could put other built-in functions into the names of a module would choose what its functions ask. So those names are
-    never handed out: `globals()` is a copy, and text that is run with a learner's own names is run in a copy of them.
+    Code that could replace the built-in functions in a module's names could turn off the checks of that module's functions. So a
+    learner never gets those names: `globals()` returns a copy, and text that runs with the learner's own names runs in a copy of
+    them.
 """
 
 from __future__ import annotations
@@ -44,48 +45,48 @@ _STREAMS = "hwfsdp.core.streams"
 _CLOSED = (*CLOSED, *NATIVE_MODULES)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
-_OWN_NAMES = ("__dict__",)  # may be asked of instances, but not of what is told
-_TOLD = (types.ModuleType, type, *_FUNCTIONS)  # what has a home of its own
+_OWN_NAMES = ("__dict__",)  # may be read of instances, but not of objects in `_TOLD`
+_TOLD = (types.ModuleType, type, *_FUNCTIONS)  # objects that know their own module
 _WORDS = FRAMES | ATTRIBUTES | {*_OWN_NAMES}
-_STANDS_FOR = (super, weakref.ProxyType, weakref.CallableProxyType)  # others, whose attributes they have
+_STANDS_FOR = (super, weakref.ProxyType, weakref.CallableProxyType)  # have the attributes of another object
 
 
 class Doors:
-    """Compiles and runs a learner's code.
+    """Compile and run a learner's code.
 
     Args:
-        refuse: called with what the code did, as words that follow "it"; does not return.
-        alone: it is a station or the homework, to which of the package only two modules are open.
+        refuse: called with a text that says what the code did, for example "imports gc"; it does not return.
+        alone: the code is a station or the homework, which may use only two modules of the package (`HOMEWORK_MAY`).
     """
 
     def __init__(self, refuse: Refuse, alone: bool = False) -> None:
         self._refuse, self._alone = refuse, alone
         self._came_in: dict[int, types.CodeType] = {}
-        # names that nobody can write
+        # random names that a learner cannot guess
         self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
         self._closed: dict[int, str] = {}
-        # modules and names that were asked for, with the answer
+        # by module and attribute name: attributes that passed the checks
         self._passed: dict[tuple[int, str], tuple[Any, Any]] = {}
-        self._plain: set[type] = set()  # types whose instances are no instruments
-        self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
+        self._plain: set[type] = set()  # types whose instances are not instruments
+        self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # each copy with its original
         self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
 
     def close(self) -> None:
-        """The package is loaded: from now on, what is closed one by one is known by its identity."""
+        """Remember the identity of each object that is closed by name. Call this when the package is loaded."""
         self._closed = {id(value): name for name, value in _closed_objects()}
 
     def came_in(self, code: types.CodeType) -> bool:
-        """Note [Code that has not come in by the door]."""
+        """True if this object compiled the code. See Note [Code that has not come in by the door]."""
         return id(code) in self._came_in
 
     def run(self, text: str, path: str, names: dict[str, Any]) -> None:
-        """Run a file whose names are these."""
+        """Run the text of a file in these names."""
         self._execute(self._compile(text, path), names)
 
     # --- Attributes ----------------------------------------------------------------------------------------
 
     def look(self, value: Any, name: str) -> Any:
-        """`value.name`."""
+        """Return `value.name`, if the learner's code may read it."""
         if type(value) is types.ModuleType and name not in _WORDS:
             known, found = self._passed.get((id(value), name), (None, None))
             if known is value and getattr(value, name) is found:
@@ -101,7 +102,7 @@ class Doors:
         return found
 
     def touch(self, value: Any, name: str, sets: bool) -> Any:
-        """`value`, whose attribute is read, or set, or deleted next."""
+        """Check that the learner's code may read, set or delete this attribute next, and return `value`."""
         meant = _meant(value)
         self._check_name(meant, name)
         if sets and (what := self._not_own(meant)):
@@ -109,7 +110,7 @@ class Doors:
         return value
 
     def copy(self, wrapped: Any, wrapper: Any, names: Iterable[str]) -> None:
-        """Attributes of `wrapped`, and all in its `__dict__`, are set of `wrapper` next, which is None if others have made it."""
+        """Check a copy of attributes, and of everything in `__dict__`, from `wrapped` to `wrapper`; None if others made the wrapper."""
         if issubclass(type(wrapped), types.ModuleType):
             self._refuse("copies the names of a module")
         self._check_name(wrapped, "__doc__")
@@ -139,7 +140,7 @@ class Doors:
             self._refuse(reason)
 
     def _closed_as(self, value: Any, found: Any) -> str:
-        """Why `found`, an attribute of `value`, is closed; "" if it is open."""
+        """Say why `found`, an attribute of `value`, is closed; "" if it is open."""
         if id(found) in self._closed:
             return f"uses {self._closed[id(found)]}"
         if isinstance(found, types.ModuleType):
@@ -150,7 +151,7 @@ class Doors:
         if is_below(home, READY_MADE) and found.__name__ not in (*POLICIES, *RECORDS):
             return f"uses {what}"
         if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
-            return ""  # of a probe, and wrappers of a recording
+            return ""  # functions of a probe, and wrappers of a recording
         if is_below(home, _CLOSED) and home != "builtins" and what not in LOCKS:
             return f"uses {what}"
         return f"uses {what}, which this file does without" if self._is_of_others(home) else ""
@@ -165,10 +166,10 @@ class Doors:
         return self._alone and is_below(home, ("hwfsdp",)) and home not in HOMEWORK_MAY
 
     def _not_own(self, value: Any) -> str:
-        """The name of an object that a learner may not change."""
+        """Return the name of an object that a learner may not change; "" if they may change it."""
         kind = type(value)
         if kind is types.FunctionType and self.came_in(value.__code__):
-            return ""  # whatever it wraps
+            return ""  # the learner's, even if it wraps another function
         if isinstance(value, (type, *_FUNCTIONS)):
             home = value.__module__ or ""
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
@@ -200,14 +201,14 @@ class Doors:
         return eval(code, names)
 
     def _execute_beside(self, code: types.CodeType, names: dict[str, Any]) -> Any:
-        """Run code with names that the learner holds, in a copy: Note [Out of reach]."""
+        """Run code in a copy of names that the learner holds. See Note [Out of reach]."""
         inner = dict(names)
         found = self._execute(code, inner)
         names.update({key: value for key, value in inner.items() if key != "__builtins__"})
         return found
 
     def _shown(self, names: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-        """The result of `globals` or `locals`. The names of a module come as a copy, which `exec` recognizes."""
+        """Return the result of `globals` or `locals`. The names of a module are copied, and `exec` recognizes the copy."""
         if names is not whole:
             return names
         shown = {key: value for key, value in whole.items() if key != "__builtins__"}
@@ -215,7 +216,7 @@ class Doors:
         return shown
 
     def _by_name(self) -> dict[str, Any]:
-        """Built-in functions that look names up."""
+        """Return the built-in functions that look up names, by name."""
         missing, frame_of = object(), sys._getframe
 
         def look_up(value: Any, name: str, default: Any = missing, /) -> Any:
@@ -249,12 +250,12 @@ class Doors:
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
             **{"globals": all_names, "locals": local_names, "__import__": self._import},
             **{self._look: self.look, self._touch: self.touch, self._hold: _Held},
-            # looked up at each call: a probe replaces it by another process's
+            # looked up at each call: a probe replaces it by the function of another process
             "hash": lambda value, /: builtins.hash(value),
         }
 
     def _by_text(self) -> dict[str, Any]:
-        """Built-in functions that run a text."""
+        """Return the built-in functions that run a text, by name."""
         frame_of = sys._getframe
 
         def run_text(source: Any, names: Any = None, own: Any = None, /) -> None:
@@ -276,7 +277,7 @@ class Doors:
         return {"breakpoint": stop, "exec": run_text, "eval": value_of, "compile": compiled}
 
     def _run(self, source: Any, mode: str, names: Any, own: Any, frame: types.FrameType) -> Any:
-        """`exec` or `eval`, called in this frame; names that the code binds are in `own` if there is one, else in `names`."""
+        """Do the work of `exec` or `eval`, called in this frame. The code binds its names in `own` if it is given, else in `names`."""
         if isinstance(source, types.CodeType):
             if not self.came_in(source):
                 self._refuse("runs code that was compiled elsewhere")
@@ -299,7 +300,7 @@ class Doors:
     def _import(
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
-        """`__import__`, with its arguments' names."""
+        """Do the work of `__import__`. The parameters have the same names."""
         if is_below(name, _CLOSED):
             self._refuse(f"imports {name}")
         module = __import__(name, globals, locals, fromlist, level)
@@ -313,7 +314,7 @@ class Doors:
         return module
 
     def _open_part(self, module: types.ModuleType) -> types.ModuleType:
-        """The names that `from module import *` brings: all except closed ones."""
+        """Return a module with the names that `from module import *` binds: all except closed ones."""
         self._refuse_if(self._closed_module(module))
         found = types.ModuleType(module.__name__)
         for name in _public(module):
@@ -324,11 +325,11 @@ class Doors:
 
 
 class _Marked(ast.NodeTransformer):
-    """Each attribute asks first: `value.name` becomes `look(value, "name")`, or `touch(value, "name", sets).name`.
+    """Replace each attribute access by a checked one: `look(value, "name")`, or `touch(value, "name", sets).name`.
 
-    Annotations that are kept as text, which is made of the tree, stay as they are. So does the class of a pattern: Python
-    takes only names with dots there, and nobody gets that class. A value in a pattern, which its subject is compared with,
-    has to be an attribute: `case Color.RED` becomes `case hold(look(Color, "RED")).value`.
+    Annotations that Python keeps as text stay unchanged, because Python makes this text from the tree. The class in a pattern
+    also stays unchanged: Python allows only dotted names there, and the code cannot get hold of that class. A value in a
+    pattern has to be an attribute: `case Color.RED` becomes `case hold(look(Color, "RED")).value`.
     """
 
     def __init__(self, names: tuple[str, str, str], tree: ast.AST, refuse: Refuse) -> None:
@@ -349,7 +350,7 @@ class _Marked(ast.NodeTransformer):
         return found
 
     def visit_MatchClass(self, node: ast.MatchClass) -> ast.AST:
-        """A pattern looks attributes up by itself, so it may name none that could lead anywhere."""
+        """Refuse dangerous names in a pattern, because a pattern reads attributes without a check."""
         told = {n for m, module in list(sys.modules.items()) if m[:6] == "hwfsdp" for n in vars(module)}
         for name in node.kwd_attrs:
             if name.startswith("_") or name in told | _WORDS | ONE_BY_ONE:
@@ -370,7 +371,7 @@ class _Marked(ast.NodeTransformer):
         return node
 
     def _held(self, value: ast.expr) -> ast.expr:
-        """A value of a pattern; names with dots are looked up first."""
+        """Return a value of a pattern. If it is a dotted name, look it up first."""
         if not isinstance(value, ast.Attribute):
             return value
         held = ast.Call(ast.Name(self._names[2], ast.Load()), [self.visit(value)], [])
@@ -383,7 +384,7 @@ class _Marked(ast.NodeTransformer):
         mangled = node.attr.startswith("__") and not node.attr.endswith("__")
         if reads and not mangled:
             found = ast.copy_location(ast.Call(look, [node.value, name], []), node)
-            if (last := node.end_lineno) and last > node.lineno:  # the line that has the name, as Python says
+            if (last := node.end_lineno) and last > node.lineno:  # Python reports the line of the name
                 found.lineno, found.col_offset = last, (node.end_col_offset or 0) - len(node.attr.encode())
             return found
         asked = ast.Call(touch, [node.value, name, ast.Constant(not reads)], [])
@@ -392,33 +393,33 @@ class _Marked(ast.NodeTransformer):
 
 
 class _Held(NamedTuple):
-    """A value in a pattern."""
+    """A holder of a value, so that a pattern can read the value as an attribute."""
 
     value: Any
 
 
 def _text(name: Any) -> str:
-    """The name of an attribute, once and for all."""
+    """Return the name of an attribute as a plain `str`, which cannot change between the check and the use."""
     if not issubclass(type(name), str):
         raise TypeError(f"attribute name must be string, not '{type(name).__name__}'")
     return str(name)
 
 
 def _meant(value: Any) -> Any:
-    """The object in which an attribute is looked up: behind `super()`, and behind a weak proxy."""
+    """Return the object that holds the attributes: the one behind `super()` or behind a weak proxy."""
     if type(value) is super:
         return super.__getattribute__(value, "__self__")
     return value.__repr__.__self__ if type(value) in _STANDS_FOR else value
 
 
 def _is_stream(kind: type) -> bool:
-    """A stream, or an event of one, of whatever device."""
+    """True if this is the class of a stream, or of a stream's event, on any device."""
     streams = [each.__name__ for each in kind.__mro__ if each.__module__ == _STREAMS]
     return "Stream" in streams or "StreamEvent" in streams
 
 
 def _may_hold_spies(module: types.ModuleType, home: str) -> bool:
-    """Whether something of this home is in a module of others because the package has put it there: in torch, or in `os`."""
+    """True if the package may have put an object from `home` into this module of others, such as torch or `os`."""
     name = module.__name__
     return is_below(name, ("torch",)) or (is_below(home, ("hwfsdp",)) and not is_below(name, ("hwfsdp",)))
 
@@ -435,7 +436,7 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _closed_objects() -> Iterator[tuple[str, Any]]:
-    """Objects that are closed one by one, wherever they are found, with their names; an empty slot is no object."""
+    """Yield each object that is closed by name, with its name, wherever a learner finds it. Names that hold None are left out."""
     for module_name, names in NAMES.items():
         module = sys.modules.get(module_name) or importlib.import_module(module_name)
         for name in names:

@@ -1,4 +1,4 @@
-"""A map of a learner's `my_fsdp.py`: what it defines, station by station, and what is still to do."""
+"""A map of a learner's `my_fsdp.py`: the functions and classes of each station, and the open TODOs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TODO = re.compile(r"TODO\((\d\d)\)")
 
 
 class Defined(NamedTuple):
-    """A function or class of the file: its name, its lines, and the numbers of the stations in its TODOs."""
+    """A function or class of the file: its name, its number of lines, and the stations in its TODOs."""
 
     name: str
     lines: int
@@ -23,9 +23,9 @@ class Defined(NamedTuple):
 
 
 def file_map(text: str) -> dict[str, list[Defined]]:
-    """By station, in whose section it stands, what a file defines. "" is for what stands above or below all sections.
+    """Return the functions and classes of a file by the station of their section; "" holds those outside of all sections.
 
-    Sections begin with a comment like `# --- 03 Fully sharded ---`, as in the starter. A file that is no Python has no map.
+    A section begins with a comment like `# --- 03 Fully sharded ---`, as in the starter. If the file is not Python, the map is empty.
     """
     try:
         tree = ast.parse(text)
@@ -44,7 +44,7 @@ def file_map(text: str) -> dict[str, list[Defined]]:
 
 
 def _headings(lines: list[str]) -> Iterator[str]:
-    """Numbers of the sections that began in these lines, the last one first; "" where a heading has none."""
+    """Yield the numbers of the sections that begin in these lines, the last one first; "" for a heading without a number."""
     for line in reversed(lines):
         if line.startswith("# ---"):
             match = _HEADING.match(line)

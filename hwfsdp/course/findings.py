@@ -3,9 +3,9 @@
     [13]
     global = ["global-generator", "torch's default generator has another state than before."]
 
-A judge says `raise told("13.global", "Rank 0 of 2:")`, or says what it expects, of one value or of facts by name. Of two
-misconceptions, the first is for more than what is right, the second for less. A sentence without a misconception is for
-judges that are asked by several others: who asks says what is wrong.
+A judge writes `raise told("13.global", "Rank 0 of 2:")`. Or it passes the right value to `expect`, or right values by name to
+`compare`. If an entry has two misconceptions, the first is for a value that is too large, the second for a value that is too small.
+A sentence without a misconception belongs to a judge that several other judges call. The caller passes the misconception.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ FINDINGS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_su
 def told(
     name: str, where: str, got: Any = None, right: Any = None, /, kind: str = "", **words: Any
 ) -> Finding:
-    """The finding of this name.
+    """Return the finding of this name.
 
     Args:
+        where: the first words of the message.
+        got, right: the value that came back, and the right value. The sentence may use them in braces. It may also use `words`,
+            and {difference}: the first difference of two tensors.
         kind: the misconception, if the name has none of its own.
-        where: what the sentence begins with. got, right: what came back, and what should have, which places in the sentence may
-            show; so may `words`, and {difference}, the first one of two tensors.
     """
     exercise, _, key = name.partition(".")
     *own, sentence = FINDINGS[exercise][key]
@@ -43,7 +44,7 @@ def told(
         )
     is_less = len(misconceptions) > 1 and got < right
     message = f"{where} {sentence.format(got=got, right=right, **words)}"
-    if isinstance(right, bool):  # the sentence says it; "expected False" would say nothing to a learner
+    if isinstance(right, bool):  # the sentence is enough; "expected False" would not help a learner
         got = right = None
     return Finding(misconceptions[is_less], message, right, got)
 
@@ -55,13 +56,13 @@ def expect(name: str, where: str, got: Any, right: Any, /, **words: Any) -> None
 
 
 def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
-    """Raise the finding of the first fact that is wrong. `right` has the right value of the fact "global" as "13.global"."""
+    """Raise the finding of the first wrong fact. `right` has the right values; its key for the fact "global" is "13.global"."""
     for name, expected in right.items():
         expect(name, where, facts[name.partition(".")[2]], expected, **words)
 
 
 def is_same(got: Any, right: Any) -> bool:
-    """Whether two facts are equal; tensors are of one shape and dtype, too."""
+    """True if two facts are equal. Tensors must also have the same shape and dtype."""
     if isinstance(got, Tensor) and isinstance(right, Tensor):
         return got.dtype == right.dtype and got.shape == right.shape and bool((got == right).all())
     return not isinstance(got, Tensor) and bool(got == right)

@@ -1,10 +1,10 @@
-"""One picture of every kind, of runs made for it: what docs/pictures.md shows.
+"""Draw one picture of every kind for docs/pictures.md, from runs made for it.
 
     python -m hwfsdp.course.gallery [DIR]
 
-trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Times differ
-from run to run, all else does not. Where times are the matter, GPUs are virtual, and so times are the same everywhere:
-ranks of one machine take its cores from each other.
+trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Only the times differ
+from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs, whose times are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from hwfsdp.virtual.run import simulate
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
 WORLD_SIZES = (1, 2, 4)
-SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
+SHARDS = 2  # number of ranks, of 4, that share one copy under hybrid sharding
 _PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
-VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # of pictures of time
-GPUS, SEQUENCES = 16, (2, 1)  # virtual ones on two nodes, and sequences of each: in two runs
+VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # the model in pictures of time
+GPUS, SEQUENCES = 16, (2, 1)  # virtual GPUs on two nodes; sequences per GPU in each of two runs
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
@@ -57,8 +57,8 @@ class Sight:
 
     Attributes:
         hybrid: the log of a step under hybrid sharding.
-        explanation, parameters: of the model, sharded over all four.
-        exchanged: by collective, its tensor before and after.
+        explanation, parameters: the explanation and the layout of the model, sharded over all four ranks.
+        exchanged: by collective, its tensor before and after it.
     """
 
     hybrid: EventLog
@@ -69,7 +69,12 @@ class Sight:
 
 @dataclass
 class Runs:
-    """The data of the pictures: logs by number of ranks, logs of virtual GPUs by number of sequences, losses by name, what four ranks saw."""
+    """The data of the pictures.
+
+    Attributes:
+        logs: by number of ranks. virtual: logs of virtual GPUs, by number of sequences.
+        losses: by name. sights: the observations of each of four ranks.
+    """
 
     logs: dict[int, EventLog]
     virtual: dict[int, EventLog]
@@ -78,7 +83,7 @@ class Runs:
 
 
 def draw_all(folder: Path) -> Iterator[Path]:
-    """Make the runs, then draw every picture into `folder`; yield the path of each when it is written."""
+    """Make the runs, then draw every picture into `folder`. Yield the path of each picture when it is written."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = make_runs()
     for name, draw in PICTURES.items():
@@ -141,7 +146,7 @@ def _record_hybrid() -> EventLog:
 
 
 def _exchange(op: str) -> tuple[Tensor, Tensor]:
-    """This rank's tensor before a collective of torch, and after it."""
+    """Run a collective of torch, and return this rank's tensor before it and after it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     before = torch.arange(2.0 if op == "all_gather" else 2.0 * ranks) + 10 * rank
     after = {"all_gather": torch.empty(2 * ranks), "reduce_scatter": torch.empty(2)}.get(op, before.clone())
@@ -158,12 +163,12 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
 
 
 def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
-    """The root's group and the blocks' groups."""
+    """Return the group of the root and the groups of the blocks."""
     return group_sizes(build_model(MODEL, seed=0))
 
 
 def _memory(runs: Runs) -> Figure:
-    """Of ranks of this machine, whose host computes."""
+    """Draw the memory of ranks of this machine, which compute on the CPU."""
     root, blocks = _groups()
     closed = accounting.peak_unsharded_bytes([root], blocks, 2)
     return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed})
@@ -187,7 +192,7 @@ def _states(runs: Runs) -> Figure:
 
 
 def _scaling(runs: Runs) -> Figure:
-    """A back of an envelope: one batch of 4 Mi tokens cut for more and more GPUs."""
+    """Draw a rough estimate: one batch of 4 Mi tokens, divided over more and more GPUs."""
     points = []
     for gpus in [2**n for n in range(4, 12)]:
         tokens = _TOKENS / gpus

@@ -1,8 +1,8 @@
-"""Grading: checks of an exercise against what a learner handed in.
+"""Grading: run the checks of an exercise on a learner's file.
 
-A check has an id, a sentence that says what has to hold, points, and other checks that it depends on: if one of those fails,
-it is skipped, since its own failure would say nothing new. Its *judge* asks ranks for reports, compares them with an oracle,
-and raises a `Finding` if they differ. All that judges get from a learner's code are data.
+A check has an id, a sentence that must be true, points, and other checks that it depends on. If one of these fails, the grader skips
+the check, because its own failure would say nothing new. The *judge* of a check asks ranks for reports, compares them with an oracle,
+and raises a `Finding` if they differ. Judges get only data from a learner's code.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ class Options:
     """Options of grading.
 
     Attributes:
-        mine: of an elective: earlier ones come from the same submission, not from the package. Of a station: the checks of
-            earlier ones are run first.
-        seed: of the inputs; None draws one.
-        run_seconds: that one run of ranks may take before it is repeated; None: as the exercise has it.
-        repeat: runs that were late are repeated at once; off where others are graded at the same time (`run`, Note [Slow
-            or stuck]).
-        world_size: of runs whose number of ranks does not matter, 1 to 4.
-        thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
-        only: id of a check. Only this check and the checks that it needs are judged. None: all checks.
+        mine: for an elective: earlier electives come from the same submission, not from the package. For a station: the
+            checks of earlier stations run first.
+        seed: the seed of the inputs; None draws one.
+        run_seconds: the time limit of one run of ranks, in seconds, before the run is repeated; None: the exercise's limit.
+        repeat: repeat late runs at once; False if other submissions are graded at the same time (`run`, Note [Slow or stuck]).
+        world_size: number of ranks, 1 to 4, for runs whose number of ranks does not matter.
+        thorough: run all checks. If False, stop after the first check that fails.
+        only: id of a check. Only this check and the checks that it needs run. None: all checks.
     """
 
     mine: bool = False
@@ -62,10 +61,10 @@ class Options:
 
 
 def checks_of(exercise: Exercise) -> tuple[Check, ...]:
-    """The checks of an exercise, in order.
+    """Return the checks of an exercise, in order.
 
     Raises:
-        UsageError: they do not fit its manifest.
+        UsageError: their points do not add up to the points in the manifest.
     """
     checks = checklist.checks_of(exercise.number, *(("bonus", "ours") if exercise.bonus else ()))
     points, most = sum(check.points for check in checks), exercise.points + exercise.bonus
@@ -86,10 +85,10 @@ def grade(
     """Grade one exercise of a submission.
 
     Args:
-        folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
+        folder: the folder of the submission. It holds `NN_topic/` folders, or the files themselves.
         on_check: called with each check's result as soon as there is one.
-        new_ranks: what runs the probes; a subclass may look on.
-        runs: of the same submission and options, as an earlier call has left them. Stations share a file, and so runs.
+        new_ranks: the class that runs the probes. A subclass may record the runs.
+        runs: the runs of an earlier call with the same submission and options. Stations share a file, so they share runs.
 
     Raises:
         UsageError: the learner's file cannot be read.
@@ -121,10 +120,10 @@ def grade(
 
 
 def own_file(exercise: Exercise, source: Source) -> Overlay:
-    """What ranks load for a station or the homework: a file that stands by itself.
+    """Return the overlay that ranks load for a station or the homework: one file that stands by itself.
 
     Raises:
-        Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
+        Finding: the file is not Python, uses something forbidden, or says that the station is not the learner's work.
     """
     if is_given(exercise.number, source.text or ""):
         message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
@@ -141,13 +140,13 @@ def _times(exercise: Exercise, options: Options) -> Times:
 
 
 def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
-    """The checks of earlier stations. Nothing needs 02, a side quest."""
+    """Return the checks of earlier stations, except 02: no station needs it."""
     earlier = [each for each in course.exercises if each.is_station and "02" != each.number < exercise.number]
     return [CheckResult(check) for each in earlier for check in checks_of(each)]
 
 
 def _cut_out(exercise: Exercise, source: Source, folder: Path, course: Course, mine: bool) -> Overlay:
-    """What ranks load for an elective: the package, with the learner's functions."""
+    """Return the overlay that ranks load for an elective: the package with the learner's functions."""
     submitted = [inspect(exercise, source)]
     if mine:
         submitted[:0] = _earlier(exercise, folder, course)
@@ -157,13 +156,13 @@ def _cut_out(exercise: Exercise, source: Source, folder: Path, course: Course, m
 
 
 def off_limits(course: Course, folder: Path) -> list[Path]:
-    """The folders that a submission's code may not read: the course's answers, and all submissions."""
+    """Return the folders that a submission's code may not read: the course's answers, and all submissions."""
     names = ("solutions", "tests", "exercises", ".git", ".hwfsdp")
     return [*(course.root / name for name in names), folder, SOURCE]
 
 
 def _reject(result: Grade, finding: Finding) -> None:
-    """Fail the whole exercise. The check that found the reason names it, or else the first check."""
+    """Fail the whole exercise. The check with the finding reports it. If no check has it, the first check reports it."""
     result.status, result.finding = "error", finding
     if all(checked.finding is not finding for checked in result.shown_results):
         first = result.results[0]
@@ -171,7 +170,7 @@ def _reject(result: Grade, finding: Finding) -> None:
 
 
 def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted]:
-    """The learner's own prerequisites; exercises that were not begun come from the package."""
+    """Return the learner's own earlier electives. Those that are not begun come from the package."""
     found = []
     for earlier in course.exercises:
         if earlier.number < exercise.number and not earlier.is_station:
@@ -182,10 +181,10 @@ def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted
 
 
 def _run_checks(result: Grade, ranks: Ranks, on_check: OnCheck, options: Options) -> None:
-    """Run the checks that the options select, in order. An undecided check is skipped.
+    """Run the checks that the options select, in order. Skip an undecided check.
 
     Raises:
-        Finding: nothing counts.
+        Finding: its misconception is fatal, so nothing of the exercise counts.
     """
     passed: dict[str, bool] = {}
     every = [*result.before, *result.results]
@@ -214,10 +213,10 @@ def _run_checks(result: Grade, ranks: Ranks, on_check: OnCheck, options: Options
 
 
 def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
-    """Ids of the checks to run if one is selected: first the checks that it needs, then itself.
+    """Return the ids of the checks to run: the selected check and all checks that it needs. None selects every check.
 
     Raises:
-        UsageError: there is none of that id.
+        UsageError: there is no check with this id.
     """
     asked = {check.id for check in checks if only in (None, check.id)}
     if not asked:
@@ -231,7 +230,7 @@ def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
 def _finding(check: Check, ranks: Ranks, result: Grade) -> Finding | None:
     submitted, threads = ranks.overlay.submitted, torch.get_num_threads()
     paths = [each.path for each in submitted]
-    torch.set_num_threads(1)  # oracles train tiny models, for which threads only wait for each other
+    torch.set_num_threads(1)  # oracles train tiny models: more threads would only wait for each other
     try:
         check.judge(ranks, result.seed)
     except Undecided:
@@ -243,7 +242,7 @@ def _finding(check: Check, ranks: Ranks, result: Grade) -> Finding | None:
         return explain_failure(unreported.run, paths, holes or result.exercise.hole_names)
     except Broken as broken:
         return explain_broken(broken, paths)
-    except Exception as error:  # data of a kind that no right answer gives
+    except Exception as error:  # the data has a form that no right answer gives
         return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
     finally:
         torch.set_num_threads(threads)

@@ -1,13 +1,13 @@
-"""The quality of the grader, measured and written down: docs/grading.md.
+"""Measure the quality of the grader and write docs/grading.md.
 
     python -m hwfsdp.course mutants [NN …]
 
-kill rate         mistakes made by a machine in every hole, and how many of them get less than full marks
-false failures    right answers that do not get full marks, over numbers of ranks and seeds
-answers           wrong ones with the verdict they must get, right ones written differently; the tests grade them all
+kill rate         machine-made mistakes in every hole: how many of them get less than full marks
+false failures    right answers that do not get full marks, over several numbers of ranks and seeds
+answers           wrong answers with the verdict that they must get, and other right answers; the tests grade them all
 
-Every mutant of every hole is graded as an answer. One that gets full marks has survived: the checks are too weak, or the
-mutant does the same as the reference. The latter are listed, with the reason, in `tests/course/survivors/<topic>.toml`:
+Every mutant of every hole is graded as an answer. A mutant that gets full marks has survived: either the checks are too weak, or the
+mutant does the same as the reference. `tests/course/survivors/<topic>.toml` lists the mutants of the second kind, with the reason:
 
     [[survivor]]
     hole = "chunk_extent"
@@ -15,8 +15,8 @@ mutant does the same as the reference. The latter are listed, with the reason, i
     after = "…"
     reason = "…"
 
-Stations share one file, so mistakes are made in the file as it is after the last station. A mistake belongs to the station at which its
-function begins. The checks of that station run first, then the checks of all stations, until one of them notices.
+Stations share one file, so the mistakes are made in the file after the last station. A mistake belongs to the station that adds the
+function. The checks of that station run first, then the checks of all stations, until one check notices the mistake.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hwfsdp.course.submission import solution
 from hwfsdp.course.workbook import SEED, graded, grading_pool
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
-SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
+SECONDS = 6.0  # limit of one run; a slower mutant counts as killed. Stations train and keep their own limit
 
 
 class HoleMutant(NamedTuple):
@@ -59,12 +59,12 @@ class HoleMutant(NamedTuple):
 
 @dataclass
 class KillRate:
-    """The outcome of an exercise's mutants."""
+    """The mutants of an exercise, by outcome."""
 
     exercise: Exercise
     killed: list[HoleMutant] = field(default_factory=list)
-    survived: list[HoleMutant] = field(default_factory=list)  # and are not listed
-    equivalent: list[HoleMutant] = field(default_factory=list)  # are listed, with a reason
+    survived: list[HoleMutant] = field(default_factory=list)  # got full marks and are not listed
+    equivalent: list[HoleMutant] = field(default_factory=list)  # listed, with a reason
 
     def __str__(self) -> str:
         graded_ones = len(self.killed) + len(self.survived)
@@ -75,16 +75,16 @@ class KillRate:
         )
 
 
-# a range that a profiler shows, and nothing else in the same statement; without it no number is another
+# a statement that only opens a range for a profiler; to drop it changes no number
 RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
 
 
 def function_names(exercise: Exercise) -> list[str]:
-    """The functions in which mistakes are made: an elective's holes, or the functions that a station adds to the file."""
+    """Return the functions to mutate: an elective's holes, or the functions that a station adds to the file."""
     if not exercise.is_station:
         return exercise.hole_names
     if int(exercise.number) > LAST:
-        return []  # nothing is written there that has not been written before
+        return []  # later stations add no function
     stages = [_functions_at(number) for number in range(LAST + 1)]
     begun = [name for name in stages[LAST] if stages[int(exercise.number)].get(name) != stages[0].get(name)]
     before = stages[int(exercise.number) - 1]
@@ -92,13 +92,13 @@ def function_names(exercise: Exercise) -> list[str]:
 
 
 def _functions_at(station: int) -> dict[str, str]:
-    """The text of each function and method, by name, as it is after a station; 0 is the starter."""
+    """Return the text of each function and method after a station, by name; station 0 is the starter."""
     text = stage(station)
     return {name: holes.extract(text, name) for name in holes.functions(text)}
 
 
 def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
-    """List all mutants of these functions, in order. Mutants that only drop a profiler's range are left out."""
+    """List all mutants of an exercise's functions, in order, except those that only drop a profiler's range."""
     text = solution(exercise)
     found = []
     for name in function_names(exercise):
@@ -111,14 +111,14 @@ def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
 
 
 def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
-    """`count` of them by chance (or all, if there are fewer), in their order."""
+    """Return a random sample of `count` mutants of an exercise (all, if there are fewer), in their order."""
     found = hole_mutants(exercise)
     chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
     return [found[index] for index in sorted(chosen)]
 
 
 def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:
-    """(hole, before, after) of the mutants that are listed, each with a reason."""
+    """Return (hole, before, after) of each listed mutant. Every one of them has a reason."""
     path = course.root / "tests" / "course" / "survivors" / f"{exercise.topic}.toml"
     if not path.exists():
         return set()
@@ -128,9 +128,9 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 
 
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
-    """Grade mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
+    """Grade mutants of an exercise, several at once. A mutant counts as killed if it gets less than full marks."""
     rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
-    judges = [exercise]  # whose checks are run, in turn: most mistakes are noticed where they are made
+    judges = [exercise]  # exercises whose checks run, in this order: the first notices most mistakes
     if exercise.is_station and exercise.number != "02":  # nothing needs 02
         judges.append(course.exercise(LAST))
     seconds = None if exercise.is_station else SECONDS
@@ -152,7 +152,7 @@ def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> Ki
 
 
 class Answers(NamedTuple):
-    """The number of written wrong answers for an exercise, and the texts of its right ones."""
+    """The number of handwritten wrong answers for an exercise, and the texts of its right answers."""
 
     wrong: int
     right: list[str]
@@ -160,7 +160,11 @@ class Answers(NamedTuple):
 
 @dataclass
 class ExerciseReport:
-    """The report on one exercise. `false_failures` names the failed ones among `runs` gradings of right answers."""
+    """The report on one exercise.
+
+    Attributes:
+        runs: number of gradings of right answers. false_failures: the names of those that did not get full marks.
+    """
 
     exercise: Exercise
     answers: Answers
@@ -170,7 +174,7 @@ class ExerciseReport:
 
 
 def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseReport]:
-    """Grade all mutants of each exercise, and its right answers over numbers of ranks and seeds. This takes long."""
+    """Grade all mutants of each exercise, and its right answers over several numbers of ranks and seeds. This is slow."""
     for exercise in exercises:
         rate = kill(course, exercise, hole_mutants(exercise))
         report = ExerciseReport(exercise, answers_to(course, exercise), rate)
@@ -195,7 +199,7 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
 
 
 def answers_to(course: Course, exercise: Exercise) -> Answers:
-    """The answers in `tests/course/answers`. A station's file after a later station is a right answer, too."""
+    """Return the answers in `tests/course/answers`. The file after a later station is also a right answer to a station."""
     folder = str(course.root / "tests" / "course")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -213,7 +217,7 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
 
 
 def written(reports: Sequence[ExerciseReport]) -> str:
-    """The page."""
+    """Return the text of docs/grading.md."""
     sizes = f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}"
     names = {"torch": torch.version.__version__, "sizes": sizes, "seeds": len(SEEDS)}
     return filled("grading.md", reports=reports, **names)

@@ -1,15 +1,15 @@
-"""Detect forbidden access by learner code from inside the rank: name it, award no points.
+"""Detect forbidden access by learner code from inside the rank. The report names the access, and the answer gets no points.
 
-Four looks, none of which a right answer comes near:
+Four checks; no right answer triggers any of them:
 
-    audit       files of the course and other programs, opened or started from Python; frames, code and objects of others (`trust`)
-    doors       each attribute that its code reads or sets, with the object in hand, whatever its spelling (`doors`)
-    forgotten   functions that the holes were cut out of, and torch's own `fully_shard`, raise if somebody digs them out
-    rewired     functions and classes of the package, or of torch.distributed, exchanged for others
+    audit       the code opens files of the course, starts programs, or reads frames, code and objects of others (`trust`)
+    doors       each attribute that the code reads or sets, whatever its spelling; the check has the object (`doors`)
+    forgotten   the original functions of the holes, and torch's own `fully_shard`, raise if the code calls them
+    rewired     the code replaced functions or classes of the package, or of torch.distributed
 
-Python keeps no secrets from Python: who runs in this process can undo much of it. What must not be read is kept away by the
-system (`confinement`), expected values never come here, and what a rank reports is data to be compared. The guard's purpose is
-the plain sentence in the report.
+Python code cannot hide anything from other Python code: code in this process can undo much of the guard. So other means protect the
+course. The system blocks files that must not be read (`confinement`). Expected values never reach this process. The reports of a rank
+are only data to compare. The guard gives the report a plain sentence about what the code tried.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from hwfsdp.course.rules import RECORDS
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted
 
 _FSDP = "torch.distributed.fsdp"
-FOREIGN = tuple(  # what the course is about, ready-made
+FOREIGN = tuple(  # ready-made answers to the course
     f"{_FSDP}._fully_shard._{name}"
     for name in "fully_shard fsdp_init fsdp_state fsdp_param_group fsdp_param fsdp_collectives".split()
 ) + (
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same, of the package
+OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same for the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
-_NEAR = 8  # frames
+_NEAR = 8  # number of frames to look through for a reader
 _SWITCHES = {
     "hwfsdp.observe.events": ("activate", "paused", "keeping_clock", "use_clock"),
     "hwfsdp.core.streams": ("backend",),
@@ -52,17 +52,17 @@ _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "r
 
 
 class Blocked(BaseException):
-    """The learner's code tried what it may not."""
+    """The learner's code tried something forbidden."""
 
 
-BLOCKED = "hwfsdp.course.guard.Blocked: "  # how its text begins in a traceback
+BLOCKED = "hwfsdp.course.guard.Blocked: "  # the beginning of its text in a traceback
 
 
 class Guard:
-    """A guard that watches one rank from `arm` on.
+    """A guard that watches one rank from the call of `arm` on.
 
     Attributes:
-        seen: what was tried, as sentences, the first one first.
+        seen: descriptions of the forbidden attempts, in order.
     """
 
     def __init__(self, off_limits: Sequence[str], alone: bool = False) -> None:
@@ -72,12 +72,12 @@ class Guard:
         self._off_limits = tuple(os.path.realpath(path) for path in off_limits)
 
     def arm(self) -> None:
-        """From now on. An audit hook lasts as long as the process."""
+        """Begin to watch. Python cannot remove an audit hook, so the guard watches until the process ends."""
         self._bound = dict(_bindings())
         pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
         came_in = self.doors.came_in
 
-        looking: set[int] = set()  # threads that are here: to ask for a frame is an event, too
+        looking: set[int] = set()  # threads inside this hook: the hook itself causes events
         thread, frame_of = threading.get_ident, sys._getframe
 
         def look(event: str, args: tuple[Any, ...]) -> None:
@@ -105,7 +105,7 @@ class Guard:
         raise Blocked(tried)
 
     def finish(self) -> list[str]:
-        """The attempts so far, and the functions that now hold a learner's code."""
+        """Return the attempts so far, and the functions that the learner's code replaced."""
         now = dict(_bindings())
         changed = [
             f"exchanges {module}.{name}"
@@ -116,18 +116,18 @@ class Guard:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether it was written in a file of Python, of a library or of the package; checks put spies of their own in places."""
+    """True if a value's code is from a file of Python, a library or the package. The checks put spies of their own in some places."""
     if isinstance(value, type):
         return value.__module__ in sys.modules and not value.__module__.startswith(SUBMITTED)
     plain = getattr(value, "fget", None) or getattr(value, "__func__", value)
     code = getattr(getattr(plain, "__wrapped__", plain), "__code__", None)
     if code is None:
-        return value is None or type(value).__module__ in ("builtins", "functools")  # gone, or native
+        return value is None or type(value).__module__ in ("builtins", "functools")  # deleted, or native
     return is_trusted(code)
 
 
 def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, ...]) -> str | None:
-    """The meaning of an audit event, if a learner's code may not cause it."""
+    """Describe an audit event that a learner's code may not cause; None for all others."""
     if event == "open":
         path = _path(args[0])
         if path and path.startswith(off_limits) and not _is_for_traceback():
@@ -144,7 +144,7 @@ def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, .
 
 
 def _is_filler(frame: types.FrameType) -> bool:
-    """Whether a student's edition is filling its holes. It cannot read what fills the checked ones."""
+    """True if a student's edition is filling its holes here. It cannot read the bodies of the holes that are graded."""
     return frame.f_code.co_filename == FILLER
 
 
@@ -158,7 +158,7 @@ def _path(given: Any) -> str:
 
 
 def _short(path: str) -> str:
-    """The end of a path: a report should not tell where on this machine things are."""
+    """Return the end of a path: a report should not show the layout of this machine."""
     return "/".join(path.split("/")[-3:])
 
 
@@ -180,13 +180,13 @@ def _leaves_the_machine(address: Any) -> bool:
 
 
 def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
-    """Functions and classes of the package and of torch.distributed, and the functions in the package's classes."""
+    """Yield the functions and classes of the package and of torch.distributed, and the functions in their classes, by module and name."""
     for module_name, module in list(sys.modules.items()):
         root = module_name.split(".")[0]
         if not (root == "hwfsdp" or module_name.startswith("torch.distributed.distributed_c10d")):
             continue
         for name, value in list(vars(module).items()):
-            kind = type(value)  # not isinstance, which asks lazy objects what they are
+            kind = type(value)  # not `isinstance`, because it would load lazy objects
             if kind is types.FunctionType or issubclass(kind, type):
                 yield (module_name, name), value
             if issubclass(kind, type) and value.__module__ == module_name:
@@ -196,7 +196,7 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
 
 
 def _guard_groups(seen: list[str]) -> None:
-    """A process group's own collectives, which no instrument sees, can be called by torch and the package only."""
+    """Let only torch and the package call a process group's own collectives, because no instrument sees these calls."""
     for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
         for name in collectives_of(kind):
             words = f"{name} of a process group itself"
@@ -206,7 +206,7 @@ def _guard_groups(seen: list[str]) -> None:
 def _guard_instruments(seen: list[str]) -> None:
     """Let only the package begin, pause or end a recording, or choose its clock.
 
-    If the package was loaded again, these are other modules than the ones that this module has imported.
+    If the package was loaded again, its modules are new objects, not the ones that this module has imported. So import them here.
     """
     loaded: Any
     for module_name, names in _SWITCHES.items():
@@ -220,7 +220,7 @@ def _guard_instruments(seen: list[str]) -> None:
 
 
 def _guard_wrapping(doors: Doors) -> None:
-    """`functools.wraps` and what uses it copy any object's attributes into another: the doors look at both first."""
+    """Let the doors check both objects before `functools.wraps` copies attributes from one to the other."""
     functools: Any = importlib.import_module("functools")
     plain, frame_of = functools.update_wrapper, sys._getframe
     names = functools.WRAPPER_ASSIGNMENTS
@@ -236,16 +236,16 @@ def _guard_wrapping(doors: Doors) -> None:
 
 
 def collectives_of(kind: type) -> list[str]:
-    """Names of the methods of a process group that communicate."""
+    """Return the names of a process group's methods that communicate."""
     names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
     return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
 
 
 @contextmanager
 def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
-    """Watch everything that this rank sends and receives: ["send" or "recv", peer in the group, bytes] of each.
+    """Watch everything that this rank sends and receives: yield a list with ["send" or "recv", peer in the group, bytes] of each.
 
-    Also names of what it does with process groups besides, whether or not a recording sees that.
+    Also yield a list with the names of all other communicating calls to process groups, even if no recording sees them.
     """
     moves, others = list[list[Any]](), list[str]()
     kind = distributed_c10d.ProcessGroup
@@ -292,7 +292,7 @@ def _for_the_package(
 
 
 def forget(places: Iterable[Place]) -> None:
-    """Functions at these places, as they were loaded before, and torch's own FSDP raise from now on, wherever they are kept."""
+    """Make the loaded functions at these places, and torch's own FSDP, raise from now on, wherever references to them exist."""
     for place in places:
         if place.module in sys.modules:
             _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
@@ -300,13 +300,13 @@ def forget(places: Iterable[Place]) -> None:
 
 
 def forget_modules(names: Iterable[str], whose: str) -> None:
-    """The same for all functions of these modules. They are loaded now, because later nothing can read them."""
+    """Make all functions of these modules raise. Load the modules now, because later the rank cannot read their files."""
     for name in names:
         _blank_module(importlib.import_module(name), whose)
 
 
 def _blank_module(module: types.ModuleType, whose: str) -> None:
-    """All functions and methods that a module defines, but for records."""
+    """Blank all functions and methods that a module defines, except those of records."""
     for name, value in list(vars(module).items()):
         if getattr(value, "__module__", None) == module.__name__ and name not in RECORDS:
             inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
@@ -328,7 +328,7 @@ def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:
 
 
 def _blank(function: types.FunctionType, whose: str) -> None:
-    """The function raises. Its code keeps the shape that Python asks of a function with free variables."""
+    """Make a function raise. Its new code has the same free variables, as Python requires."""
     message = f"{whose} {function.__qualname__} is not there: write it"
     cells = function.__code__.co_freevars
     bound = "".join(f"    {cell} = None\n" for cell in cells)

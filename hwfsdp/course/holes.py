@@ -1,13 +1,13 @@
 """Holes: whole functions and methods, cut out of a module's source and put back.
 
-A hole is named as Python would name it, `chunk_extent` or `FSDPParam.to_sharded`. Three operations, all on text, so
-that comments, decorators and layout survive:
+A hole has the qualified name of its function: `chunk_extent` or `FSDPParam.to_sharded`. There are three operations. All of them work
+on text, so comments, decorators and layout survive:
 
-    extract   the function's own text, from its first decorator to its last line
-    blank     the same module with the function's body gone: its docstring stays, then it raises NotImplementedError
-    splice    the same module with another text in the function's place
+    extract   return the function's own text, from its first decorator to its last line
+    blank     remove the function's body: its docstring stays, then it raises NotImplementedError
+    splice    put another text in the function's place
 
-Blanking holes and splicing in what was extracted gives the module back, byte for byte.
+If you blank the holes and splice the extracted texts back in, you get the same module, byte for byte.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Span:
     Attributes:
         start: its first decorator, or its `def`.
         body: the first line after its signature and docstring.
-        stop: the line after its last one; comments that are indented like its body belong to it.
-        indent: of its `def`.
+        stop: the line after its last one. Comments at the end that are indented like its body belong to it.
+        indent: the indentation of its `def`, as text.
     """
 
     start: int
@@ -41,10 +41,10 @@ class Span:
 
 
 def functions(source: str) -> dict[str, Span]:
-    """All functions of a module and methods of its classes, by name, in order.
+    """Return all functions of a module and all methods of its classes, by name, in order.
 
-    Left out is what cannot be a hole: a function on one line, and a name that is defined twice, such as a property and its
-    setter, since it does not say which.
+    Functions that cannot be a hole are left out: a function on one line, and a name with two definitions (such as a property and
+    its setter), because the name is ambiguous.
 
     Raises:
         SyntaxError: the source is not Python.
@@ -63,16 +63,16 @@ def functions(source: str) -> dict[str, Span]:
 
 @functools.lru_cache(maxsize=128)
 def parsed(source: str) -> ast.Module:
-    """Parse a text. Callers must not change the tree: modules of the package are read again and again.
+    """Parse a text. Callers must not change the tree, because it is cached and used again.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: the text is not Python.
     """
     return ast.parse(source)
 
 
 def definitions(source: str) -> Iterator[tuple[str, Function]]:
-    """Every function and method of a module by name, in order; a name that is defined twice comes twice.
+    """Yield every function and method of a module with its name, in order. A name with two definitions comes twice.
 
     Raises:
         SyntaxError: the source is not Python.
@@ -109,13 +109,13 @@ def _span(node: Function, lines: Sequence[str]) -> Span:
 
 
 def _first_line(node: ast.stmt) -> int:
-    """Index of the line where a statement begins, decorators included."""
+    """Return the index of the line where a statement begins, decorators included."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
 
 def _after_signature(node: Function, lines: Sequence[str]) -> int:
-    """The line where the body begins; comments above its first statement are part of it."""
+    """Return the index of the line where the body begins. Comments above its first statement belong to the body."""
     index = _first_line(node.body[0])
     header = node.lineno - 1
     while index - 1 > header and lines[index - 1].strip().startswith("#"):
@@ -127,7 +127,7 @@ def find(source: str, name: str) -> Span:
     """Find the function of this name.
 
     Raises:
-        UsageError: there is none, or several.
+        UsageError: there is no such function, or there are several.
     """
     known = functions(source)
     if name not in known:
@@ -138,26 +138,26 @@ def find(source: str, name: str) -> Span:
 
 
 def extract(source: str, name: str) -> str:
-    """The function's own text, as it stands there, indentation included."""
+    """Return the function's own text unchanged, indentation included."""
     lines, span = source.splitlines(keepends=True), find(source, name)
     return "".join(lines[span.start : span.stop])
 
 
 def splice(source: str, name: str, text: str) -> str:
-    """The module with `text` in place of the function.
+    """Return the module with `text` in place of the function.
 
     Args:
-        text: what `extract` gave of a function that is indented in the same way.
+        text: the result of `extract` for a function with the same indentation.
     """
     lines, span = source.splitlines(keepends=True), find(source, name)
     return "".join([*lines[: span.start], text, *lines[span.stop :]])
 
 
 def blank(source: str, name: str, label: str) -> str:
-    """The module with a hole: of the function, decorators, signature and docstring stay.
+    """Return the module with a hole: the function keeps its decorators, signature and docstring.
 
     Args:
-        label: of the exercise, for the comment that says what is to be done, for example "04".
+        label: the label of the exercise for the TODO comment, for example "04".
     """
     lines, span = source.splitlines(keepends=True), find(source, name)
     ending = "\r\n" if lines[span.start].endswith("\r\n") else "\n"

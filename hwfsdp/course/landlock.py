@@ -1,7 +1,7 @@
-"""Landlock: a process gives up the file system but for some paths, for itself and all that it starts, and for good.
+"""Landlock: a process gives up the file system except for some paths. It cannot undo this, and all processes that it starts inherit it.
 
-It needs no privilege (Linux 5.13 or later; https://docs.kernel.org/userspace-api/landlock.html, whose numbers these are). The
-standard library has no door to it, so system calls are made by number; they are the same on every architecture.
+Landlock needs no privilege (Linux 5.13 or later). The numbers here are from https://docs.kernel.org/userspace-api/landlock.html. The
+standard library has no function for it, so this module makes system calls by number. The numbers are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from contextlib import suppress
 from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION = 1  # flag: tell the version of the interface, make nothing
+_VERSION = 1  # flag: return the version of the interface, create nothing
 _PATH_BENEATH = 1
 _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE  # what may be granted for something that is no folder
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights over files each version knows
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE  # rights that exist for paths that are not folders
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights over files, by version
 _TRUNCATE = 1 << 14
-_SCOPES = 0b11  # abstract sockets and signals of processes outside, from version 6 on
+_SCOPES = 0b11  # restrict abstract sockets and signals to outside processes; from version 6 on
 
 
 def version() -> int:
-    """Of the system's Landlock; 0 if it has none, or forbids it."""
+    """Return the version of the system's Landlock; 0 if the system does not have it, or forbids it."""
     if sys.platform != "linux":
         return 0
     found: int = libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
@@ -37,12 +37,12 @@ def version() -> int:
 
 
 def restrict_files(read: Iterable[Path], write: Iterable[Path], look: Iterable[Path] = ()) -> None:
-    """This thread, and what it starts, can from now on open only what lies at or below these paths.
+    """Restrict this thread, and everything that it starts, to files at or below these paths.
 
-    It also can send no signal to processes that are not restricted with it, where the system can forbid that.
+    If the system supports it, the thread also cannot send signals to processes that are not restricted with it.
 
     Args:
-        read: to read and execute. write: to do anything with. look: folders whose entries may be listed, no more. Paths that
+        read: paths to read and execute. write: paths with all rights. look: folders whose entries may only be listed. Paths that
             do not exist are left out.
 
     Raises:
@@ -81,7 +81,7 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The C library, whose functions leave their error in `ctypes.get_errno`."""
+    """Return the C library. Its functions leave their error number in `ctypes.get_errno`."""
     return ctypes.CDLL(None, use_errno=True)
 
 

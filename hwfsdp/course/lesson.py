@@ -1,16 +1,16 @@
-"""Help for notebooks: a first cell that names missing packages, figures, short errors, predictions with sliders.
+"""Helpers for notebooks: figures as PNG, errors in one line, predictions with sliders.
 
     lesson.begin()                                             # in the first cell
     lesson.explore(lambda rank: plot_memory(log, rank=rank), rank=range(2))      # as the value of a cell
 
-A notebook of the course defines no algorithm. It calls the package, on real ranks (`launch`), on virtual ones (`simulate`), or
-on paper (`accounting`, `layout`), and shows what comes back.
+A notebook of the course defines no algorithm. It calls the package and shows the results: on real ranks (`launch`), on virtual ranks
+(`simulate`), or by arithmetic (`accounting`, `layout`).
 
 Note [A slider without a kernel]
-    Notebooks are read more often than they are run: on a web page, in a review, as a PDF. So `explore` draws a picture for every
-    position of its sliders, and puts all of them into one piece of HTML (`templates/explore.html`), which needs no kernel and no
-    network. A page that runs no scripts, such as GitHub's, removes the sliders. So does paper. For these, the pictures of the first
-    and of the last choice follow as plain outputs; a page with sliders hides them.
+    People read notebooks more often than they run them: on a web page, in a review, as a PDF. So `explore` draws a picture for every
+    position of its sliders, and puts all pictures into one piece of HTML (`templates/explore.html`), which needs no kernel and no
+    network. A page without scripts, such as GitHub's, does not show the sliders, and neither does paper. For these readers, the
+    pictures of the first and the last choice follow as plain outputs. A page with sliders hides these two pictures.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hwfsdp.errors import FSDPError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OLDEST = (3, 11)  # of Python
+OLDEST = (3, 11)  # oldest version of Python
 
 
 def begin() -> None:
-    """Prepare a notebook: figures as PNG, errors of this package in one line, few threads so that ranks have room.
+    """Prepare a notebook: figures as PNG, errors of this package in one line.
 
     Raises:
-        UsageError: the kernel's Python is too old, or this is no notebook.
+        UsageError: the kernel's Python is too old, or the caller is not in a notebook.
     """
     shell = _shell()
     if shell is None:
@@ -54,7 +54,7 @@ def begin() -> None:
             got=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
             remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
         )
-    backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # of the notebook, and untyped
+    backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # only in notebooks, untyped
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
     backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
 
@@ -66,13 +66,13 @@ def explore(
 
     Args:
         draw: called with one value for each name; returns a figure.
-        question: what the reader shall predict. A box for the prediction stands below it, and the sliders are folded until
-            the reader reveals them. "": there is no question, and the sliders are open.
+        question: the question that the reader should answer first. A box for the prediction stands below it, and the sliders are
+            folded until the reader reveals them. "": there is no question, and the sliders are open.
         answer: text above the sliders, folded with them.
-        choices: for each name the values to choose from, for example `rank=range(4)`.
+        choices: the values to choose from, by name, for example `rank=range(4)`.
 
     Raises:
-        UsageError: there is nothing to choose from, or a question without an answer.
+        UsageError: there is nothing to choose from, or only one of question and answer is given.
     """
     empty = [name for name, values in choices.items() if not len(values)]
     if empty or not choices:
@@ -93,13 +93,13 @@ def explore(
 
 
 class Choices:
-    """Pictures of all choices, which a notebook shows with sliders, and on paper as the first and the last.
+    """Pictures of all choices. A notebook shows them with sliders; paper shows only the first and the last.
 
     Args:
         draw, question, answer, choices: as for `explore`.
 
     Attributes:
-        pictures: each combination of values, as `product` orders them, with its figure.
+        pictures: pairs of a combination of values and its figure, in the order of `itertools.product`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Choices:
         return str(page.render(question=self.question, answer=self.answer, data=data))
 
     def stills(self) -> Iterator[tuple[str, Figure]]:
-        """The first and the last picture, each with the values that it shows."""
+        """Yield the first and the last picture, each with a text of its values."""
         for values, figure in (self.pictures[0], *self.pictures[1:][-1:]):
             yield ", ".join(f"{name} = {value}" for name, value in values.items()), figure
 
@@ -130,7 +130,7 @@ class Choices:
 
 
 def _as_address(figure: Figure) -> str:
-    """A figure as an address that holds the picture itself: WebP, two pixels for each of the page's."""
+    """Return a data URL with the picture: WebP, two pixels for each pixel of the page."""
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
     drawn = BytesIO()
     sheet.rasterize(figure).convert("RGB").save(drawn, format="webp", lossless=True)
@@ -138,11 +138,11 @@ def _as_address(figure: Figure) -> str:
 
 
 def _shell() -> Any:
-    """The running IPython, or None."""
+    """Return the running IPython, or None."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def _show_error(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, **_: Any) -> None:
-    """Show an error of this package by its message: what was expected, what was got, what to do."""
+    """Show only the message of an error of this package: what was expected, what came, what to do."""
     shell._showtraceback(kind, error, [f"{kind.__name__}: {error}"])

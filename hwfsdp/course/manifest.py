@@ -1,25 +1,25 @@
-"""Exercises: their manifests, and the places of their files. There are two kinds.
+"""Exercises: their manifests, and the paths of their files. There are two kinds.
 
-A station is a chapter of one file, which grows, and which is the learner's own:
+A station is a chapter of the learner's own file, which grows from station to station:
 
     exercises/my_fsdp.py      the starter; learners edit it in place
     exercises/03_naive_fsdp/
         exercise.toml         written by hand: title, points, file
-        .hints.toml           written by hand: hints; out of sight of who lists the folder or prints its files
-        README.md             written by hand: the idea, what to predict, what is asked
+        .hints.toml           written by hand: hints; the dot hides them when a learner lists the folder or prints its files
+        README.md             written by hand: the idea, the prediction, the task
 
 An elective is cut out of the package:
 
     exercises/12_strided_shards/
-        exercise.toml         holes in place of file; calls, what of the package their docstrings name
+        exercise.toml         holes in place of file; calls: the names of the package that the docstrings mention
         .hints.toml, README.md    as above
         picture.png           drawn by the package
         strided_shards.py     the starter, made from the package; learners edit it in place
 
 `solutions/` has the same files, filled in, and a README for each elective.
 
-The homework is one file by itself, `exercises/capstone/hw_fsdp.py`: a skeleton whose functions `capstone.toml` names, task by task. Like the file
-of the stations it is not cut out of the package. Its starter is our solution with those functions blank.
+The homework is one file by itself, `exercises/capstone/hw_fsdp.py`. `capstone.toml` names its functions, task by task. Like the file of
+the stations, the homework is not cut out of the package. Its starter is our solution with those functions blank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hwfsdp.course.provided import Definition
 from hwfsdp.course.refusals import misread, refused, unusable
 
 PACKAGE = Path(hwfsdp.__file__).parent
-CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
-OWN_FILE = "my_fsdp.py"  # of all stations
+CARRIED = PACKAGE / "_course"  # the course in an installed package (setup.py)
+OWN_FILE = "my_fsdp.py"  # the learner's file for all stations
 HINTS = ".hints.toml"
 HOMEWORK = "capstone"  # number and folder of the homework
 
@@ -51,17 +51,17 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """From `module:name`, as it stands in the manifest."""
+        """Parse `module:name`, the form in the manifest."""
         module, _, name = text.partition(":")
         return cls(module, name)
 
     def definition(self) -> Definition:
-        """With the module's text, as it is on disk now."""
+        """Return the definition, with the module's text as it is on disk now."""
         return Definition(self.module, module_source(self.module), self.name)
 
 
 class Task(NamedTuple):
-    """A part of the homework: what the starter calls it, and the functions that it is about."""
+    """A part of the homework: its label in the starter, and its functions."""
 
     label: str
     holes: tuple[str, ...]
@@ -75,10 +75,10 @@ class Exercise:
         number: two digits. topic: the folder's name without the number; for an elective also the name of the learner's file
             and of the module with the checks.
         points: without `bonus`, which only the homework has.
-        places: of the holes, in the order in which they are to be filled; only an elective has any.
-        hints: from a nudge to nearly the answer.
-        calls: what of the package the docstrings of the holes name; starters have the signatures.
-        tasks: of the homework, in order.
+        places: the places of the holes, in the order in which learners fill them; only an elective has holes.
+        hints: in order, from a small hint to nearly the answer.
+        calls: names of the package that the docstrings of the holes mention; starters show their signatures.
+        tasks: the tasks of the homework, in order.
     """
 
     number: str
@@ -94,7 +94,7 @@ class Exercise:
 
     @property
     def directory(self) -> str:
-        """Name of the folder, below `exercises/`, `solutions/` or a submission."""
+        """The name of the folder, below `exercises/`, `solutions/` or a submission."""
         return self.number if self.is_homework else f"{self.number}_{self.topic}"
 
     @property
@@ -103,7 +103,7 @@ class Exercise:
 
     @property
     def is_station(self) -> bool:
-        """Whether it is about `my_fsdp.py`; else it is about a file of its own."""
+        """True if the exercise is about `my_fsdp.py`. Other exercises have a file of their own."""
         return not self.places and not self.is_homework
 
     @property
@@ -112,22 +112,22 @@ class Exercise:
 
     @property
     def target(self) -> str:
-        """Place of the learner's file, below `exercises/`, `solutions/` or a submission."""
+        """The path of the learner's file, below `exercises/`, `solutions/` or a submission."""
         return OWN_FILE if self.is_station else f"{self.directory}/{self.file_name}"
 
     @property
     def path(self) -> Path:
-        """Path of the learner's file in the course."""
+        """The path of the learner's file in the course."""
         return self.folder.parent / self.target
 
     @property
     def solution_path(self) -> Path:
-        """Path of our file. A student's edition does not have it."""
+        """The path of our solution. A student's edition does not have it."""
         return self.folder.parents[1] / "solutions" / self.target
 
     @property
     def short_number(self) -> str:
-        """The number as typed on a command line."""
+        """The number as a learner types it on a command line."""
         return self.number.lstrip("0")
 
     @property
@@ -136,7 +136,7 @@ class Exercise:
 
     @cached_property
     def holes(self) -> list[Definition]:
-        """With the package's source, as it is on disk now."""
+        """The definitions of the holes, with the package's source as it is on disk now."""
         return [place.definition() for place in self.places]
 
     @cached_property
@@ -155,7 +155,7 @@ class Course(NamedTuple):
         """Find an exercise by its number or its folder: 1, 01, 01_rows or exercises/01_rows.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no such exercise.
         """
         for exercise in self.exercises:
             if is_named(str(number), exercise.number, exercise.directory):
@@ -165,13 +165,13 @@ class Course(NamedTuple):
 
 
 def is_named(wanted: str, number: str, directory: str) -> bool:
-    """Whether a word of the command line names the exercise of this number, or its folder."""
+    """True if a word of the command line is the number or the folder of this exercise."""
     is_number = wanted.isascii() and wanted.isdecimal()
     return int(wanted) == int(number) if is_number else Path(wanted).name == directory
 
 
 def module_source(module: str, package: Path = PACKAGE) -> str:
-    """The text of a module of the package, line endings untouched.
+    """Return the text of a module of the package, with its line endings unchanged.
 
     Raises:
         UsageError: there is no such module.
@@ -183,15 +183,15 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
 
 
 def compiled_body(place: Place, package: Path = PACKAGE) -> Path:
-    """The file with the compiled body of a hole in a student's edition; see `course.release`."""
+    """Return the path of the compiled body of a hole in a student's edition. See `course.release`."""
     return package / "compiled" / f"{place.module}-{place.name}.body"
 
 
 def find_course(start: Path | None = None) -> Course:
-    """The course around a folder (by default the current one), or else the one that the package was installed from.
+    """Find the course around a folder (by default the current one), or else the course that the package was installed from.
 
     Raises:
-        UsageError: there is none, or a manifest is not one.
+        UsageError: there is no course, or a manifest is not valid.
     """
     here = (start or Path.cwd()).resolve()
     for root in [here, *here.parents, PACKAGE.parent]:
@@ -201,7 +201,7 @@ def find_course(start: Path | None = None) -> Course:
 
 
 def carried_course() -> Course | None:
-    """The course as it is given, in an installed package; None in a checkout. To be read, not to be worked in."""
+    """Return the unchanged course in an installed package; None in a checkout. Learners read it and do not work in it."""
     return _course_in(CARRIED)
 
 
@@ -211,10 +211,10 @@ def _course_in(root: Path) -> Course | None:
 
 
 def read_manifest(path: Path) -> Exercise:
-    """One `exercise.toml`, with the hints beside it.
+    """Read one `exercise.toml`, with the hints beside it.
 
     Raises:
-        UsageError: something is missing in it, or of the wrong kind.
+        UsageError: a value is missing, or has the wrong type.
     """
     number, _, topic = path.parent.name.partition("_")
     with misread("manifest.file", folder=path.parent.name, file=path.name):
@@ -229,10 +229,10 @@ def read_manifest(path: Path) -> Exercise:
 
 
 def read_homework(course: Course) -> Exercise:
-    """The homework of a course.
+    """Read the homework of a course.
 
     Raises:
-        UsageError: it has none, or something is missing in its manifest.
+        UsageError: the course has no homework, or a value is missing in its manifest.
     """
     path = course.root / "exercises" / HOMEWORK / "capstone.toml"
     with misread("manifest.homework"):
@@ -244,7 +244,7 @@ def read_homework(course: Course) -> Exercise:
 
 
 def flowed(hint: str) -> str:
-    """Join the lines of a hint. A numbered step keeps a line of its own."""
+    """Join the lines of a hint. Each numbered step stays on its own line."""
     return re.sub(r"\s*\n\s*(\d+\. )?", lambda step: f"\n{step[1]}" if step[1] else " ", hint.strip())
 
 

@@ -1,6 +1,6 @@
-"""The mistakes of learners: each misconception with its sentence, and a question that leads on.
+"""The mistakes of learners: each misconception has a sentence and a question that helps the learner on.
 
-They are listed in `misconceptions.toml`, by their ids, by which checks name them; `diagnose` recognizes the common ones.
+`misconceptions.toml` lists them by id. Checks name them by this id. `diagnose` recognizes the common ones.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Misconception(NamedTuple):
-    """A learner's probable belief or mistake, and a question that leads on.
+    """A learner's probable belief or mistake, and a question that helps the learner on.
 
     Attributes:
-        fatal: nothing of the exercise counts. vague: it says what is wrong, not why.
+        fatal: nothing of the exercise counts. vague: the sentence says what is wrong, but not why.
     """
 
     sentence: str

@@ -1,17 +1,17 @@
-"""Mutants: functions with one small mistake each, to grade the grader.
+"""Mutants: functions with one small mistake each, to test the grader.
 
-A check that passes a wrong solution teaches something wrong, and nobody notices. So wrong solutions are made by machine:
-each is the reference with one change of the kind people make by accident (`<` for `<=`, a statement forgotten, two
-arguments swapped), and a check that passes one of them is too weak, unless the mutant does the same as the reference.
-Which of them do, no machine can say. Changes that mostly would are left out (the arguments of `min` are not swapped), and
-so are mutants that always raise TypeError (`-` between strings).
+A check that passes a wrong solution teaches something wrong, and nobody notices. So this module makes wrong solutions: each one is the
+reference with one change that people make by accident (`<` for `<=`, a forgotten statement, two swapped arguments). If the checks pass
+a mutant, they are too weak, or the mutant does the same as the reference. No program can decide which of the two is true. This module
+leaves out changes that would mostly do the same (it does not swap the arguments of `min`), and mutants that always raise TypeError
+(`-` between strings).
 
-A change puts an expression, or a statement, in the place of another: of the one that is changed the text is written anew, all
-around it stays byte for byte. Left alone are docstrings, signatures, decorators, annotations and imports; what an error says
-(a `raise` goes as a whole, or stays); `assert`, which states what is true anyway; and f-strings, whose parts have no reliable
+A change replaces one expression or statement by another. The text of the changed part is written anew; all text around it stays the
+same, byte for byte. These parts never change: docstrings, signatures, decorators, annotations and imports; the text of an error (a
+whole `raise` may be dropped); `assert`, because its condition is always true; and f-strings, because their parts have no reliable
 positions before Python 3.12.
 
-A mutant may run forever (a loop that has lost its step): run mutants under a time limit.
+A mutant may run forever (a loop without its step), so run mutants under a time limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-SHORT = 60  # characters of a fragment that can be read at a glance
+SHORT = 60  # characters; a longer fragment is shortened
 
 KNOWN: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARITHMETIC, COMPARISONS = (
@@ -48,13 +48,13 @@ DROPPED = (
 
 
 class Mutant(NamedTuple):
-    """A function with one change; as a string, what was changed.
+    """A function with one change. As a string, it describes the change.
 
     Attributes:
         operator: the kind of change, for example "swap comparison".
-        line: where it is; 1 is the first line of the text given.
-        before, after: what was there, what is there now; with its surroundings if they are short.
-        text: the whole function, changed.
+        line: the line of the change; 1 is the first line of the given text.
+        before, after: the old and the new text of the changed part, with the code around it if that is short.
+        text: the whole changed function.
     """
 
     operator: str
@@ -68,7 +68,7 @@ class Mutant(NamedTuple):
 
 
 def _quoted(fragment: str) -> str:
-    """On one line, its middle left out if it is long."""
+    """Put a fragment on one line. Leave out its middle if it is long."""
     line = " ".join(fragment.split())
     if len(line) > SHORT:
         line = f"{line[: SHORT * 2 // 3]} … {line[-SHORT // 3 :]}"
@@ -76,13 +76,13 @@ def _quoted(fragment: str) -> str:
 
 
 def mutants(text: str) -> Iterator[Mutant]:
-    """All mutants of a function, from its first line to its last; no two are the same program, and all compile.
+    """Yield all mutants of a function, from its first line to its last. All of them compile, and no two are the same program.
 
     Args:
-        text: the function's own, as `holes.extract` gives it: indented if it is a method.
+        text: the function's own text, as `holes.extract` returns it: indented if it is a method.
 
     Raises:
-        SyntaxError: it is not Python.
+        SyntaxError: the text is not Python.
     """
     code = _Code(text)
     seen = {ast.dump(code.tree)}
@@ -106,7 +106,7 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 
 def _compiled(text: str) -> ast.Module:
-    """The program; raises SyntaxError where Python does. Its warnings about style are not ours to give."""
+    """Parse a text, and compile it so that every SyntaxError shows. Python's warnings about style are hidden."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(text)
@@ -123,7 +123,7 @@ class _Change(NamedTuple):
 
 
 class _Code:
-    """A function's text, parsed. All positions are offsets into its UTF-8 bytes, in which `ast` counts columns, too.
+    """A function's text, parsed. All positions are offsets into its UTF-8 bytes, as in `ast`.
 
     Attributes:
         opening: a line put above a method, so that its indentation is right.
@@ -140,7 +140,7 @@ class _Code:
         self._spans = sorted(spans, key=lambda span: (span[1] - span[0], span))
 
     def span(self, node: Placed) -> tuple[int, int]:
-        """From its first byte to the one after its last. Parentheses around it are not part of it."""
+        """Return the offsets of a node's first byte and of the byte after its last. Parentheses around the node do not count."""
         assert node.end_lineno is not None and node.end_col_offset is not None, "ast.parse gives them"
         start = self.lines[node.lineno - 1] + node.col_offset
         return start, self.lines[node.end_lineno - 1] + node.end_col_offset
@@ -149,7 +149,7 @@ class _Code:
         return self.bytes[start:stop].decode()
 
     def changed(self, change: _Change) -> Mutant:
-        """The mutant, described with the smallest expression or statement around the change, if that is short."""
+        """Make the mutant. Its description shows the smallest expression or statement around the change, if that is short."""
         start, stop = self.span(change.node)
         left, right = self.text(0, start), self.text(stop)
         new = ast.unparse(change.new).replace("\n", "\n" + " " * change.node.col_offset)
@@ -168,7 +168,7 @@ class _Code:
 
 
 def _parenthesized(left: str, new: str, right: str) -> str:
-    """An expression, in parentheses if its neighbors would take it apart without; with a blank if it would join a word."""
+    """Return an expression that fits between its neighbors: in parentheses if they would split it, with a space next to a word."""
     spaced = f" {new}" if re.match(r"\w", left[-1:]) else new
     spaced += " " if re.match(r"\w", right[:1]) else ""
     try:
@@ -193,7 +193,7 @@ Node = TypeVar("Node", bound=ast.AST)
 
 
 def _with(node: Node, **fields: Any) -> Node:
-    """A copy of a node with other fields."""
+    """Return a copy of a node with other fields."""
     new = copy.copy(node)
     for name, value in fields.items():
         setattr(new, name, value)
@@ -201,7 +201,7 @@ def _with(node: Node, **fields: Any) -> Node:
 
 
 def _changes(node: ast.AST) -> Iterator[_Change]:
-    """All changes to a node itself."""
+    """Yield all changes to a node itself, not to its children."""
     for kinds, changes in KINDS:
         if isinstance(node, kinds):
             yield from changes(node)
@@ -215,7 +215,7 @@ def _swap_arithmetic(node: ast.BinOp | ast.AugAssign) -> Iterator[_Change]:
 
 
 def _is_sequence(node: ast.expr) -> bool:
-    """It says so itself; then any other operator is a TypeError."""
+    """True if a node is visibly a sequence. For a sequence, any other operator is a TypeError."""
     if isinstance(node, ast.BinOp):
         return _is_sequence(node.left) or (
             isinstance(node.op, ast.Add | ast.Mult) and _is_sequence(node.right)
@@ -241,7 +241,7 @@ def _swap_logic(node: ast.BoolOp) -> Iterator[_Change]:
 def _negate_condition(
     node: ast.If | ast.While | ast.IfExp | ast.comprehension | ast.match_case,
 ) -> Iterator[_Change]:
-    """Unless another kind does: `==` becomes `!=`, `not x` becomes `x`, True becomes False."""
+    """Negate a condition, unless another kind of change does: `==` becomes `!=`, `not x` becomes `x`, True becomes False."""
     if isinstance(node, ast.comprehension):
         tests = node.ifs
     elif isinstance(node, ast.match_case):
@@ -274,7 +274,7 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
 
 
 def _drop_with(node: ast.With | ast.AsyncWith) -> Iterator[_Change]:
-    """The body of a `with`; and what it enters, unless the body has a name for that."""
+    """Drop the body of a `with`. Drop its context managers, too, if the body has no names for them."""
     yield _Change("drop statement", node, _with(node, body=[ast.Pass()]))
     if not any(item.optional_vars for item in node.items):
         yield _Change("drop context", node, ast.If(ast.Constant(True), node.body, []))
@@ -289,7 +289,7 @@ def _change_constant(node: ast.Constant) -> Iterator[_Change]:
 
 
 def _off_by_one(node: ast.Call | ast.Slice) -> Iterator[_Change]:
-    """Bounds of ranges and slices, unless there is a number in them, which is another kind's."""
+    """Change the bounds of ranges and slices by one, except bounds that end in a number: "change constant" changes these."""
     bounds: list[tuple[ast.expr | None, ast.operator]] = []
     if isinstance(node, ast.Slice):
         bounds = [(node.lower, ast.Add()), (node.upper, ast.Add())]
@@ -311,7 +311,7 @@ def _drop_bound(node: ast.Slice) -> Iterator[_Change]:
 
 
 def _name(function: ast.expr) -> str:
-    """The last name of a dotted one."""
+    """Return the last part of a dotted name."""
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
@@ -336,7 +336,7 @@ def _drop_keyword(node: ast.Call) -> Iterator[_Change]:
 
 
 def _unwrap_call(node: ast.Call) -> Iterator[_Change]:
-    """`x.clone()` and `sorted(x)` become `x`, if their result is used."""
+    """Replace `x.clone()` and `sorted(x)` by `x`, if their result is used."""
     if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
         yield _Change("unwrap call", node, node.func.value)
     elif _name(node.func) in CONVERSIONS and node.args and not isinstance(node.args[0], ast.Starred):
@@ -349,7 +349,7 @@ def _drop_unary(node: ast.UnaryOp) -> Iterator[_Change]:
 
 
 Kinds = Callable[[Any], Iterator[_Change]]
-KINDS: tuple[tuple[Any, Kinds], ...] = (  # of nodes, and what may be changed about them
+KINDS: tuple[tuple[Any, Kinds], ...] = (  # types of nodes, and the function that lists their changes
     (ast.BinOp | ast.AugAssign, _swap_arithmetic),
     (ast.Compare, _swap_comparison),
     (ast.BoolOp, _swap_logic),

@@ -1,8 +1,8 @@
 """The part of the checks that a rank sees: the probe, and the functions that the probe calls.
 
-Checks and probes of an exercise live side by side, and a module that defines a probe may hold, or import, the very functions that the
-judges compare with. So when a rank has loaded the probe's modules, and before it loads the learner's file, `keep_only` forgets all
-else in them; then their files are out of reach (`Confinement.close_files`).
+Checks and probes of an exercise are in the same modules. So a module that defines a probe may also define or import the functions that
+the judges compare with. A rank first loads the probe's modules. Before it loads the learner's file, `keep_only` deletes everything else
+in these modules. Then the rank cannot read their files any more (`Confinement.close_files`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 ROOMS = ("hwfsdp.course.checks", "hwfsdp.course.stations", "hwfsdp.course.capstone", "hwfsdp.course.lab")
-_DEEPEST = 5  # of tables in tables that name functions
+_DEEPEST = 5  # levels of nested tables that are searched for functions
 
 
 def keep_only(probe: Callable[..., Any]) -> None:
-    """Forget functions, classes and tables of the checks' modules that the probe does not come to."""
+    """Delete the functions, classes and tables of the checks' modules that the probe cannot reach."""
     rooms = {name: module for name, module in sys.modules.items() if name.startswith(ROOMS)}
     kept = _reached(probe, rooms)
     for module_name, module in rooms.items():
@@ -29,7 +29,7 @@ def keep_only(probe: Callable[..., Any]) -> None:
 
 
 def _reached(probe: Callable[..., Any], rooms: dict[str, types.ModuleType]) -> set[tuple[str, str]]:
-    """(module, name) of all that the probe's code, and what it calls, may look up."""
+    """Return (module, name) of everything that the probe's code may look up, directly or in the functions that it calls."""
     kept: set[tuple[str, str]] = set()
     seen: set[int] = set()
     todo: list[Any] = [probe]
@@ -53,7 +53,7 @@ def _reached(probe: Callable[..., Any], rooms: dict[str, types.ModuleType]) -> s
 def _modules_named(
     names: Iterable[str], scope: dict[str, Any], rooms: dict[str, types.ModuleType]
 ) -> Iterator[str]:
-    """Modules of the checks that code reaches by a name: `runs.probe_gather`."""
+    """Yield the names of the checks' modules that code reaches by a name: `runs.probe_gather`."""
     for name in names:
         found = scope.get(name)
         if isinstance(found, types.ModuleType) and found.__name__ in rooms:
@@ -61,7 +61,7 @@ def _modules_named(
 
 
 def _functions_in(value: Any, depth: int = _DEEPEST) -> Iterator[types.FunctionType]:
-    """Functions that a value is or holds: methods, what decorators wrap, entries of tables, fields."""
+    """Yield the functions that a value is or holds: methods, functions inside decorators, entries of tables, fields."""
     if isinstance(value, types.FunctionType):
         yield value
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

@@ -1,14 +1,14 @@
-"""A package with holes in it, and a learner's functions in the holes.
+"""The package with holes, and a learner's functions in these holes.
 
-Learner code is loaded only in rank processes. There `install` forgets the package and loads it again, from source in which
-the graded holes are blank. Each hole becomes a *socket*: a function that calls whatever is plugged in. Then the
-learner's file is loaded, like any module, and its functions are plugged in.
+Learner code is loaded only in rank processes. There `install` unloads the package and loads it again, from source in which
+the graded holes are blank. Each hole becomes a *socket*: a function that calls the function that is plugged in. Then `install` loads
+the learner's file, like any module, and plugs in its functions.
 
 Note [Sockets]
-    A learner's file imports the package, and the package needs the learner's functions: whichever is loaded first finds
-    the other half done. Binding the learner's function in the module, however early, would miss names that another module
-    has bound by `from … import` before. A socket is there as soon as its module has run, everyone who imports the name
-    gets the socket, and what it calls may come later.
+    A learner's file imports the package, and the package needs the learner's functions. So the one that is loaded first would find
+    the other one incomplete. We could set the learner's function in the package's module. But another module may already have
+    imported the old function with `from … import`, and would keep it. A socket exists as soon as its module has run. Every module
+    that imports the name gets the socket, and the function that it calls may come later.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hwfsdp.course import holes
 from hwfsdp.course.manifest import Exercise, Place, module_source
 
 Function = Callable[..., Any]
-SUBMITTED = "submitted_"  # how the names of learners' modules begin
+SUBMITTED = "submitted_"  # the beginning of the names of learners' modules
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A learner's file: the exercise's number, where it is, its text, and what it has to define."""
+    """A learner's file: the exercise's number, the file's path and text, and the functions that it must define."""
 
     number: str
     path: str
@@ -45,10 +45,10 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Overlay:
-    """The data with which a rank loads the package with a learner's functions. It travels to the rank by value.
+    """The data that a rank needs to load the package with a learner's functions. It is sent to the rank by value.
 
     Attributes:
-        modules: by name, the text of each module that has holes, with the holes blank.
+        modules: the text of each module that has holes, with the holes blank, by the module's name.
         submitted: the learner's files.
     """
 
@@ -57,12 +57,12 @@ class Overlay:
 
     @classmethod
     def alone(cls, name: str, path: object, text: str) -> Overlay:
-        """The package as it is, and a file that stands by itself."""
+        """Return an overlay of the unchanged package and one file that stands by itself."""
         return cls({}, (Submitted(name, str(path), text, ()),))
 
 
 def blanked(exercises: Sequence[Exercise]) -> dict[str, str]:
-    """The text of every module in which these exercises have holes, all of them blank."""
+    """Return the text of every module in which these exercises have holes, by name. All their holes are blank."""
     texts: dict[str, str] = {}
     for exercise in exercises:
         for place in exercise.places:
@@ -72,11 +72,11 @@ def blanked(exercises: Sequence[Exercise]) -> dict[str, str]:
 
 
 class MissingHole(Exception):
-    """The learner's file does not define what it has to."""
+    """The learner's file does not define a function that it must define."""
 
 
 class Socket:
-    """A stand-in for a hole. It calls the plugged-in function; until then the blank one, which raises."""
+    """A stand-in for a hole. It calls the plugged-in function. Before there is one, it calls the blank function, which raises."""
 
     def __init__(self, blank: Function) -> None:
         self.plugged = blank
@@ -90,7 +90,7 @@ class Socket:
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module from text and puts sockets into its holes."""
+    """A loader that runs a module from text and puts sockets into its holes."""
 
     def __init__(self, text: str, path: str, names: Sequence[str], sockets: dict[Place, Socket]) -> None:
         self.text, self.path, self.names, self.sockets = text, path, names, sockets
@@ -107,7 +107,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules that have holes in the texts it was given; all others are found as usual."""
+    """A finder that takes modules with holes from the given texts. Python finds all other modules as usual."""
 
     def __init__(self, loaders: dict[str, _Loader]) -> None:
         self.loaders = loaders
@@ -117,7 +117,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec_from_loader(name, loader, origin=loader.path) if loader else None
 
 
-Runner = Callable[[str, str, dict[str, Any]], None]  # of a text, its path, the names it defines
+Runner = Callable[[str, str, dict[str, Any]], None]  # takes a text, its path, and a dict for its names
 
 
 def run_plainly(text: str, path: str, names: dict[str, Any]) -> None:
@@ -128,15 +128,15 @@ def run_plainly(text: str, path: str, names: dict[str, Any]) -> None:
 def install(
     overlay: Overlay, when_loaded: Callable[[], None] = lambda: None, run: Runner = run_plainly
 ) -> None:
-    """Load a learner's files in this process. If the package has holes for them, load it again, with holes.
+    """Load a learner's files in this process. If the package has holes for them, load it again with these holes.
 
     Args:
-        when_loaded: called when the package is there, before the first of the learner's files is run.
-        run: runs one.
+        when_loaded: called when the package is loaded, before the first of the learner's files runs.
+        run: called to run each of the learner's files.
 
     Raises:
         MissingHole: a file does not define one of its holes.
-        Exception: whatever a file raises when it is run.
+        Exception: whatever a file raises when it runs.
     """
     if overlay.modules:
         forget_package()
@@ -147,7 +147,7 @@ def install(
         names = [place.name for place in places if place.module == module]
         loaders[module] = _Loader(text, f"<{module} with holes>", names, sockets)
     sys.meta_path.insert(0, _Finder(loaders))
-    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which fills its holes by itself
+    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which would fill its holes itself
         filler: Any = importlib.import_module("hwfsdp.bodies")
         filler.left_blank.update(map(tuple, places))
     for name in overlay.modules:
@@ -161,18 +161,18 @@ def install(
 
 
 def forget_package() -> None:
-    """The next import of hwfsdp, or of a part of it, loads it again; what runs now keeps what it has."""
+    """Unload the package, so that the next import of hwfsdp loads it again. Running code keeps the old objects."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "hwfsdp"]:
         del sys.modules[name]
 
 
 def show_lines(path: str, text: str) -> None:
-    """Tracebacks show the lines of this text for this path, whatever is there."""
+    """Let tracebacks show the lines of this text for this path, even if there is no such file, or another one."""
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
 
 def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
-    """The names that a learner's file defines."""
+    """Run a learner's file, and return the names that it defines."""
     show_lines(submitted.path, submitted.text)
     module = types.ModuleType(f"{SUBMITTED}{submitted.number}")
     module.__file__ = submitted.path
@@ -182,7 +182,7 @@ def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
 
 
 def _insert_socket(module: types.ModuleType, name: str) -> Socket:
-    """Put a socket where the blank function is; a property or static method stays one."""
+    """Replace the blank function by a socket. A property or static method stays one."""
     owner, attribute = _owner(module, name)
     blank = vars(owner)[attribute]
     socket = Socket(_function_of(blank))
@@ -196,7 +196,7 @@ def _insert_socket(module: types.ModuleType, name: str) -> Socket:
 
 
 def _owner(module: types.ModuleType, name: str) -> tuple[Any, str]:
-    """The class, or the module, that a dotted name is an attribute of."""
+    """Return the class or module that owns a dotted name, and the last part of the name."""
     *classes, attribute = name.split(".")
     owner: Any = module
     for inner in classes:
@@ -205,7 +205,7 @@ def _owner(module: types.ModuleType, name: str) -> tuple[Any, str]:
 
 
 def _function_of(found: Any) -> Function:
-    """The function in a property or method."""
+    """Return the function in a property or method."""
     if isinstance(found, property):
         assert found.fget is not None
         return found.fget
@@ -236,7 +236,7 @@ def _package_class(place: Place) -> type:
 
 
 def _belongs_to(function: Function, owner: type) -> None:
-    """`super()` without arguments means the package's class from now on, not the learner's of the same name."""
+    """Make `super()` without arguments use the package's class instead of the learner's class of the same name."""
     plain: Any = getattr(function, "__wrapped__", function)
     names = getattr(getattr(plain, "__code__", None), "co_freevars", ())
     if "__class__" in names:
@@ -245,7 +245,7 @@ def _belongs_to(function: Function, owner: type) -> None:
 
 
 def _add_helpers(names: dict[str, Any], places: Sequence[Place]) -> None:
-    """Add a learner's new methods to a class of the package. Methods that the package has stay its own."""
+    """Add a learner's new methods to a class of the package. The package's own methods stay unchanged."""
     for place in places:
         owner_name = place.name.rpartition(".")[0]
         if not owner_name:

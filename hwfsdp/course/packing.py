@@ -1,11 +1,11 @@
-"""Data on the way from ranks that run a learner's code to the process that grades it.
+"""Pack data in the ranks that run a learner's code, and unpack it in the process that grades.
 
-A pickle may run anything where it is read. What is packed here is data and cannot be anything else: a tree of dicts with
-text keys, lists, numbers, text, None, tensors and dtypes, as JSON, followed by the tensors' bytes.
+A pickle can run any code in the process that reads it. This format can hold only data: a tree of dicts with text keys, lists, numbers,
+text, None, tensors and dtypes. The tree is JSON, followed by the bytes of the tensors.
 
     8 bytes    length of the JSON, little-endian
     JSON       tuples come back as lists; tensors are {"$tensor": [dtype, shape, offset]}
-    bytes      of the tensors, end to end
+    bytes      the bytes of the tensors, one after the other
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DTYPES = {
 
 
 def pack(tree: Any) -> bytes:
-    """The bytes of a tree.
+    """Return the bytes of a tree.
 
     Raises:
-        UsageError: there is something else in it.
+        UsageError: the tree holds a value of another type.
     """
     pieces: list[bytes] = []
     text = json.dumps(_flatten(tree, pieces)).encode()
@@ -39,10 +39,10 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Unpack the packed value.
+    """Return the tree that `pack` packed.
 
     Raises:
-        UsageError: the bytes do not come from `pack`. None of them was run.
+        UsageError: the bytes do not come from `pack`. Nothing in them was run as code.
     """
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")

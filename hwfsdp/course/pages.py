@@ -1,4 +1,4 @@
-"""Texts from templates of Jinja, which escapes whatever is filled into a page of HTML."""
+"""Texts from Jinja templates. Jinja escapes all values that it puts into an HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def template(path: Path, **names: Any) -> jinja2.Template:
-    """A template, with names that it and its neighbors may use besides what they are given."""
+    """Return a template. It and its neighbors may use these names besides the values that they get."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(path.parent),
         autoescape=jinja2.select_autoescape(),
@@ -23,5 +23,5 @@ def template(path: Path, **names: Any) -> jinja2.Template:
 
 
 def filled(name: str, **values: Any) -> str:
-    """The text that one of the course's own templates gives with these values."""
+    """Fill one of the course's own templates with these values, and return the text."""
     return template(TEMPLATES / name).render(values)

@@ -1,6 +1,6 @@
-"""Giving up rights: another user, no capabilities, no network. Linux only; its manual pages describe the system calls.
+"""Give up rights: another user, no capabilities, no network. Linux only; its manual pages describe the system calls.
 
-A process of root can do all of it, in an ordinary container most of it. Who is not root keeps its user, and has none of these
+A process of root can do all of this, and most of it in an ordinary container. Another process keeps its user; it does not have these
 rights anyway.
 """
 
@@ -29,16 +29,16 @@ _CAPABILITIES = 64
 
 
 def may_change_user() -> bool:
-    """Whether this process can become another user."""
+    """True if this process can become another user."""
     return sys.platform == "linux" and os.geteuid() == 0
 
 
 def become(uid: int, reads_all: bool) -> None:
-    """This process becomes another user, without name, groups and capabilities.
+    """Make this process another user, without a name, groups or capabilities.
 
     Args:
-        reads_all: it keeps the right to read what belongs to others, for where Python itself lies in a folder that only
-            root may enter. Restrict its files first (`landlock`).
+        reads_all: the process keeps the right to read files of other users. This is for machines where Python itself is in a
+            folder that only root may enter. Restrict the process's files first (`landlock`).
 
     Raises:
         OSError: the system refuses.
@@ -48,7 +48,7 @@ def become(uid: int, reads_all: bool) -> None:
         if not kept >> capability & 1:
             libc().prctl(
                 _DROP_BOUND, capability, 0, 0, 0
-            )  # one that the kernel does not know is an error, no harm
+            )  # an unknown capability gives an error without effect
     libc().prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -56,26 +56,26 @@ def become(uid: int, reads_all: bool) -> None:
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     if libc().capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "capset")
-    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or its own files in /proc would be root's
+    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root would own its files in /proc
 
 
 def leave_shared_memory() -> None:
-    """Shared memory and message queues of System V that this process makes are its own, and end with it."""
-    libc().unshare(_CLONE_NEWIPC)  # where the system forbids it, they stay
+    """Give this process its own shared memory and message queues of System V, which end with it."""
+    libc().unshare(_CLONE_NEWIPC)  # if the system forbids this, the process keeps the shared ones
 
 
 def hide_environment() -> None:
-    """Hide this process's environment in /proc. Until then /proc shows the grader's, with which the process started."""
+    """Hide this process's environment in /proc. Before this call, /proc shows the grader's environment, which the process inherited."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin = int(fields[47])  # env_start; see proc_pid_stat(5), whose field 3 is the first here
-    # forbidden in some containers: Landlock does not help, but the grader starts ranks with little
+    # some containers forbid this, and Landlock does not help; but the grader gives ranks few variables
     libc().prctl(_SET_MEMORY, _ENVIRONMENT_END, ctypes.c_ulong(begin), 0, 0)
 
 
 def make_network() -> int | None:
-    """A network with nothing but the loopback interface, as a file descriptor; None where the system forbids that.
+    """Make a network with only the loopback interface, and return its file descriptor; None where the system forbids that.
 
-    A thread makes it, since a network belongs to a thread. It lasts as long as the descriptor.
+    A network namespace belongs to a thread, so a new thread makes it. The network lasts as long as the descriptor.
     """
     if not may_change_user():
         return None
@@ -99,7 +99,7 @@ def _start_loopback() -> None:
 
 
 def enter_network(path: str) -> None:
-    """This process's sockets are from now on in the network that a path in /proc stands for.
+    """Move this process to the network that a path in /proc names. New sockets use this network.
 
     Raises:
         OSError: the system refuses.

@@ -1,7 +1,7 @@
-"""Limits for processes that run a learner's code, and an end to all that they leave behind.
+"""Limit the processes that run a learner's code, and end every process that they leave behind.
 
-Linux counts memory per process, but processes per user, and not at all for root. So memory, core dumps and file sizes
-are limited by the system, and processes by a watcher, which ends everything when there are too many.
+Linux counts memory per process. It counts processes per user, and it does not count root's processes. So the system limits memory, core
+dumps and file sizes. A watcher limits the number of processes: it ends all of them when there are too many.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-MEMORY = 4 << 30  # bytes of a rank, besides what it was forked with
+MEMORY = 4 << 30  # bytes that a rank may use, besides the memory that it was forked with
 FILE = 1 << 30  # bytes of the largest file
-FILES = 2 << 30, 4_000  # bytes of all files of a run, and how many they may be
-PROCESSES = 64  # that all ranks of a run, and what they start, may be at once
+FILES = 2 << 30, 4_000  # largest total size in bytes, and largest number, of a run's files
+PROCESSES = 64  # largest number of processes of a run at once: its ranks and all that they start
 _STACKS = 1 << 30  # bytes of addresses for threads and their arenas
 _THREADS = 16 * PROCESSES  # Linux counts threads, and torch has many
 _PROC = Path("/proc")
 
 
 def limit_this_process(own_user: bool = False) -> None:
-    """Limit this process's resources, and make it the head of a session, to which everything that it starts belongs.
+    """Limit this process's resources, and make it the leader of a session. All processes that it starts belong to the session.
 
     Args:
-        own_user: it is about to become a user whose processes are all of the same run, so that these can be counted.
+        own_user: the process will become a user that has only processes of this run, so the system can count them.
     """
     os.setsid()
     limits = [(resource.RLIMIT_FSIZE, FILE), (resource.RLIMIT_CORE, 0)]
@@ -40,7 +40,7 @@ def limit_this_process(own_user: bool = False) -> None:
     if statm.exists():
         pages = [int(field) for field in statm.read_text().split()]
         mapped, used = (pages[field] * os.sysconf("SC_PAGE_SIZE") for field in (0, 5))
-        limits.append((resource.RLIMIT_AS, mapped + MEMORY + _STACKS))  # shared mappings are no data
+        limits.append((resource.RLIMIT_AS, mapped + MEMORY + _STACKS))  # RLIMIT_DATA omits shared mappings
     limits.append((resource.RLIMIT_DATA, used + MEMORY))
     if own_user:
         limits.append((resource.RLIMIT_NPROC, _THREADS))
@@ -50,7 +50,10 @@ def limit_this_process(own_user: bool = False) -> None:
 
 
 def close_pipes() -> None:
-    """Close what this process could write to of others: the pipe to the tracker of shared memory, which trusts all it reads."""
+    """Close the pipes to other processes that this process could write to.
+
+    One of them leads to the tracker of shared memory, which trusts everything that it reads.
+    """
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with suppress(OSError):
             fd = int(name)
@@ -60,7 +63,7 @@ def close_pipes() -> None:
 
 
 class Process(NamedTuple):
-    """A process that has not ended, and its relatives."""
+    """A process that has not ended: its id, its parent's id and its process group."""
 
     pid: int
     parent: int
@@ -68,7 +71,7 @@ class Process(NamedTuple):
 
 
 def running() -> Iterator[Process]:
-    """All processes; none if the system does not tell."""
+    """Yield all processes; none if the system does not list them."""
     for path in _PROC.glob("[0-9]*/stat"):
         try:
             state, parent, group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
@@ -79,7 +82,7 @@ def running() -> Iterator[Process]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All descendants of a process; empty if the system does not tell."""
+    """Return the ids of all descendants of a process; an empty list if the system does not list processes."""
     children: dict[int, list[int]] = {}
     for process in running():
         children.setdefault(process.parent, []).append(process.pid)
@@ -92,7 +95,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def server_pid() -> int | None:
-    """The process that ranks are forked from: the one child of this process that says so."""
+    """Return the id of the fork server of ranks, which is a child of this process; None if there is none."""
     for process in running():
         if process.parent == os.getpid():
             with suppress(OSError):
@@ -102,7 +105,7 @@ def server_pid() -> int | None:
 
 
 def end_all_below(pid: int) -> None:
-    """Kill everything that descends from a process, until nothing is left."""
+    """Kill all descendants of a process until none is left, for at most 5 s."""
     until = time.monotonic() + 5.0
     while (found := descendants(pid)) and time.monotonic() < until:
         for process in found:
@@ -112,7 +115,7 @@ def end_all_below(pid: int) -> None:
 
 
 class Watch:
-    """A watcher's finding: too many "processes" or "files", or "" for neither."""
+    """The finding of a watcher. `exceeded` is "processes" or "files" if there were too many, else ""."""
 
     def __init__(self) -> None:
         self.exceeded = ""
@@ -120,18 +123,18 @@ class Watch:
 
 @contextmanager
 def nothing_left_behind(folder: Path | None = None) -> Iterator[Watch]:
-    """Around a run of ranks: ends them all when they are too many, and what is left after the block.
+    """Watch a run of ranks in a `with` block: end all of them if there are too many, and end all that are left after the block.
 
-    Ranks of one run at a time: whatever the server of ranks has started is taken for this run's.
+    Use it for one run at a time, because it treats every process of the server of ranks as part of this run.
 
     Args:
-        folder: where they may write; they are ended when too much is there.
+        folder: the folder that the ranks may write to. They are ended if it holds too much (`FILES`).
     """
     watch, over = Watch(), threading.Event()
 
     def look() -> None:
         while not over.wait(0.2):
-            server = server_pid()  # the first run of all starts it
+            server = server_pid()  # the very first run starts this server
             if server and len(descendants(server)) > PROCESSES:
                 watch.exceeded = "processes"
             elif folder is not None and _is_full(folder):
@@ -151,13 +154,13 @@ def nothing_left_behind(folder: Path | None = None) -> Iterator[Watch]:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether more is in a folder than may be (`FILES`); blocks that were never written do not count."""
+    """True if a folder holds more than `FILES` allows. Blocks that were never written do not count."""
     most, count = FILES
     nbytes = number = 0
     for here, folders, files in os.walk(folder):
         number += len(folders) + len(files)
         for name in (*folders, *files):
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # it was just deleted
                 nbytes += os.lstat(os.path.join(here, name)).st_blocks * 512
         if nbytes > most or number > count:
             return True

@@ -1,6 +1,6 @@
 """A learner's progress: hints seen, the last verdict of each exercise, and the last figures, in `.hwfsdp/progress.json` of the course.
 
-A verdict belongs to the text that it was made for: when the file changes, it is still shown, but as an old one.
+A verdict belongs to one text of the file. When the file changes, the verdict is still shown, but marked as stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from hwfsdp.errors import UsageError
 
 
 class Standing(NamedTuple):
-    """The state of one exercise: "passed", "failed", "error", "not_started", "unchecked" or "forgone"; stale if the file has changed since."""
+    """The state of one exercise.
+
+    Attributes:
+        status: "passed", "failed", "error", "not_started", "unchecked" or "forgone".
+        stale: the file has changed since the verdict.
+    """
 
     exercise: Exercise
     status: str
@@ -42,7 +47,7 @@ class Standing(NamedTuple):
 
 @dataclass
 class Progress:
-    """Read from a course's folder, written back by `save`."""
+    """The progress of a course. `load` reads it from the course's folder, and `save` writes it back."""
 
     course: Course
     hints: dict[str, int] = field(default_factory=dict)
@@ -51,7 +56,7 @@ class Progress:
 
     @classmethod
     def load(cls, course: Course) -> Progress:
-        """Load the saved progress; an empty one if there is none, or if it cannot be read."""
+        """Load the saved progress. Return an empty one if there is none, or if it cannot be read."""
         try:
             found = json.loads(_file(course).read_text())
             hints = {str(number): int(count) for number, count in found["hints"].items()}
@@ -62,9 +67,9 @@ class Progress:
         return cls(course, hints, grades, measured)
 
     def save(self) -> None:
-        """Replace the file as a whole, so that an interrupted command leaves the old one.
+        """Replace the whole file at once, so that an interrupted command leaves the old file.
 
-        A course that may only be read can be worked with all the same; a line on standard error says so.
+        If the course is read-only, the progress is not saved, and a line on standard error says so.
         """
         path = _file(self.course)
         kept = {"hints": self.hints, "grades": self.grades, "measured": self.measured}
@@ -89,18 +94,18 @@ class Progress:
 
     @property
     def passed(self) -> set[str]:
-        """Numbers of the exercises whose last verdict was full marks."""
+        """The numbers of the exercises whose last verdict was "passed"."""
         return {number for number, known in self.grades.items() if known.get("status") == "passed"}
 
     def next_hint(self, exercise: Exercise) -> list[str]:
-        """The hints that may be seen from now on: one more than before."""
+        """Return the hints that the learner may see from now on: one more than before."""
         count = min(self.hints.get(exercise.number, 0) + 1, len(exercise.hints))
         self.hints[exercise.number] = count
         self.save()
         return list(exercise.hints[:count])
 
     def standing(self, exercise: Exercise) -> Standing:
-        """From the last verdict and the file as it is now."""
+        """Return the state of an exercise, from the last verdict and the current file."""
         known = self.grades.get(exercise.number)
         try:
             text = find_source(exercise, self.course.root / "exercises").text
@@ -125,7 +130,7 @@ def _digest(text: str) -> str:
 
 
 def replace_file(exercise: Exercise, fresh: str) -> Path | None:
-    """Write the learner's file. Return where the old one is kept, if it differs."""
+    """Write the learner's file. If the old file differs, keep it, and return its new path."""
     path, kept = exercise.path, None
     if path.exists() and path.read_bytes() != fresh.encode():
         names = (path.with_name(f"{path.name}.{number}") for number in count(1))

@@ -1,4 +1,4 @@
-"""Definitions for learners who fill a hole: the names that docstrings mention, each as the package defines it.
+"""Definitions for learners who fill a hole: the names that the docstrings mention, with the package's signatures.
 
     # Names of the package that the docstrings mention:
     #
@@ -7,8 +7,8 @@
     #     method     Stream.record() -> StreamEvent
     #     attribute  StreamSet.copy: Stream
 
-A manifest lists the names, `module:name`; signatures and types are read off the package, so they cannot be out of date.
-Types are the ones that the source states: an attribute that a function of another module makes has none here.
+A manifest lists the names as `module:name`. The signatures and types come from the package, so they cannot be out of date. A type is
+shown only if the source states it. So an attribute that a function of another module makes has no type here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hwfsdp.course.refusals import unusable
 
 WIDTH = 110  # of a line
 TITLE = "# Names of the package that the docstrings mention:"
-_TIED = "\0"  # a space that no line is broken at
-_SHORT = 60  # characters of a value
+_TIED = "\0"  # stands for a space at which no line may break
+_SHORT = 60  # characters of a value; a longer value is not shown
 
 
 class Definition(NamedTuple):
     """Something that a module of the package defines.
 
     Attributes:
-        module: for example "hwfsdp.streams"; source: its text. name: of a function, a class, or one of a class's
-            methods, properties and attributes, as in "StreamEvent.is_over".
+        module: for example "hwfsdp.streams". source: the module's text. name: the name of a function or class, or of a
+            method, property or attribute of a class, as in "StreamEvent.is_over".
     """
 
     module: str
@@ -44,12 +44,12 @@ class Definition(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """The class of a method or attribute; "" for what stands in the module itself."""
+        """The class of a method or attribute; "" for a definition at the top of the module."""
         return self.name.rpartition(".")[0]
 
 
 def block(names: Sequence[Definition]) -> list[str]:
-    """Comment lines with all of them, under their modules; none for no names.
+    """Return comment lines with all names, below their modules; an empty list if there are no names.
 
     Raises:
         UsageError: a name is not in its module.
@@ -61,7 +61,7 @@ def block(names: Sequence[Definition]) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """In lines of `WIDTH`, broken between parameters and before an arrow."""
+    """Wrap a text to lines of `WIDTH`. Lines break between parameters and before an arrow."""
     kind, _, rest = text.partition(" ")
     tied = rest.replace(" ", _TIED).replace(f",{_TIED}", ", ").replace(f"{_TIED}->{_TIED}", f" ->{_TIED}")
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
@@ -71,10 +71,10 @@ def _wrapped(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def described(name: Definition) -> str:
-    """Its kind in one word, then its signature or type.
+    """Return the kind of a definition in one word, then its signature or type.
 
     Raises:
-        UsageError: it is not in its module.
+        UsageError: the name is not in its module.
     """
     body: Sequence[ast.stmt] = holes.parsed(name.source).body
     owner, last = name.owner, name.name.rpartition(".")[2]
@@ -125,7 +125,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _class(node: ast.ClassDef, name: str) -> str:
-    """With what an object is made of: parameters of `__init__`, or fields of a record."""
+    """Return the class with the parameters of its `__init__`, or with the fields of a record."""
     inits = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
     if inits:
         return f"class {name}({', '.join([*_parameters(inits[0].args)][1:])})"
@@ -140,7 +140,7 @@ def _class(node: ast.ClassDef, name: str) -> str:
 
 
 def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """The names that a module gives to values, and those values, if they are short."""
+    """Yield the variables of a module, each with its type, or with its value if that is short."""
     for name, of in _variables(body):
         yield name, of and f": {of}"
     for statement in body:
@@ -151,7 +151,7 @@ def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Names that statements assign, and their types, "" if nothing says which."""
+    """Yield the names that statements assign, with their types; "" if the source states no type."""
     for statement in body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id, ast.unparse(statement.annotation)
@@ -161,7 +161,7 @@ def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Attributes of a class: declared in it, or assigned in its methods. The first stated type counts."""
+    """Yield the attributes of a class: declared in it, or assigned in its methods. The first stated type counts."""
     found = dict(_variables(body))
     methods = [statement for statement in body if isinstance(statement, ast.FunctionDef)]
     returned = {f"self.{method.name}": method.returns for method in methods}
@@ -185,7 +185,7 @@ def _assigned(method: ast.FunctionDef, types: dict[str, str]) -> Iterator[tuple[
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Of `a, b = c, d`: a and c, b and d. Of `a, b = c`: a and b, each with a value that is not known."""
+    """Pair targets with values. `a, b = c, d` gives (a, c) and (b, d). `a, b = c` gives a and b, each with an unknown value."""
     if not isinstance(target, ast.Tuple):
         return [(target, value)]
     if isinstance(value, ast.Tuple):
@@ -199,7 +199,7 @@ def _of_self(target: ast.expr) -> list[str]:
 
 
 def _type_of(value: ast.expr, types: dict[str, str]) -> str:
-    """Of a parameter, of a literal, of an object that is made here, or of what a method of `types` returns; else ""."""
+    """Return the type of a parameter, a literal, a new object, or the result of a method in `types`; "" for all other values."""
     if isinstance(value, ast.Name):
         return types.get(value.id, "")
     if isinstance(value, ast.Constant):

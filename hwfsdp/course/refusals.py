@@ -1,6 +1,6 @@
-"""Files that users write and get; and refusals, told so that a user can fix them.
+"""Read and write files of users, and raise errors that tell users how to fix the problem.
 
-The words of a refusal are in `refusals.toml`, by part of the course and name: `raise unusable("late.rule", text="10%")`.
+The texts of these errors are in `refusals.toml`, by part of the course and name: `raise unusable("late.rule", text="10%")`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hwfsdp.errors import UsageError
 
 @functools.cache
 def refusals() -> dict[str, dict[str, list[str]]]:
-    """By part and name: subject, what was expected, what was there, what to do."""
+    """Return the texts of all errors by part and name: subject, what was expected, what came, what to do."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def unusable(refusal: str, /, **words: Any) -> UsageError:
-    """The error of this name. `words` fill the places in braces."""
+    """Return the error of this name. `words` fill the places in braces."""
     part, _, name = refusal.partition(".")
     subject, expected, got, remedy = (text.format(**words) for text in refusals()[part][name])
     return UsageError(subject, expected=expected, got=got, remedy=remedy)
@@ -31,10 +31,10 @@ def unusable(refusal: str, /, **words: Any) -> UsageError:
 
 @contextmanager
 def refused(refusal: str, /, kinds: tuple[type[Exception], ...] = (OSError,), **words: Any) -> Iterator[None]:
-    """Around what may fail for reasons outside of the package.
+    """Turn an error of the system in this `with` block into a `UsageError`.
 
     Raises:
-        UsageError: the system refused; `got` has its words.
+        UsageError: the block raised one of `kinds`; `got` holds the system's message.
     """
     try:
         yield
@@ -45,10 +45,10 @@ def refused(refusal: str, /, kinds: tuple[type[Exception], ...] = (OSError,), **
 
 @contextmanager
 def misread(refusal: str, /, **words: Any) -> Iterator[None]:
-    """Around the reading of a file that has to hold certain things.
+    """Turn an error about the contents of a file, raised in this `with` block, into a `UsageError`.
 
     Raises:
-        UsageError: something is missing there, or of another kind.
+        UsageError: a value is missing in the file, or has the wrong type, or the file cannot be read.
     """
     try:
         yield
@@ -57,10 +57,10 @@ def misread(refusal: str, /, **words: Any) -> Iterator[None]:
 
 
 def read_text(path: Path, refusal: str, most: int) -> str:
-    """The text of a file that anyone may have written.
+    """Return the text of a file, which anyone may have written.
 
     Raises:
-        UsageError: it is no file, cannot be read, has more than `most` bytes, or is not UTF-8.
+        UsageError: the path is not a file, or the file cannot be read, has more than `most` bytes, or is not UTF-8.
     """
     try:
         if not path.is_file():
@@ -76,7 +76,7 @@ def read_text(path: Path, refusal: str, most: int) -> str:
 
 
 def write_whole(path: Path, texts: Iterable[str]) -> Path:
-    """Write a text beside its place and move it there, so that a reader finds the old one or the new one."""
+    """Write a text to a draft and move the draft to `path`, so that a reader always finds the whole old or the whole new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_of(path).open("w", encoding="utf-8", newline="") as file:
         for text in texts:
@@ -85,17 +85,17 @@ def write_whole(path: Path, texts: Iterable[str]) -> Path:
 
 
 def draft_of(path: Path) -> Path:
-    """The place beside a file where this process writes the next one."""
+    """Return the path beside a file where this process writes the next version."""
     return path.with_name(f".{path.name}.{os.getpid()}.draft")
 
 
 def outdated(texts: Mapping[Path, str]) -> list[Path]:
-    """The paths at which there is not the text that should be."""
+    """Return the paths whose file is missing or has another text."""
     return [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
 
 
 def update(texts: Mapping[Path, str]) -> list[Path]:
-    """Write the texts that differ from what is there; return where."""
+    """Write the texts that differ from the files, and return their paths."""
     changed = outdated(texts)
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +104,6 @@ def update(texts: Mapping[Path, str]) -> list[Path]:
 
 
 def check_new_folder(verb: str, folder: Path) -> None:
-    """Raise UsageError if something is at the place where a verb writes a folder."""
+    """Raise UsageError if there is a file, or a folder that is not empty, at the path where a command writes a folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise unusable("student.new_folder", verb=verb, folder=folder)

@@ -1,14 +1,14 @@
-"""A learner's exercise beside the reference: what its checks asked of ranks, and what both answered.
+"""A learner's exercise beside the reference: the questions of its checks to the ranks, and both answers.
 
     found = replay(12, seed=7)
     print(found.verdict_text)
     for run in found.runs:
         print(run)                   # how many answers differ, and which
-    plot_comparison(found.logs())    # yours above the reference's, where the checks record what happens
+    plot_comparison(found.logs())    # your log above the reference's, if the checks record a log
 
-A check asks ranks for a report: it calls the learner's functions there, and writes down what came of it. Here the same questions are
-put to the reference: of an elective the package as it is, of a station the file as it is in the solution, if it is there. A
-difference is not yet a mistake, since there may be several right answers; but where a check has failed, it is where to look.
+A check asks ranks for a report: the ranks call the learner's functions and report the results. This module asks the reference the same
+questions. For an elective, the reference is the unchanged package. For a station, it is the solution's file, if that exists. A
+difference is not always a mistake, because there may be several right answers. But if a check has failed, look at the differences first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 
-ISSUED = ("op", "stream", "owner", "phase", "dtype", "bytes")  # what counts of an event; its times do not
+ISSUED = ("op", "stream", "owner", "phase", "dtype", "bytes")  # the fields of an event that are compared
 _REFERENCE = "the reference"
 _Question = tuple[Probe, int, dict[str, Any]]
 
@@ -44,8 +44,8 @@ class Replayed:
     """One run that a check asked for.
 
     Attributes:
-        name: of the probe, and on how many ranks. mine, theirs: what the learner's code and the reference reported.
-        broken: why there is no report of the learner's.
+        name: the name of the probe, with its number of ranks. mine, theirs: the reports of the learner's code and of the reference.
+        broken: why the learner's code gave no report.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Replayed:
 
     @property
     def answers(self) -> dict[str, bool | None]:
-        """By name, whether the answer is the reference's on every rank; None if a rank did not come to give it."""
+        """By name: True if the answer is the same as the reference's on every rank; None if a rank did not give one."""
         if self.mine is None or self.theirs is None:
             return {}
         reports = list(zip(self.mine.reports, self.theirs.reports, strict=True))
@@ -81,7 +81,7 @@ class Replayed:
         )
 
     def _differences(self) -> Iterator[str]:
-        """A line for each answer that differs from the reference's, and the exception if there is no answer."""
+        """Yield a line for each answer that differs from the reference's, with the exception if there is no answer."""
         assert self.mine is not None
         for name, same in self.answers.items():
             causes = (report[FAILED][name] for report in self.mine.reports if name in report.get(FAILED, {}))
@@ -95,11 +95,11 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """An exercise, graded, and all that its checks asked.
+    """A graded exercise, with all runs that its checks asked for.
 
     Attributes:
-        path: of the learner's file. begun: whether it is; if not, the solution takes its place where there is one.
-        verdict: as of `hwfsdp check`. runs: in the order in which checks asked for them. seed: of their inputs.
+        path: the path of the learner's file. begun: True if the learner has begun it; if not, the solution replaces it, if there is one.
+        verdict: the same as from `hwfsdp check`. runs: in the order in which the checks asked. seed: the seed of their inputs.
     """
 
     exercise: Exercise
@@ -111,12 +111,12 @@ class Replay:
 
     @property
     def whose(self) -> str:
-        """ "yours", or what stands in its place."""
+        """ "yours", or "the solution" if the learner's file is not begun."""
         return "yours" if self.begun else "the solution"
 
     @property
     def introduction(self) -> str:
-        """A sentence or two that say whose code this is."""
+        """One or two sentences that say whose code this is."""
         if self.begun:
             return f"Yours: {self.path}."
         again = "Fill the first TODO, and run all cells again."
@@ -129,9 +129,10 @@ class Replay:
         return shown(self.verdict, self.path, Style())
 
     def logs(self) -> dict[str, EventLog]:
-        """The logs of one answer, by their author: the first log with a gather that differs, else the first; or none.
+        """Return the two logs of one answer, by their author; an empty dict if no answer has logs with a gather.
 
-        The learner's events have their places in the code, the reference's have none.
+        The answer is the first one with a gather whose logs differ, or else the first one with a gather. The learner's events have
+        their places in the code. The reference's events have none.
         """
         for replayed in self.runs:
             if replayed.mine is None or replayed.theirs is None:
@@ -153,18 +154,19 @@ class Replay:
 
 
 def _unplaced(log: EventLog) -> EventLog:
-    """What happened and when, without the places in the code: these would tell an answer to somebody who plays the log."""
+    """Return the log without the places in the code: they would show the answer to a learner who plays the log."""
     return EventLog([replace(event, code="") for event in log.events], log.samples, log.about)
 
 
 def replay(number: int, seed: int, course: Course | None = None) -> Replay:
-    """Grade an exercise, and ask the package everything that its checks asked.
+    """Grade an exercise, and ask the reference all questions of its checks.
 
     Args:
-        number: of the exercise. seed: of the inputs that the checks draw. course: None: the one around this folder.
+        number: the number of the exercise. seed: the seed of the inputs that the checks draw.
+        course: the course; None: the one around the current folder.
 
     Raises:
-        UsageError: there is no course here, no exercise of this number, or the file cannot be read.
+        UsageError: there is no course here, no exercise with this number, or the file cannot be read.
     """
     course = course or find_course()
     exercise = course.exercise(number)
@@ -174,7 +176,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
     reference = _reference(exercise)
 
     class NotedRanks(Ranks):
-        """Ranks as the grader has them; notes every run that a check asks for."""
+        """The grader's ranks, which also record every run that a check asks for."""
 
         def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
             question = (probe, world_size, arguments)
@@ -194,7 +196,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
 
 
 def _asked_again(ranks: Ranks, question: _Question, reference: Callable[..., Run] | None) -> Replayed:
-    """The ranks' recorded answer and the reference's answer to a question of a check."""
+    """Return the recorded answer of the learner's ranks to a question, and the reference's answer."""
     probe, world_size, arguments = question
     plural = "s" if world_size > 1 else ""
     name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
@@ -206,7 +208,7 @@ def _asked_again(ranks: Ranks, question: _Question, reference: Callable[..., Run
 
 
 def _reference(exercise: Exercise) -> Callable[..., Run] | None:
-    """Run a probe with the package as it is, or with the file of stations that is known to be right; None: it is not here."""
+    """Return a function that runs a probe with the unchanged package, or with the solution of the stations; None if it is not here."""
     if not exercise.is_station:
         return Ranks(Overlay({}, ())).reference
     text = _solution_of(exercise)
@@ -224,11 +226,11 @@ def _solution_of(exercise: Exercise) -> str | None:
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
-    """Whether two answers say the same: numbers to the bit, events in the same order, times and temporary names left out."""
+    """True if two answers are equal: numbers bit for bit, events in the same order. Times and temporary names are not compared."""
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return False
-        return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())  # NaN is NaN here
+        return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())  # NaN equals NaN here
     if isinstance(mine, dict) and isinstance(theirs, dict):
         if _is_log(mine) and _is_log(theirs):
             issued = [[[event[name] for name in ISSUED] for event in log["events"]] for log in (mine, theirs)]
@@ -236,7 +238,7 @@ def is_same(mine: Any, theirs: Any) -> bool:
         return mine.keys() == theirs.keys() and all(is_same(mine[key], theirs[key]) for key in mine)
     if isinstance(mine, list) and isinstance(theirs, list):
         return len(mine) == len(theirs) and all(map(is_same, mine, theirs))
-    if isinstance(mine, str) and isinstance(theirs, str):  # but for names of temporary folders
+    if isinstance(mine, str) and isinstance(theirs, str):  # names of temporary folders may differ
         mine, theirs = (re.sub(r"\S*\d\S*", "…", text) for text in (mine, theirs))
     return type(mine) is type(theirs) and bool(mine == theirs)
 
@@ -246,7 +248,7 @@ def _is_log(value: Any) -> bool:
 
 
 def _logs_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The event logs in an answer, by where they are in it."""
+    """Yield the event logs in an answer, each with its place in the answer."""
     if _is_log(value):
         yield name, value
     elif isinstance(value, dict | list):

@@ -20,7 +20,7 @@ _INDENT = " " * 6
 
 
 class Style:
-    """Colors on a terminal, none elsewhere, and none if `NO_COLOR` is set (https://no-color.org)."""
+    """Colors on a terminal. There are no colors elsewhere, or if `NO_COLOR` is set (https://no-color.org)."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -40,25 +40,25 @@ class Style:
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """The text in lines that begin so. No word is broken."""
+    """Wrap a text to lines. The first line begins with `first`, the others with `others`. Words are never split."""
     wrapper = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text)
 
 
 def printable(line: str) -> str:
-    """Escape what a terminal cannot print: output of a learner's code must not move the cursor, or stop the report."""
+    """Escape characters that a terminal cannot print: the output of a learner's code must not move the cursor or stop the report."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
 
 
 def shown(
     grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}, page: Path | None = None
 ) -> str:
-    """The verdict on one exercise: a line for each check, and the evidence for each failed one.
+    """Return the verdict on one exercise as text: a line for each check, and the evidence for each failed check.
 
     Args:
-        before: the figures of an earlier verdict. page: a player of what failed (`beside`).
+        before: the figures of an earlier verdict. page: the path of a page that plays the failed run (`beside`).
     """
-    from hwfsdp.course.pages import filled  # the library takes time to load, and other commands do without
+    from hwfsdp.course.pages import filled  # the library loads slowly, and other commands do not need it
 
     results = grade.shown_results
     earlier = dict.fromkeys(result.check.id[:2] for result in grade.before)
@@ -85,11 +85,11 @@ def shown(
 
 
 def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:
-    """A check's mark, id, sentence and points. A sentence too long for the terminal goes on below itself."""
+    """Return a check's mark, id, sentence and points. A sentence that is too long for the terminal continues on the next line."""
     checks = [each.check for each in grade.shown_results]
     names, longest = max(len(check.id) for check in checks), max(len(check.sentence) for check in checks)
     (mark, color), check = MARKS[result.passed], result.check
-    below = " " * (6 + names)  # the sentence
+    below = " " * (6 + names)  # indentation of the sentence's further lines
     width = max(20, min(longest, style.width - len(below) - 5))
     first, *others = textwrap.wrap(check.sentence, width)
     counts = result in grade.results and check.points
@@ -102,6 +102,6 @@ def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:
 
 
 def shown_path(path: Path) -> Path:
-    """A path as seen from the current folder."""
+    """Return a path relative to the current folder, if it is below this folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,7 +1,7 @@
-"""Forbidden code, found in the text of an answer before it runs: access to frames, memory and code of others.
+"""Find forbidden code in the text of an answer before it runs: access to frames, memory and code of others.
 
-A submission that names one of these doors, or an instrument, in plain words is not run. One that hides the words meets the same rules
-when it uses what it has put together (`doors`), and the guard.
+A submission that names one of these doors, or an instrument, in plain words does not run. If a submission builds these words from parts,
+the text shows nothing. Then `doors` applies the same rules when the code uses the name, and the guard watches, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hwfsdp.course.verdict import Finding
 
-MODULES = frozenset(  # doors to frames, memory and code of others, and to what has a name that is put together
+MODULES = frozenset(  # doors to frames, memory and code of others, and to objects by a name built from parts
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
@@ -23,14 +23,14 @@ FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
     cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
 )
-BOUND = frozenset(["__builtins__", "__match_args__"])  # names that mean something to Python as variables, too
+BOUND = frozenset(["__builtins__", "__match_args__"])  # names that Python also uses as variables
 ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
     __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
-    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
 )
-NAMES = {  # closed by themselves, in modules that are open
+NAMES = {  # closed names in open modules
     "builtins": tuple(
         "getattr setattr delattr vars globals locals exec eval compile __import__ breakpoint".split()
     ),
@@ -45,45 +45,45 @@ NAMES = {  # closed by themselves, in modules that are open
     "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
 }
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
-# open
+# locks stay open, although `_thread` is closed
 LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident"))
-INSTRUMENTS = (  # what tells what a learner's code did
+INSTRUMENTS = (  # modules that record what a learner's code did
     *(f"hwfsdp.{name}" for name in ("observe", "core.observer", "comm.history", "comm.divergence")),
     *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
-# of torch's, too: records, and the function that finds where parameters are registered
+POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # torch's arguments, open
+# also torch's, and open: records, and the function that finds where parameters are registered
 RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
 CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.course")  # cannot be imported
 HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.streams")
 
 
 class Use(NamedTuple):
-    """Something that an answer does without: what, and in which line."""
+    """A use of something that no answer needs: a description, and its line."""
 
     what: str
     line: int
 
 
 def check_rules(path: str | Path, text: str) -> None:
-    """Read a file that is Python.
+    """Check the text of a file, which must be valid Python.
 
     Raises:
-        Finding: it uses what no answer needs; nothing of it counts.
+        Finding: the file uses something that no answer needs. Nothing of the exercise counts.
     """
     if use := find_digging(text):
         raise Finding("blocked", f"{Path(path).name}, line {use.line}, {use.what}.")
 
 
 def find_digging(text: str) -> Use | None:
-    """The first use of something that no answer needs, if there is one; the text is Python."""
+    """Return the first use of something that no answer needs; None if there is none. The text must be valid Python."""
     found = [use for node in ast.walk(ast.parse(text)) if (use := _use_of(node)) is not None]
     return min(found, key=lambda use: use.line, default=None)
 
 
 def is_below(name: str, roots: Iterable[str]) -> bool:
-    """Whether a dotted name is one of these, or something in it."""
+    """True if a dotted name is one of these roots, or below one of them."""
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
@@ -92,7 +92,7 @@ def _use_of(node: ast.AST) -> Use | None:
     if isinstance(node, ast.Import | ast.ImportFrom):
         bad = next((name for name in _imported(node) if _is_closed(name)), None)
         return Use(f"imports {bad}", line) if bad else None
-    if isinstance(node, ast.MatchClass):  # looks attributes up, without saying so
+    if isinstance(node, ast.MatchClass):  # reads attributes without an `ast.Attribute`
         bad = next((n for n in node.kwd_attrs if n.startswith("_") or n in FRAMES or n in ONE_BY_ONE), None)
         return Use(f"uses {bad}", line) if bad else None
     if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
@@ -103,7 +103,7 @@ def _use_of(node: ast.AST) -> Use | None:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """The imported names, each with its module."""
+    """Return the imported names, each with its module."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.Import):
         return names

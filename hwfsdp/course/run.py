@@ -1,23 +1,23 @@
-"""Ranks that run a learner's code: the questions to them, and their answers.
+"""Run a learner's code on ranks: send them questions, and get their answers.
 
-A *probe* is a function that uses the package and reports what it sees:
+A *probe* is a function that uses the package and reports the results:
 
     def probe_gather(report: dict[str, Any], seed: int) -> None:
         report["whole"] = …
 
-`Ranks.run` calls it on every rank, with the learner's functions in the package, and gives back what each rank reported, up
-to the moment where it failed if it did. `Ranks.reference` calls it with the package as it is. Data come back, packed;
-the caller makes verdicts from them.
+`Ranks.run` calls the probe on every rank, with the learner's functions in the package, and returns the report of each rank. If a rank
+failed, its report holds everything up to the failure. `Ranks.reference` calls the probe with the unchanged package. The ranks send only
+packed data; the caller makes verdicts from it.
 
-A rank that dies, hangs, exits or leaves its peers waiting ends the run with `Broken`; one that raises does not, as what
-it reported before is worth looking at.
+If a rank dies, hangs, exits or leaves its peers waiting, the run ends with `Broken`. If a rank raises, it does not, because the reports
+up to the exception are useful.
 
 Note [Slow or stuck]
-    A right answer may run out of time on a crowded machine. So a run that was late is repeated, for longer, the longer the
-    more the machine has to do. Only if it is late again, it counts, and the message tells the machine's load. Ranks that
-    wait for each other for sure (`caller`, Note [Deadlocks]) are not asked twice. Where other runs are graded at the same
-    time, a repeat would meet the same crowd: there the run ends with a `Broken` that is provisional, and who started
-    them all repeats it later, with nothing beside it.
+    On a crowded machine, a right answer may run out of time. So a late run is repeated with a longer limit, which grows with the load
+    of the machine. Only if the run is late again does it count as failed, and the message gives the machine's load. If the ranks
+    certainly wait for each other (`caller`, Note [Deadlocks]), the run is not repeated. If other runs are graded at the same time, a
+    repeat at once would be slow, too. In that case the run ends with a `Broken` that is provisional, and the process that started
+    all runs repeats this one later, alone.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ from hwfsdp.observe.events import COLLECTIVES, Event, Sample
 Probe = Callable[..., None]
 Report = dict[str, Any]
 
-RUN_SECONDS = 8.0  # of one run; one that takes longer is repeated (Note [Slow or stuck])
-ALL_SECONDS = 17.0  # of all runs of an exercise
-LONGER = 2.0  # times as many seconds for the repeat, and as many times more as the machine has processes for a core
-MOST_LOAD = 4.0  # times, at most
-PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both, on a slow or crowded machine
-WORLD_SIZE = 2  # of runs whose number of ranks does not matter
-FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
-KEPT = frozenset(  # of the environment, for ranks
+RUN_SECONDS = 8.0  # limit of one run; a slower run is repeated (Note [Slow or stuck])
+ALL_SECONDS = 17.0  # limit of all runs of an exercise
+LONGER = 2.0  # the repeat's limit: RUN_SECONDS times this factor, times the processes per core
+MOST_LOAD = 4.0  # largest value of that number of processes per core
+PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both limits, on a slow or crowded machine
+WORLD_SIZE = 2  # number of ranks of runs for which it does not matter
+FAILED = "parts that raised"  # key in a report: the exception of each part that raised, by the part's key
+KEPT = frozenset(  # environment variables that ranks keep
     """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
     MKL_NUM_THREADS PYTHONHASHSEED PYTHONPATH PYTHONWARNINGS""".split()
 )
-PRINTED = 4_000  # characters of what ranks print that are kept
+PRINTED = 4_000  # number of printed characters that are kept
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Raised:
 
     Attributes:
         kind: the exception's class; message: its text.
-        frames: of the traceback, the outermost first; each has file, line, function and text.
-        lost_peer: the exception is about another rank that was gone.
+        frames: the frames of the traceback, the outermost first; each has file, line, function and text.
+        lost_peer: the exception says that another rank was gone.
     """
 
     rank: int
@@ -98,17 +98,17 @@ class Run:
     """The reports of the ranks of one run.
 
     Attributes:
-        reports: by rank. raised: by those ranks that failed, the likely cause first.
+        reports: the reports, by rank. raised: the exceptions of the ranks that failed, the likely cause first.
     """
 
     reports: list[Report]
     raised: list[Raised] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> list[Any]:
-        """The report of every rank under this name.
+        """Return what every rank reported under this name, by rank.
 
         Raises:
-            Unreported: a rank failed before.
+            Unreported: a rank failed before it reported this.
         """
         if all(key in report for report in self.reports):
             return [report[key] for report in self.reports]
@@ -116,7 +116,7 @@ class Run:
         raise Unreported(key, Run(self.reports, of_part or self.raised))
 
     def log(self, key: str = "log") -> EventLog:
-        """The event log of all ranks, from what `log_data` reported under this name."""
+        """Return the event log of all ranks, from the result of `log_data` that each rank reported under this name."""
         logs = []
         for rank, data in enumerate(self[key]):
             events = [_event(fields) for fields in data["events"]]
@@ -131,16 +131,16 @@ def _event(fields: dict[str, Any]) -> Event:
 
 
 def log_data(log: EventLog) -> dict[str, Any]:
-    """One rank's event log as data to report."""
+    """Return one rank's event log as data for a report."""
     samples = [[sample.us, sample.bytes_by_kind] for of_rank in log.samples.values() for sample in of_rank]
     return {"events": [event.as_dict() for event in log.events], "samples": samples}
 
 
 class Unreported(Exception):
-    """A judge asked for something that a rank did not come to report.
+    """A judge asked for something that a rank did not report.
 
     Attributes:
-        key: its name. run: what there is.
+        key: the name of the missing report. run: the run with the existing reports.
     """
 
     def __init__(self, key: str, run: Run) -> None:
@@ -149,12 +149,13 @@ class Unreported(Exception):
 
 
 class Broken(Exception):
-    """A run that ended in a way that no code may: nothing of it counts.
+    """A run that ended in a forbidden way. Nothing of it counts.
 
     Attributes:
-        reason: "died", "late", "exited", "processes", "files" or "blocked". rank: the first one. got: what happened.
-        stacks: where the ranks stood, as text.
-        unsure: it was late, but may only be slow (Note [Slow or stuck]). provisional: it is to be repeated.
+        reason: "died", "late", "exited", "processes", "files" or "blocked".
+        rank: the first rank to which this happened. got: what happened.
+        stacks: the stacks of the ranks, as text.
+        unsure: the run was late, but may only be slow (Note [Slow or stuck]). provisional: the run must be repeated.
     """
 
     unsure = provisional = False
@@ -173,8 +174,8 @@ class _Order:
 
     Attributes:
         module, name, arguments: of the probe.
-        overlay: a learner's functions, to be loaded; None: the package as it is. off_limits: paths that they have no business with.
-        folder: where standard error goes. confinement: what ranks with a learner's functions give up.
+        overlay: the learner's functions to load; None: the unchanged package. off_limits: paths that these functions may not use.
+        folder: the folder for standard error. confinement: the rights that ranks with a learner's functions give up.
     """
 
     module: str
@@ -187,18 +188,18 @@ class _Order:
 
 
 def load_per_core() -> float:
-    """Number of processes that want each core of this machine, on average over the last minute."""
+    """Return the number of processes per core that want to run on this machine, on average over the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Time limits of runs, all times `patience()`.
+    """Time limits of runs, in seconds. `patience()` multiplies all of them.
 
     Attributes:
-        run_seconds: one run. all_seconds: all of them.
-        repeat: one that was late is repeated; off where others run beside it (Note [Slow or stuck]).
-        clock, load: what tells the time and the machine's load.
+        run_seconds: the limit of one run. all_seconds: the limit of all runs together.
+        repeat: repeat a late run; False if other runs are graded at the same time (Note [Slow or stuck]).
+        clock, load: functions that return the time in seconds, and the machine's load per core.
     """
 
     run_seconds: float = RUN_SECONDS
@@ -208,9 +209,9 @@ class Times:
     load: Callable[[], float] = load_per_core
 
 
-# runs with the package as it is, the same whoever asks; the last one asked for is last
+# runs with the unchanged package, which are the same for all learners; the most recently used one is last
 _references: dict[str, Run] = {}
-# how many: more than one exercise asks for, and few for a class where each submission has a seed of its own
+# number of remembered runs: more than one exercise needs, but few if each submission of a class has its own seed
 _REMEMBERED = 32
 
 
@@ -219,14 +220,14 @@ class Ranks:
 
     Args:
         overlay: the learner's functions.
-        write: gets what the learner's code prints, the first `PRINTED` characters of it.
-        times: that runs may take.
-        world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
-        off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
+        write: called with the first `PRINTED` characters that the learner's code prints.
+        times: the time limits of the runs.
+        world_size: number of ranks of runs for which it does not matter: 1 to 4. An answer has to be right for all of them.
+        off_limits: paths that a learner's code may not use: solutions, tests, other submissions.
 
     Attributes:
-        measured: by what they are of, figures for the learner, whether checks pass or not; judges add them.
-        narrow: a single check is judged, so a run has only what this check asks for, not what others will ask for.
+        measured: figures for the learner, by name. Judges add them, also if a check fails.
+        narrow: only one check is judged, so a run holds only what this check asks for, and nothing for other checks.
     """
 
     def __init__(
@@ -258,14 +259,14 @@ class Ranks:
         found = self._late.get(key) or self.runs.get(key)
         if found is None:
             found = self._attempt(probe, world_size, arguments)
-            is_late = isinstance(found, Broken) and found.reason == "late"  # which another budget may not be
+            is_late = isinstance(found, Broken) and found.reason == "late"  # a larger limit may suffice
             (self._late if is_late else self.runs)[key] = found
         if isinstance(found, Broken):
             raise found
         return found
 
     def reference(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
-        """The same with the package as it is: an oracle's run, remembered until many others were asked for."""
+        """Do the same with the unchanged package, as an oracle. The last `_REMEMBERED` runs are kept."""
         key = _name_of(probe, world_size, arguments)
         found = _references.pop(key, None)
         order = _Order(probe.__module__, probe.__name__, arguments)
@@ -275,7 +276,7 @@ class Ranks:
         return _references[key]
 
     def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
-        """Note [Slow or stuck]."""
+        """Make a run, and repeat it if it was late. See Note [Slow or stuck]."""
         found = self.attempt_once(probe, world_size, arguments, self.run_seconds)
         if not isinstance(found, Broken) or not found.unsure:
             return found
@@ -296,7 +297,7 @@ class Ranks:
     def attempt_once(
         self, probe: Probe, world_size: int, arguments: dict[str, Any], seconds: float
     ) -> Run | Broken:
-        """Make one run, limited to this many seconds, or to the seconds left for all runs."""
+        """Make one run, limited to this many seconds, or to the seconds that are left for all runs."""
         seconds = min(seconds, self._deadline - self.times.clock())
         if seconds <= 0.5:
             late = Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
@@ -309,7 +310,7 @@ class Ranks:
             return broken
 
     def _keep(self, text: str) -> None:
-        """Pass on what was printed, up to a limit."""
+        """Pass on printed text, up to a limit."""
         kept, self._left = text[: self._left], max(0, self._left - len(text))
         if kept:
             self._write(kept)
@@ -320,10 +321,10 @@ def _name_of(probe: Probe, world_size: int, arguments: dict[str, Any]) -> str:
 
 
 def patience() -> float:
-    """The factor of all time limits.
+    """Return the factor of all time limits.
 
     Raises:
-        UsageError: the environment says something else than a number from 1 on.
+        UsageError: the environment variable is not a number of at least 1.
     """
     text = os.environ.get(PATIENCE, "1")
     try:
@@ -369,7 +370,7 @@ def _launch(order: _Order, world_size: int, seconds: float, write: Callable[[str
 
 
 def _run_of(results: list[Report]) -> Run:
-    """The reports of the ranks, and what they raised; the likely cause comes first."""
+    """Return the reports and the exceptions of the ranks. The likely cause comes first."""
     raised = [Raised(**result["raised"]) for result in results if result["raised"] is not None]
     if not all(isinstance(r.rank, int) and isinstance(r.kind + r.message, str) for r in raised):
         raise TypeError("an exception of another form")
@@ -383,13 +384,13 @@ def _run_of(results: list[Report]) -> Run:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """This process's environment, without variables that change how ranks behave, and without private ones."""
+    """Return this process's environment without private variables and without variables that change how ranks behave."""
     ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
 def _result(pickled: bytes) -> Any:
-    """The bytes that `_run_on_rank` packed. The pickle may contain nothing else."""
+    """Unpack the result of `_run_on_rank`. The pickle may contain only bytes."""
     found = read_message(pickled)
     if not isinstance(found, bytes):
         raise TypeError("not bytes")
@@ -397,7 +398,7 @@ def _result(pickled: bytes) -> Any:
 
 
 def _broken(error: RankError, folder: Path) -> Broken:
-    """Why a run had to end; `folder` holds what ranks wrote to standard error."""
+    """Explain why a run was ended. `folder` holds the standard error of the ranks."""
     got, reason, stacks = error.got, error.reason, error.traceback
     if got.startswith(BLOCKED):
         return Broken("blocked", error.rank, got.removeprefix(BLOCKED), stacks)
@@ -413,7 +414,7 @@ def _broken(error: RankError, folder: Path) -> Broken:
 
 
 def _tail(path: Path) -> str:
-    """The end of a file, as text."""
+    """Return the end of a file as text."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64_000))
@@ -426,7 +427,7 @@ def _tail(path: Path) -> str:
 
 
 def attempt(report: Report, key: str, part: Callable[[], Any]) -> None:
-    """Report the result of `part()`, or its exception, and go on with the probe. For parts without collectives."""
+    """Report the result of `part()`, or its exception, and go on with the probe. Use it only for parts without collectives."""
     try:
         report[key] = part()
     except Exception as error:
@@ -438,9 +439,9 @@ def _run_on_rank(order: _Order) -> bytes:
     report: Report = {}
     raised: dict[str, Any] | None = None
     finish: Callable[[], list[str]] = list
-    sealed, described = pack, _described  # taken before the learner's code could exchange them
+    sealed, described = pack, _described  # kept before the learner's code could replace them
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
-    torch.set_num_threads(1)  # models are tiny; threads of several runs at once would spin, each for its core
+    torch.set_num_threads(1)  # models are tiny; threads of several runs would only compete for cores
     try:
         if order.overlay is None:
             probe = _probe_of(order)
@@ -455,7 +456,7 @@ def _run_on_rank(order: _Order) -> bytes:
     blocked = finish()
     try:
         return sealed({"report": report, "raised": raised, "blocked": blocked})
-    except Exception as error:  # a learner's function returned something that is no data
+    except Exception as error:  # a learner's function returned something that is not data
         return sealed({"report": {}, "raised": raised or described(error), "blocked": blocked})
 
 
@@ -471,7 +472,7 @@ def _guard_for(order: _Order, overlay: Overlay) -> Guard:
 
 
 def _let_in(order: _Order, overlay: Overlay, guard: Guard) -> Probe:
-    """Load the probe, forget everything else of the checks, and then load a learner's functions under the eyes of a guard."""
+    """Load the probe, delete all other parts of the checks, and then load the learner's functions while a guard watches."""
     found: list[Probe] = []
     forget([place for submitted in overlay.submitted for place in submitted.places])
 
@@ -491,22 +492,22 @@ def _let_in(order: _Order, overlay: Overlay, guard: Guard) -> Probe:
 def redirect_errors(path: Path) -> None:
     """Send errors of native code to a file, and print Python's standard error like the rest."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)  # what Python prints does not go there
+    os.dup2(file, 1)  # Python's own prints do not go there
     os.dup2(file, 2)
     os.close(file)
     sys.stderr = sys.stdout
-    warnings.simplefilter("ignore")  # about what torch makes of wrong code; the verdict says more
+    warnings.simplefilter("ignore")  # torch warns about wrong code; the verdict says more
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """The parts of an exception that `Raised` keeps."""
+    """Return the parts of an exception that `Raised` keeps."""
     frames = [
         {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
         for frame in traceback.extract_tb(error.__traceback__)
     ]
     message = str(error)
     return {
-        "rank": int(os.environ["RANK"]),  # the process group may be gone
+        "rank": int(os.environ["RANK"]),  # the process group may no longer exist
         "kind": type(error).__name__,
         "message": message,
         "frames": frames[-40:],
@@ -515,7 +516,7 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def describe_wait() -> str:
-    """The collective in which this rank waits, and its number among this rank's collectives; "" if there is none."""
+    """Describe the collective in which this rank waits, with its number among this rank's collectives; "" if there is none."""
     named, events = sys.modules.get("hwfsdp.collectives"), sys.modules.get("hwfsdp.observe.events")
     pending: str = getattr(named, "pending_collective", "") or _collective_called()
     recorder = events.active() if events else None
@@ -531,18 +532,18 @@ def describe_wait() -> str:
     return f"{name}, its collective number {len(issued)}"
 
 
-WAIT = "wait"  # for a work that was issued before
+WAIT = "wait"  # the rank waits for a collective that it issued before
 BLOCKING = re.compile(r"(all_|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send|wait)")
 
 
 def _collective_called() -> str:
-    """The function of torch.distributed that this rank is in, by its stack."""
+    """Return the function of torch.distributed that is on this rank's stack; "" if there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = ""
     for inner, line in traceback.walk_stack(frame) if frame else ():
         path, name = inner.f_code.co_filename, inner.f_code.co_name
         if "/torch/distributed/" in path:
             found = name if BLOCKING.match(name) else found
-        elif path != collectives.__file__:  # which stands between a call and what it calls
+        elif path != collectives.__file__:  # this module stands between a call and torch
             return found or (WAIT if ".wait(" in linecache.getline(path, line) else "")
     return found

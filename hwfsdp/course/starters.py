@@ -1,13 +1,13 @@
 """The file that a student opens: the holes of one exercise, and the imports that they need.
 
-A starter and its solution are the same file but for the bodies, and both are made from the package:
+A starter and its solution are the same file except for the bodies. Both are made from the package:
 
-    imports      the imports of names that the functions use; names of the module itself are imported from it
+    imports      the imports of names that the functions use; the file imports names of the functions' own module from it
     functions    signature, decorators, docstring; then a hole, or the package's body
-    methods      inside a class of their name with the package's docstring, one per class of the package
-    comment      signatures of what the docstrings name and the file does not have (`provided`)
+    methods      inside a class of the same name, with the package's docstring; one per class of the package
+    comment      signatures of names that the docstrings mention and that are not in the file (`provided`)
 
-So a starter shows no more of a module than its holes, and an import at its top is a hint at most.
+So a starter shows only the holes of a module. An import at its top is a hint at most.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import NamedTuple
 from hwfsdp.course import holes, provided
 from hwfsdp.course.provided import Definition
 
-WIDTH = 110  # of a line
+WIDTH = 110  # characters of a line
 
 
 class Import(NamedTuple):
     """One imported name, as it stands in a module.
 
     Attributes:
-        module: after `from`; "" for a plain import. name: what is imported. alias: what it is called here.
+        module: the name after `from`; "" for a plain import. name: the imported name. alias: its name in this module.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Import(NamedTuple):
 
     @property
     def renamed(self) -> str:
-        """The name, and what it is called if that is something else."""
+        """The name, followed by `as` and the alias if that is different."""
         is_own = self.alias in (self.name, self.name.split(".")[0])
         return self.name if is_own else f"{self.name} as {self.alias}"
 
@@ -51,12 +51,12 @@ def render(
     solved: bool,
     calls: Sequence[Definition] = (),
 ) -> str:
-    """The text of a starter, or of its solution.
+    """Return the text of a starter, or of its solution.
 
     Args:
-        chosen: the holes in the order in which they are filled; holes of one class follow each other.
-        label: of the exercise, for example "04". title: the first line of the file.
-        calls: names of the package in the docstrings; names of one module follow each other.
+        chosen: the holes in the order in which learners fill them; holes of one class follow each other.
+        label: the label of the exercise, for example "04". title: the first line of the file.
+        calls: names of the package that the docstrings mention; names of one module follow each other.
 
     Raises:
         UsageError: a hole, or one of `calls`, is not in its module.
@@ -75,7 +75,7 @@ def render(
 
 
 def _class_docstring(chosen: Sequence[Definition], owner: str) -> list[str]:
-    """The docstring of a class, as in its module: it lists the attributes."""
+    """Return the docstring of a class as in its module, because it lists the attributes."""
     source = next(hole.source for hole in chosen if hole.owner == owner)
     for node in ast.walk(holes.parsed(source)):
         if isinstance(node, ast.ClassDef) and node.name == owner and ast.get_docstring(node):
@@ -90,7 +90,7 @@ def _text(hole: Definition, label: str, solved: bool) -> str:
 
 
 def _import_lines(chosen: Sequence[Definition]) -> list[str]:
-    """Python's first, then others, then the package; sorted, one line per module."""
+    """Return the lines of imports: Python's first, then other packages', then this package's; sorted, one line per module."""
     needed = sorted({found for hole in chosen for found in _imports(hole, chosen)})
     lines = [f"import {found.renamed}" for found in needed if not found.module]
     for module, group in groupby((found for found in needed if found.module), key=lambda found: found.module):
@@ -103,13 +103,13 @@ def _import_lines(chosen: Sequence[Definition]) -> list[str]:
 
 
 def _origin(line: str) -> int:
-    """The owner of an imported module: 0 for Python's, 1 for other packages', 2 for one of this package."""
+    """Return the owner of an imported module: 0 for Python, 1 for other packages, 2 for this package."""
     package = line.split()[1].split(".")[0]
     return 2 if package == "hwfsdp" else int(package not in sys.stdlib_module_names)
 
 
 def _imports(hole: Definition, chosen: Sequence[Definition]) -> Iterator[Import]:
-    """The imports that a hole's function needs, body included."""
+    """Yield the imports that a hole's function needs, body included."""
     tree = holes.parsed(hole.source)
     imported = {found.alias: found for found in _imported(tree)}
     defined = {name for statement in tree.body for name in _defined(statement)}
@@ -122,7 +122,7 @@ def _imports(hole: Definition, chosen: Sequence[Definition]) -> Iterator[Import]
 
 
 def _used(hole: Definition) -> set[str]:
-    """Names that the function's text refers to."""
+    """Return the names that the function's text uses, without built-in names."""
     text = holes.extract(hole.source, hole.name)
     indented = "if True:\n" + text if text[:1].isspace() else text
     loaded = {node.id for node in ast.walk(ast.parse(indented)) if isinstance(node, ast.Name)}
@@ -130,7 +130,7 @@ def _used(hole: Definition) -> set[str]:
 
 
 def _imported(tree: ast.AST) -> Iterator[Import]:
-    """Imports of a module, those under a condition too, but not those inside functions."""
+    """Yield the imports of a module, including those under a condition, but not those inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If | ast.Try):
             yield from _imported(node)
@@ -143,7 +143,7 @@ def _imported(tree: ast.AST) -> Iterator[Import]:
 
 
 def _defined(statement: ast.stmt) -> Iterator[str]:
-    """Names that a statement of a module gives it."""
+    """Yield the names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
     targets = statement.targets if isinstance(statement, ast.Assign) else []

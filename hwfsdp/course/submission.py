@@ -1,4 +1,4 @@
-"""A learner's submission: found, read and examined as text. Nothing of it runs here."""
+"""Find, read and examine a learner's submission as text. No code of the submission runs here."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.verdict import Finding
 
 KEPT_STARTER = ".starter.py"  # beside a learner's file, in a student's edition
-LARGEST = 1 << 20  # bytes of a file that anyone wrote
-NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
+LARGEST = 1 << 20  # bytes of the largest file that is read
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # errors of the parser
 
 
 @dataclass(frozen=True)
 class Source:
-    """A learner's file for one exercise: where it is, and its text; None if there is no such file."""
+    """A learner's file for one exercise: its path, and its text; the text is None if there is no such file."""
 
     path: Path
     text: str | None
 
 
 def find_source(exercise: Exercise, folder: Path) -> Source:
-    """The file of one exercise: in the folder itself, or, of an elective, in `NN_topic/` below it.
+    """Find the file of one exercise in the folder itself, or, for an elective, in `NN_topic/` below it.
 
     Raises:
-        UsageError: it cannot be read as text.
+        UsageError: the file cannot be read as text.
     """
     nested, flat = folder / exercise.target, folder / exercise.file_name
     path = nested if nested.exists() or not flat.exists() else flat
@@ -48,9 +48,9 @@ def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
 
 
 def is_started(exercise: Exercise, text: str) -> bool:
-    """Whether any hole has been filled, or something is there that may fill one when the file is loaded.
+    """True if a hole is filled, or if other code in the file may fill one when the file is loaded.
 
-    A file that is not Python has been worked on, and so has a file of stations that is not as it was given.
+    A file that is not valid Python counts as started. The file of the stations counts as started if it differs from the starter.
     """
     if exercise.is_station:
         return text.splitlines() != starter(exercise).splitlines()
@@ -66,9 +66,9 @@ def is_started(exercise: Exercise, text: str) -> bool:
 
 
 def starter(exercise: Exercise) -> str:
-    """The learner's starter."""
+    """Return the text of the starter."""
     kept = exercise.path.parent / KEPT_STARTER
-    if kept.exists():  # in a student's edition the package has nothing to make it from
+    if kept.exists():  # a student's edition cannot make it: its package has no bodies
         return kept.read_text()
     if exercise.is_station:
         return stage(0)
@@ -82,7 +82,7 @@ def starter(exercise: Exercise) -> str:
 
 
 def solution(exercise: Exercise) -> str:
-    """The starter, filled in: with the package's bodies, as it is after the last station, or our homework.
+    """Return the starter with all holes filled: the package's bodies, the file after the last station, or our homework.
 
     Raises:
         UsageError: this is a student's edition.
@@ -102,10 +102,10 @@ def _cut_out(exercise: Exercise, solved: bool) -> str:
 
 
 def inspect(exercise: Exercise, source: Source) -> Submitted:
-    """The file as ranks will run it.
+    """Check a file, and return it in the form that ranks run.
 
     Raises:
-        Finding: it is not Python, or does not define its functions so that the package can call them.
+        Finding: the file is not Python, or lacks a function, or has a signature that the package cannot call.
     """
     assert source.text is not None, "a file that is there"
     path = str(source.path)
@@ -128,7 +128,7 @@ def inspect(exercise: Exercise, source: Source) -> Submitted:
 
 
 def not_python(source: Source, error: BaseException) -> Finding:
-    """What the parser said of a file."""
+    """Return the finding with the parser's message about a file."""
     line = getattr(error, "lineno", None)
     where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
     what = getattr(error, "msg", None) or str(error) or "nested too deeply"
@@ -136,7 +136,7 @@ def not_python(source: Source, error: BaseException) -> Finding:
 
 
 def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
-    """The functions of the exercise that a file defines, the last one of a name."""
+    """Return the exercise's functions that a file defines, by name; the last definition of a name counts."""
     names = set(exercise.hole_names)
     return {
         name: node
@@ -146,8 +146,10 @@ def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
 
 
 def _effects(exercise: Exercise, text: str) -> set[str]:
-    """What of a file may bind the names of its holes, besides functions: `chunk_length = m.chunk_length`, decorators, base
-    classes, imports of these names, whatever else is carried out. Comments, constants and other imports do nothing.
+    """Return the code, besides functions, that may bind the names of the holes.
+
+    Examples are `chunk_length = m.chunk_length`, decorators, base classes, imports of these names, and all other statements that run.
+    Comments, constants and other imports do not count.
     """
     names = {part for place in exercise.places for part in place.name.split(".")} | {"*"}
     waiting: list[ast.stmt] = list(ast.parse(text).body)
@@ -169,7 +171,7 @@ def _effects(exercise: Exercise, text: str) -> set[str]:
 
 
 def _is_blank(node: ast.FunctionDef) -> bool:
-    """Whether nothing but a docstring and `raise NotImplementedError` is in it."""
+    """True if the function holds only a docstring, `pass` and `raise NotImplementedError`."""
     body = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     if not all(isinstance(statement, ast.Raise | ast.Pass) for statement in body):
         return False
@@ -182,7 +184,7 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
-    """Names in order, `*` and `**` included, and whether each may be left out."""
+    """Return the names in order, with `*` and `**`, each with True if a call may leave it out."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
@@ -197,7 +199,7 @@ def _parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
 
 
 def _can_stand_for(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
-    """Whether every call of `wanted` is one of `given`: the same names in order, more only if they may be left out."""
+    """True if every call of `wanted` also fits `given`: the same names in order; further parameters must be optional."""
     if any(name[:1] == "*" for name, _ in _parameters(given)) and not wanted.args.vararg:
         names = [name for name, _ in _parameters(given)]
         return names[-2:] == ["*args", "**kwargs"] or _prefix(wanted, given)
@@ -213,6 +215,6 @@ def _prefix(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
 
 
 def _kind(node: ast.FunctionDef) -> set[str]:
-    """The kind of a function: a property, a static method, or a plain function."""
+    """Return the decorators that make a function a property, a static method or a class method."""
     names = {ast.unparse(decorator) for decorator in node.decorator_list}
     return names & {"property", "staticmethod", "classmethod"}

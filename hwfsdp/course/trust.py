@@ -1,13 +1,13 @@
-"""The owner of a frame's code: Python, a library or the package, or the learner.
+"""Find out who wrote the code of a frame: Python, a library or the package, or the learner.
 
-Code is trusted by the name of its file. So a learner's code must not be able to choose that name, nor to borrow trusted code: each of the
-doors to that raises an audit event (https://docs.python.org/3/library/audit_events.html), and so do those to the frames, functions and
-variables of others. `digging` says in words which door was tried.
+The name of its file decides whether code is trusted. So a learner's code must not choose that name, and must not use trusted code as its
+own. Each function that makes this possible raises an audit event (https://docs.python.org/3/library/audit_events.html). So does each
+function that gives access to frames, functions and variables of others. `digging` describes the attempt in words.
 
 Note [Through whom]
-    An audit event names nobody; the frame that called does. Most doors are judged by who called them directly, since libraries
-    use them too while a learner's code runs. Where somebody else's function hands on what is behind a door (`inspect.currentframe`,
-    `cloudpickle.loads`), the caller of that counts.
+    An audit event does not say who caused it, but the calling frame does. For most events, only the direct caller counts, because
+    libraries also cause them while a learner's code runs. Some functions of libraries return a forbidden object to their caller
+    (`inspect.currentframe`, `cloudpickle.loads`). For these, the caller of the function counts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.rules import CLOSED, NAMES, is_below
 
-# libraries may lie outside of Python's own folders
+# libraries may be outside of Python's own folders
 _BESIDE_TORCH = os.path.dirname(os.path.dirname(torch.__file__))
 FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
 ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
-FILLER = str(PACKAGE / "bodies.py")  # of a student's edition
+FILLER = str(PACKAGE / "bodies.py")  # fills the holes of a student's edition
 _FRAMES = {
     "sys._getframe",
     "sys._current_frames",
@@ -43,12 +43,12 @@ _EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
 
 
 def is_trusted(code: types.CodeType) -> bool:
-    """Whether it was written in a file of Python, of a library or of the package."""
+    """True if the code is from a file of Python, of a library or of the package."""
     return code.co_filename.startswith(ROOTS)
 
 
 def is_package(code: types.CodeType) -> bool:
-    """Whether it was written in a file of the package."""
+    """True if the code is from a file of the package."""
     return code.co_filename.startswith((str(PACKAGE), "<hwfsdp."))
 
 
@@ -58,7 +58,7 @@ def digging(
     caller: types.FrameType,
     came_in: Callable[[types.CodeType], bool] = lambda code: False,
 ) -> str | None:
-    """The meaning of an audit event that a learner's code may not cause; None for all others.
+    """Describe an audit event that a learner's code may not cause; None for all other events.
 
     Args:
         caller: the frame that raised the event. came_in: see `doors`.
@@ -97,17 +97,17 @@ def digging(
 
 
 def _is_unseen(code: types.CodeType, caller: types.FrameType) -> bool:
-    """Whether it is from a file that was written just now, or from text in a place where libraries evaluate what they are given."""
+    """True if the code is from a file that is not trusted, or from text that a library evaluates."""
     if is_trusted(code):
         return False
     return not code.co_filename.startswith("<") or caller.f_code.co_filename.endswith(_EVALUATES)
 
 
 def _is_behind(frame: types.FrameType | None, through: str = "", imports: bool = False) -> bool:
-    """Whether a learner's code is what called.
+    """True if a learner's code made the call, directly or through the frames in between.
 
     Args:
-        through: other frames in between have to be of files with this in their name. imports: may lie in between.
+        through: the frames in between must be of files with this text in their name. imports: these frames may be imports.
     """
     while frame is not None:
         code = frame.f_code
@@ -120,7 +120,7 @@ def _is_behind(frame: types.FrameType | None, through: str = "", imports: bool =
 
 
 def _handed_on(caller: types.FrameType) -> bool:
-    """Note [Through whom]."""
+    """True if a function returned the forbidden object to a learner's code. See Note [Through whom]."""
     frame: types.FrameType | None = caller
     while frame is not None and frame.f_code.co_name in _HAND_ON:
         frame = frame.f_back
@@ -128,7 +128,7 @@ def _handed_on(caller: types.FrameType) -> bool:
 
 
 def _is_known_import(caller: types.FrameType) -> bool:
-    """Whether Python, or a student's edition (`bodies`), reads a compiled file of Python's own, of a library or of the package."""
+    """True if Python, or a student's edition (`bodies`), reads a compiled file of Python, of a library or of the package."""
     code = caller.f_code
     path: Any = None
     if code.co_filename.startswith(_IMPORTLIB) and code.co_name == "_compile_bytecode":

@@ -1,6 +1,6 @@
-"""Grades as data: why a check fails, the result of each check, and the grade of an exercise.
+"""Grades as data: the reason why a check fails, the result of each check, and the grade of an exercise.
 
-Reading these must be quick, so nothing here loads torch.
+This module must load quickly, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """A moment of a run on a virtual machine, for a player.
+    """A moment of a run on a virtual machine, for the step player.
 
     Attributes:
-        machine: whose run it is, by the name in `clocked`. log: of the run, as data (`run.log_data`).
-        us: the moment, in the log's time; None: when most bytes are alive.
+        machine: the virtual machine, by its name in `clocked`. log: the log of the run, as data (`run.log_data`).
+        us: the moment in µs of the log's time; None: the moment when most bytes are alive.
     """
 
     machine: str
@@ -34,11 +34,12 @@ class Finding(Exception):
 
     Args:
         misconception: its id. message: the evidence, in one or two sentences with names and numbers.
-        expected, actual: what they say side by side, if that helps.
+        expected, actual: the two values to compare, if they help.
 
     Attributes:
-        provisional: time ran out while others were graded beside it; to be graded again alone (`run`, Note [Slow or stuck]).
-        seen: where to look, if a run was recorded; it stays in the process that judged.
+        provisional: time ran out while other runs were graded at the same time. The check must be graded again, alone (`run`,
+            Note [Slow or stuck]).
+        seen: the moment to look at, if a run was recorded; it stays in the process that judged.
     """
 
     provisional = False
@@ -51,7 +52,7 @@ class Finding(Exception):
         self.expected, self.actual = _shown(expected), _shown(actual)
 
     def at(self, seen: Seen) -> Finding:
-        """The same, with where to look."""
+        """Set the moment to look at, and return this finding."""
         self.seen = seen
         return self
 
@@ -60,11 +61,11 @@ class Finding(Exception):
 
 
 class Undecided(Exception):
-    """A check says nothing while another one does not hold. Its argument is the id of that one."""
+    """A check cannot decide because another check does not hold. The argument is the id of the other check."""
 
 
 def _shown(value: Any) -> str | int | float | None:
-    """A value as a report shows it: numbers unchanged, tensors with few elements, everything on one line."""
+    """Return a value as a report shows it: numbers unchanged, tensors with few elements, everything on one line."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "numel"):  # a tensor, known without loading torch
@@ -75,15 +76,15 @@ def _shown(value: Any) -> str | int | float | None:
     return text if len(text) <= 300 else f"{text[:297]}…"
 
 
-Judge: TypeAlias = "Callable[[Ranks, int], None]"  # ranks, seed
+Judge: TypeAlias = "Callable[[Ranks, int], None]"  # called with ranks and a seed
 
 
 class Check(NamedTuple):
-    """Something that has to hold.
+    """A statement that must be true for a right answer.
 
     Attributes:
-        id: for example "01.extent". sentence: what holds, when it passes.
-        judge: raises a Finding if it does not, or Undecided. needs: ids of checks that have to pass first.
+        id: for example "01.extent". sentence: the statement that is true when the check passes.
+        judge: raises a Finding if the statement is not true, or Undecided. needs: ids of checks that must pass first.
     """
 
     id: str
@@ -94,7 +95,7 @@ class Check(NamedTuple):
 
     @property
     def is_bonus(self) -> bool:
-        """Whether the check gives bonus points. An exercise can be passed without them."""
+        """True if the check gives bonus points. An exercise can be passed without them."""
         return self.id.startswith(("bonus.", "ours."))
 
 
@@ -135,9 +136,9 @@ class Grade:
     Attributes:
         status: "passed", "failed", "not_started" or "error".
         finding: why nothing counts, if the status is "error".
-        seconds: that grading took. printed: by the learner's code. seed: of the inputs.
-        before: of checks of earlier stations, whose points do not count here: what worked must go on working.
-        measured: by what they are of, figures, whether checks pass or not.
+        seconds: the time that grading took. printed: the output of the learner's code. seed: the seed of the inputs.
+        before: results of the checks of earlier stations: their functions must still work. Their points do not count here.
+        measured: figures by name, also if checks fail.
     """
 
     exercise: Exercise
@@ -152,7 +153,7 @@ class Grade:
 
     @property
     def shown_results(self) -> list[CheckResult]:
-        """Its own checks, and failed checks of earlier stations."""
+        """The failed checks of earlier stations, then the exercise's own checks."""
         return [*(result for result in self.before if result.finding), *self.results]
 
     @property
@@ -173,12 +174,12 @@ class Grade:
 
     @property
     def provisional(self) -> bool:
-        """Whether it is to be graded again, alone (`Finding`)."""
+        """True if the exercise must be graded again, alone (see `Finding`)."""
         return any(result.finding is not None and result.finding.provisional for result in self.shown_results)
 
     @property
     def has_everything(self) -> bool:
-        """Whether there is nothing more to get."""
+        """True if the exercise has all its points, with all bonus points."""
         return self.status == "passed" and self.bonus == self.exercise.bonus
 
     @property

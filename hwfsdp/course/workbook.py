@@ -1,19 +1,19 @@
-"""Starters and solutions: written from the package, or from the reference of all stations, and checked against these.
+"""Write starters and solutions from the package, or from the reference of all stations, and check them.
 
-    python -m hwfsdp.course write     writes my_fsdp.py and */*.py of exercises/ and solutions/; of the homework, the starter
-    python -m hwfsdp.course check     says what does not hold; part of `make check`
+    python -m hwfsdp.course write     writes my_fsdp.py and */*.py of exercises/ and solutions/; for the homework, the starter
+    python -m hwfsdp.course check     lists the conditions that do not hold; part of `make check`
 
-What has to hold:
+These conditions must hold:
 
-    restored     blanking every hole of the package and putting the solutions back gives the package, byte for byte
+    restored     blank every hole of the package and put the solutions back: the result is the package, byte for byte
     unchanged    writing both folders again changes nothing
     one owner    no hole belongs to two exercises
     not started  every starter compiles, imports, and is graded as not started, with 0 points
     full marks   every solution gets all points
-    needed       every hole, blank alone in the solution, fails at least one check of its exercise
+    needed       if one hole of the solution is blank, at least one check of its exercise fails
 
-Texts are graded at once by processes that each have a server of ranks, since whatever a server has started is taken for the run of the one who
-asks (`processes`). They share the machine, so limits of time are as many times as long.
+Several processes grade texts at the same time. Each has its own server of ranks, because all processes of a server count as part of one
+run (`processes`). The processes share the machine, so the time limits are multiplied by the number of processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORKERS = max(1, (os.cpu_count() or 2))
 
 
 def files(course: Course) -> dict[Path, str]:
-    """The right contents of both folders: every starter and solution, by path."""
+    """Return the right contents of both folders: every starter and solution, by path."""
     texts = {}
     for exercise in everything(course):
         texts[course.root / "exercises" / exercise.target] = starter(exercise)
@@ -51,12 +51,12 @@ def files(course: Course) -> dict[Path, str]:
 
 
 def write(course: Course) -> list[Path]:
-    """Write what differs; return where."""
+    """Write the files that differ, and return their paths."""
     return update(files(course))
 
 
 def problems(course: Course) -> Iterator[str]:
-    """Problems, one line each. For problems of grading, see `grading_problems`."""
+    """Yield the problems, one line each. For problems of grading, see `grading_problems`."""
     try:
         yield from _owners(course)
         yield from _restored(course)
@@ -77,7 +77,7 @@ def _owners(course: Course) -> Iterator[str]:
 
 
 def _restored(course: Course) -> Iterator[str]:
-    """Blank everything in the package and put back what the solutions have."""
+    """Blank all holes in the package, put the solutions back, and yield a line for each module that differs."""
     texts = blanked(course.exercises)
     for exercise in course.exercises:
         path = course.root / "solutions" / exercise.target
@@ -95,7 +95,7 @@ def _restored(course: Course) -> Iterator[str]:
 
 
 def grading_problems(course: Course, exercise: Exercise) -> list[str]:
-    """Problems of grading an exercise's own files, one line each."""
+    """Return the problems with the grades of an exercise's starter and solution, one line each."""
     return list(_grading_problems(course, exercise))
 
 
@@ -113,7 +113,7 @@ def _grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
 
 
 def graded(exercise: Exercise, course: Course, text: str, options: Options = Options(seed=SEED)) -> Grade:
-    """The grade of a text for this exercise."""
+    """Grade a text as an answer to this exercise."""
     with tempfile.TemporaryDirectory(prefix="hwfsdp-submission-") as folder:
         (Path(folder) / exercise.file_name).write_text(text)
         return grade(exercise, Path(folder), course, options)
@@ -121,7 +121,7 @@ def graded(exercise: Exercise, course: Course, text: str, options: Options = Opt
 
 @contextmanager
 def grading_pool(workers: int = WORKERS) -> Iterator[ProcessPoolExecutor]:
-    """Processes to run `graded` in, for the time of the block; what has not begun at its end is forgotten."""
+    """Start processes that run `graded` during the `with` block. Jobs that have not begun at its end are canceled."""
     executor = ProcessPoolExecutor(workers, mp.get_context("spawn"), _begin, (workers,))
     try:
         yield executor
@@ -135,7 +135,7 @@ def _begin(workers: int) -> None:
 
 
 def failures(result: Grade) -> str:
-    """The checks that failed, and why."""
+    """Describe the checks that failed, with their findings."""
     found = [r for r in result.results if r.passed is False and r.finding]
     return "; ".join(
         f"{r.check.id}: {r.finding.misconception}: {r.finding.message}" for r in found if r.finding
@@ -143,5 +143,5 @@ def failures(result: Grade) -> str:
 
 
 def compiles_alone(exercise: Exercise) -> None:
-    """Run the starter as a module of its own, next to the whole package; raise whatever it raises."""
+    """Run the starter as a module of its own, next to the whole package. Raise whatever the starter raises."""
     exec(compile(starter(exercise), exercise.file_name, "exec"), {"__name__": exercise.file_name})

@@ -1,6 +1,6 @@
-"""A class graded: submissions of every form, several at once, and a gradebook in the format that is asked for.
+"""Grade a class: submissions of every form, several at once, and write a gradebook in the requested format.
 
-`submissions` reads what was handed in, `jobs` has it graded by processes of their own, `journal` keeps every result as soon
-as it is there, `grading.grade_class` puts these together, `formats` writes gradebooks. It leaves out how one exercise is
-graded: that is `hwfsdp.course.grade`.
+`submissions` reads the submissions. `jobs` grades them in separate processes. `journal` saves every result at once.
+`grading.grade_class` puts these together. `formats` writes gradebooks. This folder does not grade single exercises:
+`hwfsdp.course.grade` does.
 """

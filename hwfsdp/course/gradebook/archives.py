@@ -1,13 +1,13 @@
-"""Submissions, folders or archives, as paths that can be read one by one. Nothing is written here.
+"""Read submissions, which are folders or archives, file by file. This module writes nothing.
 
-Whoever handed it in may mean harm, so sizes are counted while bytes arrive, not believed: an archive's own size, the number
-of files, the bytes that come out of it and how many times more these are than what went in. Links are not followed.
+A submission may be an attack. So this module does not trust stated sizes, and counts while it reads: the size of an archive, the number
+of files, the number of unpacked bytes, and the ratio of unpacked to packed bytes. It does not follow links.
 
     with open_source(path) as source:
         source.paths            # path → None, or why it cannot be read
         source.read(path)       # bytes; Refused if there are too many
 
-An archive is told by its first bytes, not by its name. It leaves out passwords, and archives inside archives.
+The first bytes of an archive decide its type, not its name. Passwords, and archives inside archives, are not supported.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hwfsdp.course.submission import LARGEST
 
 SUFFIXES = (".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".tar", ".zip")
 Opener = Callable[[Any], Any]
-# what a packed tar begins with
+# the first bytes of a packed tar
 PACKED: dict[bytes, Opener] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 OTHERS = {b"Rar!": "a RAR archive", b"7z\xbc\xaf": "a 7z archive", b"%PDF": "a PDF file"}
-BROKEN = (  # what readers of archives raise
+BROKEN = (  # errors of the readers of archives
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError),
     *(NotImplementedError, RuntimeError, ValueError, OverflowError, MemoryError),
 )
@@ -46,7 +46,7 @@ LINK = "a symbolic link, which is not followed"
 
 
 class Refused(Exception):
-    """A submission, or a file of it, is not read. The text says why."""
+    """A submission, or one of its files, is not read. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Limits:
     """Limits that no honest submission reaches.
 
     Attributes:
-        archive, unpacked, file: bytes: of an archive, of all that comes out of it, of one file that is graded.
-        files: in an archive or a folder. ratio: bytes out for a byte in; above `small` bytes only.
-        depth: folders in folders.
+        archive, unpacked, file: bytes of an archive, of all its unpacked files, and of one file that is graded.
+        files: number of files in an archive or a folder.
+        ratio: unpacked bytes for one packed byte. This limit applies only above `small` unpacked bytes.
+        depth: levels of nested folders.
     """
 
     archive: int = 64 << 20
@@ -73,9 +74,9 @@ class Source:
     """A submission.
 
     Attributes:
-        paths: relative, with `/`: None, or why this one cannot be read.
-        problems: what is wrong besides. newest: when the newest file of an archive was written; None if unknown.
-        told_by: whose word the time is.
+        paths: relative path, with `/` → None, or the reason why it cannot be read.
+        problems: other problems, one line each. newest: when the newest file of an archive was written; None if unknown.
+        told_by: the source of the time, "archive" or "file".
     """
 
     told_by = "archive"
@@ -86,10 +87,10 @@ class Source:
     newest: datetime | None = None
 
     def read(self, path: str) -> bytes:
-        """The bytes of one path.
+        """Return the bytes of the file at one path.
 
         Raises:
-            Refused: it is a link, encrypted, broken, or larger than the limit.
+            Refused: the file is a link, encrypted, broken, or larger than the limit.
         """
         reason = self.paths[path]
         if reason is not None:
@@ -106,14 +107,14 @@ class Source:
         raise NotImplementedError
 
     def written(self, chosen: Iterable[str]) -> datetime | None:
-        """When it was handed in, as far as files tell: the newest in an archive, or the newest chosen one in a folder."""
+        """Return the time of the newest file: in an archive of all files, in a folder of the chosen ones; None if unknown."""
         return self.newest
 
     def add(self, path: str, reason: str | None) -> None:
-        """One more path, unless its name leads out of the submission.
+        """Add a path, unless its name leads out of the submission.
 
         Raises:
-            Refused: there are too many.
+            Refused: there are too many paths.
         """
         if len(self.paths) >= self.limits.files:
             raise Refused(f"more than {self.limits.files:,} files")
@@ -127,7 +128,7 @@ class Source:
 
 
 def _clean(path: str) -> str:
-    """A path in an archive as `Source.paths` has it."""
+    """Return a path of an archive in the form of `Source.paths`."""
     return "/".join(part for part in path.replace("\\", "/").split("/") if part not in ("", "."))
 
 
@@ -136,10 +137,10 @@ def open_source(path: Path, zone: tzinfo = timezone.utc, limits: Limits = Limits
     """Open the submission at a path: a folder, or an archive.
 
     Args:
-        zone: of times in zips, which are wall clock times of no known place.
+        zone: the time zone of times in zips, which are wall clock times without a zone.
 
     Raises:
-        Refused: it is neither, or cannot be read, or is too large.
+        Refused: the path is neither a folder nor an archive, or cannot be read, or is too large.
     """
     with ExitStack() as stack:
         try:
@@ -181,7 +182,7 @@ def _archive(file: IO[bytes], zone: tzinfo, limits: Limits) -> Source:
 
 
 def _check_sizes(total: int, packed: int, limits: Limits) -> None:
-    """Raise Refused if an archive holds far more than its size lets expect: a bomb."""
+    """Raise Refused if an archive unpacks to far more bytes than its size, as archive bombs do."""
     if total > limits.unpacked:
         raise Refused(f"more than {limits.unpacked:,} bytes when unpacked")
     if total > limits.small and total > limits.ratio * packed:
@@ -189,7 +190,7 @@ def _check_sizes(total: int, packed: int, limits: Limits) -> None:
 
 
 class _Folder(Source):
-    """A folder. Links in it are listed, with the reason why they are not read."""
+    """A folder. Its links are listed, with the reason why they are not read."""
 
     told_by = "file"
 
@@ -234,7 +235,7 @@ class _Folder(Source):
 
 
 class _Zip(Source):
-    """A zip. What it says of sizes is checked here; `read` counts bytes all the same."""
+    """A zip. Its stated sizes are checked when it is opened. `read` limits the bytes of each file, too."""
 
     def __init__(self, file: IO[bytes], size: int, zone: tzinfo, limits: Limits) -> None:
         super().__init__(limits)
@@ -266,14 +267,14 @@ def _why_not(info: zipfile.ZipInfo) -> str | None:
 def _entry_time(info: zipfile.ZipInfo, zone: tzinfo) -> datetime:
     try:
         return datetime(*info.date_time, tzinfo=zone)
-    except ValueError:  # a month 0, as some tools write it
+    except ValueError:  # some tools write a month 0
         return datetime(1980, 1, 1, tzinfo=zone)
 
 
 def _directory_bytes(file: IO[bytes], size: int) -> int:
-    """The size of a zip's list of files, so that a list of millions is not read at all.
+    """Return the size of a zip's list of files in bytes, so that a list of millions of files is never read.
 
-    The end record: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16.
+    Source of the end record: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16.
     """
     file.seek(max(0, size - 65_557))
     tail = file.read()
@@ -286,7 +287,7 @@ def _directory_bytes(file: IO[bytes], size: int) -> int:
 
 
 class _Tar(Source):
-    """A tar archive, packed or not, read from its begin to its end each time."""
+    """A tar archive, packed or not. Each read goes through it from the beginning."""
 
     def __init__(self, unpacked: Any, size: int, limits: Limits) -> None:
         super().__init__(limits)
@@ -327,7 +328,7 @@ def _why_not_of_tar(member: tarfile.TarInfo) -> str | None:
 
 
 def _newest(times: Iterable[float]) -> datetime | None:
-    """The last of these times, in seconds since 1970; None if one is none: not a number, or out of all bounds."""
+    """Return the last of these times, given in seconds since 1970; None if there are none, or one is not a number or out of range."""
     begin = datetime(1970, 1, 1, tzinfo=timezone.utc)
     try:
         return max((begin + timedelta(seconds=seconds) for seconds in times), default=None)
@@ -336,7 +337,7 @@ def _newest(times: Iterable[float]) -> datetime | None:
 
 
 class _Torn(tarfile.ReadError):
-    """A place in a tar from which on it cannot be read; the name of the file there, if that is known."""
+    """A tar cannot be read from some place on. `name` is the file at this place, or "" if it is unknown."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name or 'a header'}: {reason}")
@@ -344,7 +345,7 @@ class _Torn(tarfile.ReadError):
 
 
 class _Member(tarfile.TarInfo):
-    """A file of a tar. `tarfile` takes a header that it cannot read for the end, and goes wherever a size leads; not so here."""
+    """A file of a tar. `tarfile` treats an unreadable header as the end and accepts negative sizes. This class raises in both cases."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
@@ -363,7 +364,7 @@ class _Member(tarfile.TarInfo):
 
 
 class _Counted:
-    """A stream that stops being read when there is too much of it."""
+    """A stream that raises Refused when too many bytes are read from it."""
 
     def __init__(self, file: Any, packed: int, limits: Limits) -> None:
         self.file, self.packed, self.limits, self.total = file, packed, limits, 0

@@ -1,14 +1,14 @@
-"""Autograders for elsewhere: an upload for Gradescope, a workflow for GitHub.
+"""Make autograders for other services: an upload for Gradescope, and a workflow for GitHub.
 
-Gradescope wants a zip with `setup.sh` and `run_autograder` at its root; it unpacks it to /autograder/source, runs the first
-once, and the second for each submission (https://gradescope-autograders.readthedocs.io/en/latest/specs/). The zip holds the
-package, the manifests and starters, and the list of what pip has to install. It holds no solutions, and no secret.
+Gradescope needs a zip with `setup.sh` and `run_autograder` at its root. It unpacks the zip to /autograder/source, runs `setup.sh` once,
+and runs `run_autograder` for each submission (https://gradescope-autograders.readthedocs.io/en/latest/specs/). The zip holds the
+package, the manifests, the starters, and the list of packages for pip. It holds no solutions and no secret.
 
-Whatever happens, `run_autograder` leaves a results.json: without points, and with the reason, if grading did not end.
-HWFSDP_AUTOGRADER_ROOT says where /autograder is, to try it elsewhere.
+`run_autograder` always leaves a results.json. If grading did not end, this file gives no points and says why. To try the autograder on
+another machine, set HWFSDP_AUTOGRADER_ROOT to the folder that replaces /autograder.
 
-The workflow is one of the staff's own repository, and fetches submissions: a workflow in a student's repository is the
-student's to edit, and with it go the secrets that it may read. The texts of both are in `templates/`.
+The workflow belongs in the staff's own repository, and fetches the submissions. In a student's repository, the student could edit the
+workflow and read its secrets. The texts of both are in `templates/`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hwfsdp.course.gradebook.layout import EXTRAS
 from hwfsdp.course.manifest import PACKAGE, Course
 from hwfsdp.course.refusals import refused
 
-SECONDS = 540.0  # Gradescope ends an autograder after ten minutes, if nothing else is set there
+SECONDS = 540.0  # by default, Gradescope ends an autograder after ten minutes
 CLASS_SECONDS = 18_000.0  # GitHub ends a job after six hours
 _FIXED_TIME = (2020, 1, 1, 0, 0, 0)  # so that the same course gives the same zip
 _SKIPPED = ("__pycache__", ".pyc", ".hwfsdp", ".png")
@@ -32,13 +32,13 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def make_autograder(path: Path, course: Course, limit: float = SECONDS) -> int:
-    """Write the zip for Gradescope; return how many files are in it.
+    """Write the zip for Gradescope, and return its number of files.
 
     Args:
-        limit: seconds for one submission; what is not graded by then counts nothing, and says so.
+        limit: seconds for one submission. Exercises that are not graded by then get no points, and the report says so.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the zip cannot be written.
     """
     files = dict(_files(course, limit))
     packed = io.BytesIO()
@@ -55,16 +55,16 @@ def make_workflow(path: Path, limit: float = CLASS_SECONDS) -> None:
     """Write the workflow for GitHub.
 
     Args:
-        limit: seconds for the class; what is not graded by then counts nothing, and says so.
+        limit: seconds for the class. Exercises that are not graded by then get no points, and the report says so.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     _write("--make-workflow", path, _filled("workflow.yml", limit))
 
 
 def _filled(name: str, limit: float) -> bytes:
-    """A template with the limit, in seconds, and the minutes after which the machine ends it all."""
+    """Fill a template with the limit in seconds, and with the minutes after which the service ends the job."""
     text = (_TEMPLATES / name).read_text().replace("@MINUTES@", str(int(limit // 60) + 10))
     return text.replace("@LIMIT@", str(int(limit))).encode()
 
@@ -76,7 +76,7 @@ def _write(option: str, path: Path, content: bytes) -> None:
 
 
 def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int]]]:
-    """Name in the zip, content and mode of every file."""
+    """Yield the name in the zip, the content and the mode of every file."""
     yield "setup.sh", (_filled("setup.sh", limit), 0o755)
     yield "run_autograder", (_filled("run_autograder.sh", limit), 0o755)
     yield "requirements.txt", ("\n".join(requirements()).encode() + b"\n", 0o644)
@@ -94,7 +94,7 @@ def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int
 
 
 def requirements() -> list[str]:
-    """The packages that pip has to install, from the package's own setup."""
+    """Return the packages that pip must install, from the package's own setup."""
     parser = configparser.ConfigParser()
     if parser.read(PACKAGE.parent / "setup.cfg"):
         return parser["options"]["install_requires"].split()

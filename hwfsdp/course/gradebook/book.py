@@ -1,7 +1,7 @@
-"""A gradebook: the results of a class, with what a format needs to tell of them.
+"""A gradebook: the results of a class, with the data that a format needs to show them.
 
-Formats read results one by one, as often as they like; nothing keeps them all. What students may read of a check is made
-here, the same in every format.
+Formats read the results one by one, as often as they need. The results are never all in memory. This module also decides which parts of
+a check students may read, so that all formats show the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Gradebook:
     """Results and their course.
 
     Attributes:
-        results: gives them one by one, in order, from the begin each time it is called.
-        hidden: inputs of checks are hidden, so what students read must not tell of them.
-        version: of the course. made: when.
-        limits: what kept submissions in their place, as `hwfsdp doctor --json` has it.
+        results: yields the results one by one, in order. Each call begins with the first result.
+        hidden: the inputs of checks are hidden, so the texts for students must not reveal them.
+        version: the version of the course. made: when the gradebook was made.
+        limits: the limits of submissions, in the form of `hwfsdp doctor --json`.
     """
 
     course: Course
@@ -47,34 +47,34 @@ class Gradebook:
         self._sentences = {check.id: check.sentence for _, check in found}
 
     def sentence(self, check_id: str) -> str:
-        """The sentence of a check that passes; its id, if this course does not have the check."""
+        """Return the sentence of a check; its id, if this course does not have the check."""
         return self._sentences.get(check_id, check_id)
 
     def exercise(self, number: str) -> Exercise:
         return self.course.exercise(number)
 
     def standing(self, result: Result) -> Standing:
-        """Points earned, taken off, and left."""
+        """Return the points that are earned, taken off and left."""
         return self.policy.standing(result)
 
     def for_student(self, result: Result) -> Result:
-        """The part of a result that its student may read."""
+        """Return the part of a result that its student may read."""
         return opaque(result) if self.hidden else result
 
     def count(self) -> int:
-        """Number of results."""
+        """Return the number of results."""
         return sum(1 for _ in self.results())
 
 
 def verdict(exercise: Data, check: Data) -> str:
-    """The verdict of a check: "passed", "failed", "skipped" (not run), or "void" (passed, but nothing of the exercise counts)."""
+    """Return the verdict of a check: "passed", "failed", "skipped" (not run), or "void" (passed, but the exercise does not count)."""
     if check["passed"]:
         return "void" if exercise["status"] == "error" and check["max_points"] else "passed"
     return "failed" if check["passed"] is False else "skipped"
 
 
 def evidence(exercise: Data, check: Data) -> list[str]:
-    """Why a check does not count, in lines that any terminal can show; none for one that does."""
+    """Say why a check does not count, in lines that any terminal can show; an empty list if it counts."""
     found = verdict(exercise, check)
     if found == "passed":
         return []
@@ -87,7 +87,7 @@ def evidence(exercise: Data, check: Data) -> list[str]:
 
 
 def told(check: Data) -> list[str]:
-    """The findings of a check: message, expected and actual. A check of an extra may have none of them."""
+    """Return the findings of a check: message, expected and actual. A check of an extra may have none of them."""
     found = [("", check.get("message") or None), ("expected  ", check.get("expected"))]
     found.append(("got       ", check.get("actual")))
     texts = [f"{label}{str(value)[:LONGEST]}" for label, value in found if value is not None]

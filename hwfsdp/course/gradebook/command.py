@@ -1,8 +1,8 @@
-"""The work of `hwfsdp grade`: grade, write a gradebook, say what went wrong.
+"""The work of `hwfsdp grade`: grade submissions, write a gradebook, report problems.
 
-What could not be written is refused before anything is graded.
+Before it grades anything, the command checks that it can write the output.
 
-Exit status: for one submission 0 for full marks and 1 for less; for a class, or with a file to write, 0 if everything could
+Exit status: for one submission, 0 for full marks and 1 for less. For a class, or with a file to write, 0 if everything could
 be read and graded.
 """
 
@@ -43,11 +43,11 @@ from hwfsdp.course.report import MARKS, Style
 
 @dataclass(frozen=True)
 class Output:
-    """The places of results.
+    """The places where results are written.
 
     Attributes:
         format: one of FORMATS; None: text. out: file or folder; None: standard output.
-        folder: `out` is one. reports: a folder for a page of each student.
+        folder: `out` is a folder. reports: a folder with a page for each student; None: no pages.
     """
 
     format: str | None = None
@@ -57,20 +57,20 @@ class Output:
 
     @property
     def journal(self) -> Path | None:
-        """The file that keeps results as they come, beside the final output."""
+        """The file that keeps each result at once, beside the final output."""
         if self.out is None:
             return None
         return self.out.with_name(f"{self.out.name}.journal")
 
     @property
     def files(self) -> list[Path]:
-        """All files that are written, and folders with their contents."""
+        """All files and folders that are written."""
         journal = self.journal
         journals = [journal, journal.with_name(f"{journal.name}.old")] if journal else []
         return [path for path in (self.out, self.reports, *journals) if path is not None]
 
     def check(self, count: int) -> None:
-        """Raise UsageError if the results of so many submissions cannot be written so."""
+        """Raise UsageError if the results of `count` submissions cannot be written to this output."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
         if self.out is not None:
@@ -82,10 +82,10 @@ class Output:
 
 
 def output(name: str | None, out: str | None, reports: Path | None) -> Output:
-    """The output that the command line asks for.
+    """Return the output that the command line asks for.
 
     Raises:
-        UsageError: no format was given, and the file's name does not tell one.
+        UsageError: no format was given, and the file's suffix does not name one.
     """
     if out is None:
         return Output(name, None, False, reports)
@@ -104,13 +104,13 @@ def grade_submissions(
     as_json: bool,
     isolated: bool = False,
 ) -> int:
-    """Grade what is at these paths; return the exit status.
+    """Grade the submissions at these paths, and return the exit status.
 
     Args:
-        isolated: not without all limits of submissions.
+        isolated: refuse to grade unless all limits of submissions are in force.
 
     Raises:
-        UsageError: something cannot be graded, or written, so.
+        UsageError: the paths, settings or output cannot be used.
     """
     course, bar = find_course(), ProgressBar()
     settings = replace(
@@ -149,10 +149,10 @@ def grade_submissions(
 
 
 def refuse_second_copy() -> None:
-    """Refuse to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
+    """Refuse to grade with two copies of the package: submissions could read the text of the copy that is not in use.
 
     Raises:
-        UsageError: there is another one.
+        UsageError: there is another copy.
     """
     for path in sys.path:
         copy = Path(path, PACKAGE.name)
@@ -161,13 +161,13 @@ def refuse_second_copy() -> None:
 
 
 def known_limits(required: bool = False) -> list[Limit]:
-    """What keeps submissions in their place on this machine, and what does not.
+    """Return every limit of submissions, and whether this machine enforces it.
 
     Args:
-        required: everything has to.
+        required: all limits must be in force.
 
     Raises:
-        UsageError: it is required, and something does not.
+        UsageError: `required` is True, and a limit is not in force.
     """
     found = limits_in_force()
     if required and (missing := missing_limits(found)):
@@ -176,13 +176,13 @@ def known_limits(required: bool = False) -> list[Limit]:
 
 
 def missing_limits(limits: Sequence[Limit]) -> str:
-    """The limits that are not in force, and why; "" if all are."""
+    """Describe the limits that are not in force, and why; "" if all are in force."""
     return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)
 
 
 @contextmanager
 def _ending_as_by_hand() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, so that nothing is left behind."""
+    """Let SIGTERM act like Ctrl-C in this `with` block, so that nothing is left behind."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -192,7 +192,7 @@ def _ending_as_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _saying_how_to_go_on(output: Output) -> Iterator[None]:
-    """Turn an error of writing into advice: no result is lost, the journal has them."""
+    """Turn a write error into advice on how to continue. No result is lost, because the journal has them."""
     try:
         yield
     except OSError as error:
@@ -207,7 +207,7 @@ def _way_on(output: Output) -> str:
 
 
 def _complain(result: Result) -> None:
-    """Say on standard error what could not be read or graded, by name."""
+    """Print on standard error which parts of a submission could not be read or graded."""
     for error in result.errors:
         print(f"hwfsdp: {result.name}: {error}", file=sys.stderr)
 
@@ -223,7 +223,7 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
 
 
 def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int:
-    """Write and print; return the exit status."""
+    """Write and print the results, and return the exit status."""
     if output.out is not None and output.format is not None:
         with _saying_how_to_go_on(output):
             written = write(book, output.format, output.out, output.folder)
@@ -260,7 +260,7 @@ def _print_json(book: Gradebook, single: bool) -> None:
 
 
 def _lines(book: Gradebook) -> str:
-    """One submission: a line for each exercise."""
+    """Return the text for one submission: a line for each exercise."""
     (result,) = book.results()
     names = {"result": result, "book": book, "standing": book.standing(result), "style": Style()}
     width = max(len(exercise.title) for exercise in book.course.exercises)
@@ -269,7 +269,7 @@ def _lines(book: Gradebook) -> str:
 
 
 def _extras(extra: Mapping[str, Any]) -> list[str]:
-    """The results that do not count into the score, in words."""
+    """Describe the results that do not count into the score."""
     told = []
     for name, found in extra.items():
         bonus = f" and {found['bonus']} of {found['max_bonus']} bonus points" if "bonus" in found else ""
@@ -278,14 +278,14 @@ def _extras(extra: Mapping[str, Any]) -> list[str]:
 
 
 def _by(result: Result) -> str:
-    """The source of a submission's time."""
+    """Name the source of a submission's time."""
     if result.submitted_by == UNKNOWN:
         return " (time unknown)"
     return f" (time by {result.submitted_by})" if result.submitted_by else ""
 
 
 def _table(book: Gradebook) -> str:
-    """A class: a line for each submission."""
+    """Return the text for a class: a line for each submission."""
     rows = []
     for result in book.results():
         standing = book.standing(result)

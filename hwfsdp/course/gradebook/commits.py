@@ -1,7 +1,7 @@
-"""When the commit that is checked out was made, read without trusting its repository.
+"""Read the time of the checked-out commit, without trusting its repository.
 
-A repository's own settings can make git run programs. So git is asked from an empty repository of ours, which borrows
-only the objects of the other one; what HEAD means is read here, from two small files.
+A repository's own settings can make git run programs. So git runs in an empty repository of ours, which uses only the objects
+of the other repository. This module itself finds the commit of HEAD, from a few small files.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 SECONDS = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)  # stands for a time that no calendar has
+NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)  # stands for a time that is not valid
 
 
 def commit_time(folder: Path) -> datetime | None:
-    """The committer's time of HEAD, with its offset; None if the folder is no checkout, or git is not there.
+    """Return the committer's time of HEAD, with its offset; None if the folder is not a checkout, or git is not installed.
 
-    A commit without a time that can be is of NEVER, so that it is not believed.
+    If the commit's time is not valid, return NEVER, which the grader does not believe.
     """
     repository = folder / ".git"
     if not repository.is_dir() or repository.is_symlink() or shutil.which("git") is None:
@@ -39,9 +39,9 @@ def commit_time(folder: Path) -> datetime | None:
 
 
 def _head(repository: Path) -> str | None:
-    """The commit that HEAD means."""
+    """Return the hash of the commit of HEAD; None if it cannot be found."""
     text = _line(repository / "HEAD")
-    for _ in range(5):  # a reference may be to another one
+    for _ in range(5):  # a reference may point to another one
         if _COMMIT.fullmatch(text):
             return text
         name = text.removeprefix("ref: ")
@@ -71,7 +71,7 @@ def _packed(repository: Path, name: str) -> str:
 
 
 def _committed(repository: Path, commit: str) -> str:
-    """The committer's time in ISO 8601, or whatever git makes of one that is none."""
+    """Return the committer's time in ISO 8601. If the time is not valid, return the text that git prints for it."""
     with tempfile.TemporaryDirectory(prefix="hwfsdp-git-") as folder:
         ours = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"}
         ours |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}

@@ -1,11 +1,11 @@
-"""Grading a class: every submission of it, several at once, each result on disk as soon as there is one.
+"""Grade a class: all submissions, several exercises at once. Each result is on disk as soon as it exists.
 
     for result in grade_class([Path("handed_in")], course, Settings(jobs=4, journal=Path("grades.journal"))):
         print(result.name, result.score)
 
-Submissions are read one after the other, each into a private folder that goes away with its result. Exercises that another
-run has graded already, just like this, come from the journal. What was over time while others ran beside it is repeated
-alone before it counts (`jobs`, Note [What a crowd may not cost]).
+Submissions are read one after the other. Each gets a private folder, which is removed when its result is complete. If an earlier run has
+graded an exercise with the same files and settings, its result comes from the journal. If an exercise ran out of time while others were
+graded at the same time, it is repeated alone before it counts (`jobs`, Note [What a crowd may not cost]).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hwfsdp.course.run import WORLD_SIZE, Runs
 from hwfsdp.course.verdict import CheckResult, Finding, Grade
 from hwfsdp.errors import UsageError
 
-NOT_GRADED = "was not graded"  # in an error: it is the grader that could not
+NOT_GRADED = "was not graded"  # in an error: the grader failed, not the submission
 Data = dict[str, Any]
 
 
@@ -56,17 +56,19 @@ class Settings:
     """How to grade a class.
 
     Attributes:
-        jobs: exercises to grade at once, each with processes of its own.
+        jobs: number of exercises to grade at once, each with its own processes.
         mine: earlier exercises come from the same submission, not from the package.
-        seed: of all inputs; None draws one for the class. secret: inputs come from it, and nobody else knows them.
+        seed: the seed of all inputs; None draws one for the class.
+        secret: the inputs are drawn from it, so that students do not know them.
         single: every path is one submission, whatever is in it.
-        journal: where results are written as they come; None: nowhere. resume: go on with what is there.
-        time_limit: seconds for everything; what is not graded by then counts nothing, and says so.
-        submitted: name → when it was handed in; for others files tell. zone: of times that do not say theirs.
-        times_count: there is a deadline, so that a time nobody knows is an error.
-        left_out: files and folders of the grader's own, which are no submissions.
-        worker: the command of a process that grades, if not ours (`worker`).
-        on_progress: called now and then.
+        journal: the file that keeps each result at once; None: no file. resume: continue with the results in this file.
+        time_limit: seconds for the whole class. Exercises that are not graded by then get no points, and the report says so.
+        submitted: name of a submission → when it was handed in. For other submissions, the files decide.
+        zone: the time zone of times that do not give one.
+        times_count: there is a deadline, so an unknown time is an error.
+        left_out: files and folders of the grader, which are not submissions.
+        worker: the command of a process that grades; empty: our own (`worker`).
+        on_progress: called with the progress from time to time.
     """
 
     jobs: int = 1
@@ -86,7 +88,7 @@ class Settings:
 
 
 def grade_class(paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> Iterator[Result]:
-    """Grade every submission at these paths; give each result as soon as it is there.
+    """Grade every submission at these paths. Yield each result as soon as it is complete.
 
     Args:
         paths: submissions, or folders of them: folders, zip and tar archives, git checkouts.
@@ -99,9 +101,9 @@ def grade_class(paths: Sequence[Path], course: Course, settings: Settings = Sett
 
 
 class ClassRun:
-    """One run over a class; `journal` holds its results.
+    """One run over a class. `journal` holds its results.
 
-    Nothing is written before its block is entered, so that what is wrong with the class can be told before.
+    Creating the object finds the problems of the class and writes nothing. Writing begins when its `with` block is entered.
     """
 
     journal: Journal
@@ -124,7 +126,7 @@ class ClassRun:
         self._done = self._graded = 0
 
     def _begin(self) -> Inputs:
-        """The source of inputs: the seed, the secret, or else the run that this one continues."""
+        """Begin the journal, and return the source of inputs: the seed, the secret, or else the run that this run continues."""
         settings, key = self.settings, self.journal.header.get("inputs") if self.settings.resume else None
         hidden = self._hidden if settings.seed is None else None
         inputs = hidden or draw_inputs(settings.seed, key)
@@ -150,7 +152,7 @@ class ClassRun:
         return [handed.name for handed in self.handed]
 
     def results(self) -> Iterator[Result]:
-        """Grade; give each result as soon as it is there."""
+        """Grade the class. Yield each result as soon as it is complete."""
         settings = self.settings
         until = time.monotonic() + settings.time_limit if settings.time_limit else None
         with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
@@ -168,7 +170,7 @@ class ClassRun:
             yield from self.journal.results([name])
 
     def _orders(self) -> Iterator[Order]:
-        """The orders to grade, one submission after the other."""
+        """Yield the orders to grade, one submission after the other."""
         settings = self.settings
         for index, handed in enumerate(self.handed):
             self._tell(handed.name)
@@ -184,7 +186,7 @@ class ClassRun:
             yield from orders
 
     def _order(self, pending: _Pending, what: str) -> Order | None:
-        """The order for a worker to grade an exercise or an extra; None if there is nothing to do."""
+        """Return the order for a worker to grade an exercise or an extra; None if there is nothing to do."""
         collected, target = pending.collected, self.targets[what]
         problem = collected.problems.get(target)
         if problem is not None or target not in collected.digests:
@@ -196,7 +198,7 @@ class ClassRun:
             pending.graded[what] = known
             return None
         is_station = what not in self.extras and self.course.exercise(what).is_station
-        # one seed for all stations: what ranks report for one, they need not report again for another
+        # one seed for all stations, so that stations can share the runs of ranks
         seed, world_size = self.inputs.options("stations" if is_station else what)
         message = {
             "what": what,
@@ -209,7 +211,7 @@ class ClassRun:
         return Order(collected.name, what, message)
 
     def _key(self, pending: _Pending, what: str) -> Key:
-        """The key of a result: the graded files, the course, the inputs."""
+        """Return the key of a result, made from the graded files, the course and the inputs."""
         targets = [self.targets[what]]
         if self.settings.mine and what not in self.extras:
             targets += [exercise.target for exercise in self.course.exercises if exercise.number < what]
@@ -222,7 +224,7 @@ class ClassRun:
         self.journal.check(order.name, order.what, check)
 
     def _note(self, order: Order, outcome: Outcome) -> None:
-        """Take the outcome of an order into the submission, or repeat the order."""
+        """Add the outcome of an order to its submission, or repeat the order."""
         pending, what = self._pending[order.name], order.what
         is_repeated = not order.again and (outcome.died or outcome.provisional)
         if outcome.graded is not None:
@@ -262,7 +264,7 @@ class ClassRun:
         self._ready.append(result.name)
 
     def _time(self, collected: Collected) -> tuple[datetime, str]:
-        """When it was handed in and who says so (late, Note [Whose word a time is])."""
+        """Return when a submission was handed in, and the source of this time (`late`, Note [Whose word a time is])."""
         now = datetime.now(timezone.utc).replace(microsecond=0)
         if (given := self.submitted.get(collected.name)) is not None:
             return given, "--submitted"
@@ -283,7 +285,7 @@ class ClassRun:
 
 @dataclass
 class _Pending:
-    """A submission that is being graded: what was graded, exercises and extras, and what is waited for."""
+    """A submission that is being graded: the graded exercises and extras, and those that are still running."""
 
     collected: Collected
     graded: dict[str, Data] = field(default_factory=dict)
@@ -291,7 +293,7 @@ class _Pending:
 
 
 def carry_out(order: Data, course: Course, on_check: Callable[[Data], None], runs: Runs) -> Data:
-    """Grade what an order asks for, in the process of a worker; return what it answers."""
+    """Grade the exercise or extra of an order, in the process of a worker. Return the worker's answer."""
     folder, what = Path(order["folder"]), order["what"]
     if what == "lab":
         return {"done": grade_lab(folder, course).as_dict()}
@@ -306,7 +308,7 @@ def carry_out(order: Data, course: Course, on_check: Callable[[Data], None], run
 
 
 def _ungraded(exercise: Exercise, status: str = "not_started", finding: Finding | None = None) -> Data:
-    """An exercise of which no check was run; the first one has the finding."""
+    """Return the grade of an exercise without running a check. The first check has the finding."""
     results = [CheckResult(check) for check in checks_of(exercise)]
     if finding:
         results[0].passed, results[0].finding = False, finding
@@ -314,12 +316,12 @@ def _ungraded(exercise: Exercise, status: str = "not_started", finding: Finding 
 
 
 def unreadable(exercise: Exercise, reason: str) -> Data:
-    """An exercise whose file cannot be read: nothing counts, the first check says why."""
+    """Return the grade of an exercise whose file cannot be read: nothing counts, and the first check says why."""
     return _ungraded(exercise, "error", Finding("not-python", reason))
 
 
 def not_graded(exercise: Exercise, reason: str) -> Data:
-    """An exercise that the grader did not come to: no check was run, and each says why."""
+    """Return the grade of an exercise that the grader could not grade: no check was run, and each check says why."""
     found = _ungraded(exercise, "error")
     checks = [{**check, "message": f"not graded: {reason}"} for check in found["checks"]]
     return {**found, "checks": checks}
@@ -327,7 +329,7 @@ def not_graded(exercise: Exercise, reason: str) -> Data:
 
 @cache
 def course_version(course: Course) -> str:
-    """The version of everything that a grade depends on, except the submission: the package, and the manifests."""
+    """Return the version of everything that a grade depends on, except the submission: the package and the manifests."""
     digest = hashlib.sha256()
     manifests = [exercise.folder / "exercise.toml" for exercise in course.exercises]
     for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.rglob("*.toml")), *manifests]:

@@ -1,7 +1,7 @@
-"""Inputs of checks that students do not know: drawn from a secret, the same for everyone in a class.
+"""Inputs of checks that students do not know: drawn from a secret, and the same for everyone in a class.
 
-The secret keys BLAKE2b (RFC 7693), so that neither an input, nor many of them, tell the secret or another input. It is kept
-in memory only. What is written down is a fingerprint, by which a run that goes on knows that the secret is still the same.
+The secret is the key of BLAKE2b (RFC 7693). So even many inputs do not reveal the secret or another input. The secret stays in memory.
+Only a fingerprint is written to disk. A run that continues an earlier one uses it to check that the secret is the same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from hwfsdp.course.refusals import refused, unusable
 
 ENVIRONMENT = "HWFSDP_SECRET"
-SEEDS = 1 << 20  # as many as `Options` draws from
+SEEDS = 1 << 20  # number of seeds, the same as in `Options`
 LONGEST = 1 << 16  # bytes of a file with a secret
 SHORTEST = 8
-RANKS = (2, 3, 4)  # not 1: alone, a collective does nothing, and what is wrong with it does not show
+RANKS = (2, 3, 4)  # not 1: on one rank a collective does nothing, so its mistakes do not show
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Inputs:
     """The source of a class's seeds.
 
     Attributes:
-        key: what they are derived from. hidden: nobody else knows it, so reports must not tell of inputs.
-        seed: of every exercise, if it was given. vary: whether the number of ranks is drawn too.
+        key: the bytes that the seeds are derived from.
+        hidden: the key is secret, so reports must not reveal inputs. The number of ranks is drawn, too.
+        seed: the seed of every exercise, if one was given.
     """
 
     key: bytes = field(repr=False)
@@ -35,7 +36,11 @@ class Inputs:
     seed: int | None = None
 
     def options(self, what: str) -> tuple[int, int | None]:
-        """Seed, and number of ranks (of RANKS; None: as usual), of an exercise by its number, or of an extra by its name."""
+        """Return the seed and the number of ranks (one of RANKS; None: the usual number) of an exercise or an extra.
+
+        Args:
+            what: the number of the exercise, or the name of the extra.
+        """
         if self.seed is not None:
             return self.seed, None
         drawn = self._digest(b"inputs", what)
@@ -44,7 +49,7 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """Tell two sources apart; tell nothing about either."""
+        """A text that differs between two sources, and reveals nothing about a secret."""
         if self.seed is not None:
             return f"seed {self.seed}"
         return self._digest(b"fingerprint", "").hex()[:32]
@@ -54,15 +59,15 @@ class Inputs:
 
 
 def draw_inputs(seed: int | None = None, key: str | None = None) -> Inputs:
-    """Inputs without a secret: of a seed, or drawn once for the class (or as they were, by `key`)."""
+    """Return inputs without a secret: from a seed, from the `key` of an earlier run (hexadecimal), or newly drawn for the class."""
     return Inputs(bytes.fromhex(key) if key else secrets.token_bytes(16), hidden=False, seed=seed)
 
 
 def secret_inputs(secret: bytes) -> Inputs:
-    """Inputs from a secret.
+    """Return inputs from a secret.
 
     Raises:
-        UsageError: it is so short that it could be guessed.
+        UsageError: the secret has fewer than SHORTEST bytes, so it could be guessed, or more than LONGEST.
     """
     stripped = secret.strip()
     if not SHORTEST <= len(stripped) <= LONGEST:
@@ -71,12 +76,12 @@ def secret_inputs(secret: bytes) -> Inputs:
 
 
 def read_secret(path: Path | None) -> bytes | None:
-    """The secret from a file, or else from the environment, where it is removed; None if there is neither.
+    """Return the secret from a file, or else from the environment, and remove it there; None if there is neither.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    from_environment = os.environ.pop(ENVIRONMENT, "")  # what we start must not find it there
+    from_environment = os.environ.pop(ENVIRONMENT, "")  # processes that we start must not find it there
     if path is None:
         return from_environment.encode() or None
     with refused("grade.secret_file", path=path), path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Pages of a class, for its instructor, and of a submission, for its student; `templates/` has them."""
+"""HTML pages: one of a class for its instructor, and one of each submission for its student. Their texts are in `templates/`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Overview:
     """The counts over a class.
 
     Attributes:
-        scores: that count, by submission. first: the result of one submission; None if there is none.
-        held: by check, submissions in which it holds. errors: (name, error), as they come.
-        misconceptions: submissions that have each; exercises: those in which.
+        scores: the final score of each submission. first: the first result; None if there is none.
+        full: number of submissions with full marks.
+        held: number of submissions in which a check passes, by check. errors: pairs (name of the submission, error), in order.
+        misconceptions: number of submissions with a misconception, by misconception.
+        exercises: the exercises in which a misconception occurs, by misconception.
     """
 
     def __init__(self, book: Gradebook) -> None:
@@ -54,11 +56,11 @@ class Overview:
 
     @property
     def most(self) -> int:
-        """Points there are."""
+        """The largest possible score."""
         return self.first.max_score if self.first else 0
 
     def figures(self) -> Sequence[tuple[object, str]]:
-        """Large figures, each with what it is."""
+        """Return the large figures, each with its label."""
         scores = self.scores or [0.0]
         return [
             (len(self.scores), "submissions"),
@@ -69,28 +71,28 @@ class Overview:
         ]
 
     def columns(self) -> list[tuple[str, int]]:
-        """Columns of the histogram: the points with which each begins, and its number of submissions."""
+        """Return the columns of the histogram: the points at which each begins, and its number of submissions."""
         most = max(1, self.most)
         columns = min(COLUMNS, most)
         places = Counter(min(columns - 1, int(score * columns / most)) for score in self.scores)
         return [(f"{most * index / columns:.0f}–", places[index]) for index in range(columns)]
 
     def commonest(self) -> list[tuple[str, int]]:
-        """Misconceptions, with how many submissions have them."""
+        """Return the most common misconceptions, each with its number of submissions."""
         return sorted(self.misconceptions.items(), key=lambda item: (-item[1], item[0]))[:COMMON]
 
     def share(self, check_id: str) -> float:
-        """Percent of the submissions in which a check holds."""
+        """Return the percentage of submissions in which a check passes."""
         return 100 * self.held[check_id] / len(self.scores)
 
 
 def render_class(book: Gradebook) -> Iterator[str]:
-    """The instructor's page, in pieces; results are read three times, one by one."""
+    """Yield the instructor's page in pieces. It reads the results three times, one by one."""
     page = template(TEMPLATES / "class.html", **_NAMES)
     return page.generate(book=book, overview=Overview(book))
 
 
 def render_student(result: Result, book: Gradebook) -> Iterator[str]:
-    """The page for a student: what they may read."""
+    """Yield the page for a student in pieces. It shows only what the student may read."""
     page = template(TEMPLATES / "student.html", **_NAMES)
     return page.generate(book=book, result=book.for_student(result))

@@ -1,11 +1,11 @@
-"""Several processes that grade at once.
+"""Grade in several processes at once.
 
-Each is a `worker` with a server of ranks of its own, as whatever that server starts is taken for its run's and ended with it.
-Orders are handed out one by one, so nothing is lost but what was being graded when a worker dies; another takes its place.
+Each process is a `worker` with its own server of ranks, because all processes of a server count as one run and are ended with it. Each
+worker gets one order at a time. So if a worker dies, only its current order is lost, and a new worker takes its place.
 
 Note [What a crowd may not cost]
-    With several runs on one machine a right answer may take longer than it may. So orders whose outcome is provisional,
-    and those whose worker died, are to be repeated by the caller with nothing beside them: `run` with one worker.
+    With several runs on one machine, a right answer may exceed its time limit. So the caller must repeat an order alone (`run` with
+    one worker) if its outcome is provisional, or if its worker died.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.processes import end_all_below, running
 from hwfsdp.course.run import patience
 
-SILENCE = 240.0  # seconds, times patience: a worker that says nothing for longer is ended
+SILENCE = 240.0  # seconds, times patience: a worker that sends nothing for longer is ended
 LOOK = 0.5  # seconds between two looks at the clock
 Message = dict[str, Any]
 
 
 class Order(NamedTuple):
-    """Something to grade: of which submission, what (an exercise's number, an extra's name), and what a worker is told.
+    """An order to grade one exercise or extra.
 
     Attributes:
-        again: it is repeated, with nothing beside it.
+        name: the name of the submission. what: the number of an exercise, or the name of an extra.
+        message: the message to the worker. again: the order is repeated alone.
     """
 
     name: str
@@ -50,9 +51,9 @@ class Outcome(NamedTuple):
     """The outcome of an order.
 
     Attributes:
-        graded: the exercise, as data; None if there is none.
-        failed: why there is none. died: because its worker did.
-        provisional: its time was over, which may be due to what ran beside it.
+        graded: the grade of the exercise, as data; None if there is none.
+        failed: why there is no grade. died: the worker died.
+        provisional: the time ran out, perhaps because other runs were graded at the same time.
     """
 
     graded: Message | None
@@ -68,7 +69,7 @@ class Worker:
     """A process that grades.
 
     Args:
-        root: of the course. command: what to start, if not ours.
+        root: the folder of the course. command: the command to start; empty: our own.
     """
 
     def __init__(self, root: Path, command: Sequence[str] = ()) -> None:
@@ -82,7 +83,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env=environ,
-            start_new_session=True,  # Ctrl-C is for the one that started it
+            start_new_session=True,  # so Ctrl-C reaches only the process that started it
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
@@ -91,14 +92,14 @@ class Worker:
         self.heard, self._rest = time.monotonic(), b""
 
     def take(self, order: Order) -> None:
-        """Begin with an order; if it is dead already, `messages` tells."""
+        """Send an order to the worker. If the worker is already dead, `messages` reports it."""
         self.order, self.heard = order, time.monotonic()
         with suppress(BrokenPipeError):
             self.input.write(json.dumps(order.message).encode() + b"\n")
             self.input.flush()
 
     def messages(self) -> Iterator[Message | None]:
-        """The worker's messages since the last call; None at the end if it is dead."""
+        """Yield the worker's messages since the last call, and then None if the worker is dead."""
         try:
             data = os.read(self.output.fileno(), 1 << 20)
         except BlockingIOError:
@@ -110,7 +111,7 @@ class Worker:
             yield None
 
     def last_words(self) -> str:
-        """The worker's exit, with its last line on standard error."""
+        """Return the worker's exit status or signal, with its last line on standard error."""
         status = self.process.wait()
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 2000))
@@ -119,18 +120,18 @@ class Worker:
         return f"{how}; {said}" if said else how
 
     def end(self) -> None:
-        """End it, and everything that it started."""
+        """End the worker, and everything that it started."""
         with suppress(BrokenPipeError):
             self.input.close()
         with suppress(subprocess.TimeoutExpired):
-            if self.order is None:  # it waits for orders, and leaves by itself
+            if self.order is None:  # it waits for orders, so it ends by itself
                 self.process.wait(timeout=5.0)
         if self.process.poll() is None:
             end_all_below(self.process.pid)
             self.process.kill()
             self.process.wait()
         left = [each.pid for each in running() if each.group == self.process.pid]
-        for pid in left:  # its server, if it died before that
+        for pid in left:  # its server of ranks, if the worker died first
             end_all_below(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,11 +140,12 @@ class Worker:
 
 
 class Pool:
-    """Workers, started when there is something to do, and ended with the block.
+    """Workers, which start when there is something to do, and end with the `with` block.
 
     Args:
-        root: of the course. on_check: called with each check's result as soon as there is one.
-        until: by the monotonic clock: what is not graded by then is not graded. command: of a worker, if not ours.
+        root: the folder of the course. on_check: called with each check's result as soon as there is one.
+        until: the end of grading, in seconds of the monotonic clock. Orders that are not finished by then fail.
+        command: the command of a worker; empty: our own.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Pool:
             self.workers.pop().end()
 
     def run(self, orders: Iterator[Order], size: int) -> Iterator[tuple[Order, Outcome]]:
-        """Hand out orders to `size` workers at once; give each back with its outcome, in the order in which they end."""
+        """Send the orders to `size` workers at once. Yield each order with its outcome when it ends."""
         more = True
         while more or any(worker.order for worker in self.workers):
             while more and sum(worker.order is not None for worker in self.workers) < size:
@@ -189,7 +191,7 @@ class Pool:
         return idle
 
     def _ended(self) -> Iterator[tuple[Order, Outcome]]:
-        """Wait a while; return what has ended."""
+        """Wait for at most LOOK seconds, and yield the orders that have ended."""
         busy = [worker for worker in self.workers if worker.order]
         if busy:
             select.select([worker.output for worker in busy], [], [], LOOK)

@@ -1,16 +1,16 @@
-"""The results so far, on disk after every check: a killed run loses nothing.
+"""The results so far, written to disk after every check, so that a killed run loses nothing.
 
-A file of JSON lines, each with its kind:
+The journal is a file of JSON lines. Each line has a kind:
 
-    run         how this run grades: course version, where inputs come from, the folder that it lays submissions out in
+    run         how this run grades: the course version, the source of inputs, the folder for its copies of submissions
     check       one check of an exercise that is still being graded
-    exercise    an exercise, with a key made from what was graded; `final` is false if it is to be repeated
-    submission  a submission, whole
+    exercise    a graded exercise, with a key made from the graded files; `final` is false if it must be repeated
+    submission  a complete submission
 
-A run that was killed leaves that folder behind; the next one that opens its journal, to go on or anew, removes it.
+A killed run leaves its folder behind. The next run that opens the journal removes this folder, whether it continues or starts again.
 
-A run that goes on takes exercises from here whose key is still the same. The last line may be torn; it is cut off. Only
-places in the file are kept in memory, so that a class of any size can be graded. Two runs cannot write one journal.
+A run that continues takes an exercise from the journal if its key is the same. If the last line is incomplete, it is cut off. Only
+positions in the file are kept in memory, so a class can have any size. Two runs cannot write to one journal.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.refusals import refused, unusable
 
 VERSION = 1
-FOLDER = "hwfsdp-class-"  # how the names of folders with submissions begin
+FOLDER = "hwfsdp-class-"  # the beginning of the names of folders with submissions
 Line = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """The key under which another run may reuse a result: the submission, the graded files, the course, the options."""
+    """The key under which another run may reuse a result: the submission, the exercise, and a hash of files, course and inputs."""
 
     name: str
     number: str
@@ -42,21 +42,21 @@ class Key(NamedTuple):
 
 
 class Journal:
-    """Opened for one run.
+    """A journal that is open for one run.
 
     Args:
-        path: where it is; None: in a nameless file that goes away with this process.
-        resume: whether to go on with what is there. If not, what is there is kept beside, as `….old`.
+        path: the file; None: a temporary file that ends with this process.
+        resume: continue with the results in the file. If False, the old file is kept as `….old`.
 
     Raises:
-        UsageError: it cannot be written, or another run is writing it.
+        UsageError: the file cannot be written, or another run is writing it.
     """
 
     def __init__(self, path: Path | None, resume: bool = False) -> None:
         self.path = path
         self.header: Line = {}
         self._exercises: dict[Key, int] = {}  # place in the file
-        self._submissions: dict[str, int] = {}  # of this run
+        self._submissions: dict[str, int] = {}  # place in the file, for submissions of this run
         if path is None:
             self._file: IO[bytes] = tempfile.TemporaryFile()
             return
@@ -70,10 +70,10 @@ class Journal:
             self._file, self.header, self._exercises = _open(path), {}, {}
 
     def _read(self) -> int:
-        """Note what is there, and remove the folders of its runs. They have ended, because this process holds the journal.
+        """Read the journal, and remove the folders of its runs. These runs have ended, because this process holds the lock.
 
         Returns:
-            The end of the last whole line.
+            The end of the last complete line, in bytes.
         """
         end = 0
         for place, line in _lines(self._file):
@@ -88,20 +88,20 @@ class Journal:
         return end
 
     def known(self, key: Key) -> Line | None:
-        """An exercise that was graded before, just like this."""
+        """Return the result of an exercise that was graded before with the same key; None if there is none."""
         place = self._exercises.get(key)
         return None if place is None else dict(self._at(place)["exercise"])
 
     def begin(self, **how: Any) -> None:
-        """A new run begins, or goes on."""
+        """Record that a run begins or continues."""
         self._write({"kind": "run", "version": VERSION, **how})
 
     def check(self, name: str, number: str, check: Line) -> None:
-        """A check came to its end."""
+        """Record a finished check."""
         self._write({"kind": "check", "name": name, "exercise": number, "check": check})
 
     def exercise(self, key: Key, exercise: Line, final: bool) -> None:
-        """An exercise came to its end."""
+        """Record a finished exercise."""
         place = self._write(
             {"kind": "exercise", "name": key.name, "key": key.content, "final": final, "exercise": exercise}
         )
@@ -109,11 +109,11 @@ class Journal:
             self._exercises[key] = place
 
     def submission(self, result: Result) -> None:
-        """A submission came to its end."""
+        """Record a finished submission."""
         self._submissions[result.name] = self._write({"kind": "submission", "result": result.as_dict()})
 
     def results(self, names: Sequence[str]) -> Iterator[Result]:
-        """The submissions of this run, in this order, read one by one."""
+        """Yield the results of these submissions of this run, in this order, read one by one."""
         for name in names:
             if name in self._submissions:
                 yield Result.from_dict(self._at(self._submissions[name])["result"])
@@ -135,12 +135,12 @@ class Journal:
 
 
 def make_folder() -> Path:
-    """A private folder to lay submissions out in."""
+    """Make a private folder for copies of submissions."""
     return Path(tempfile.mkdtemp(prefix=FOLDER))
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that `make_folder` made for this user, with what is in it; nothing else that lies at such a path."""
+    """Remove a folder that `make_folder` made for this user, with its contents. Leave anything else at this path alone."""
     try:
         about = folder.lstat()
     except (OSError, ValueError):
@@ -162,7 +162,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Each whole line that is JSON, with its place; none after one that is not."""
+    """Yield each complete line of JSON, with its place. Stop at the first line that is not."""
     place = 0
     file.seek(0)
     while (line := file.readline()).endswith(b"\n") and _parsed(line):

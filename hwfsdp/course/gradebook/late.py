@@ -1,15 +1,15 @@
-"""Late submissions: what they cost, and when each was handed in.
+"""Late submissions: their penalty, and the time of each submission.
 
     10%/day         a tenth of the points earned, for each begun day
     0.5/h           half a point for each begun hour
     10%/day max 50% the same, but never more than half of the points earned
 
-A penalty never takes more than what was earned. A time without an offset is one of the deadline's own.
+A penalty never exceeds the points earned. A time without an offset is in the time zone of the deadline.
 
 Note [Whose word a time is]
-    Only `--submitted` comes from the staff. The author of an archive, commit or file wrote its times, so they are
-    shown with where they come from, and one that cannot be is not believed: such a submission counts as handed in when it
-    was graded.
+    Only `--submitted` comes from the staff. The author of an archive, commit or file wrote its times. So the gradebook shows each
+    time with its source. If a time is impossible, the grader does not believe it: the submission counts as handed in when it was
+    graded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hwfsdp.course.refusals import refused, unusable
 
 UNITS = {"minute": 60, "hour": 3600, "day": 86400, "week": 604800}  # seconds
 UNITS |= {"min": 60, "h": 3600, "d": 86400, "w": 604800}
-OLDEST = datetime(2000, 1, 1, tzinfo=timezone.utc)  # an older time is what tools write that know none
-AHEAD = timedelta(days=1)  # a clock may be wrong, and a zone
+OLDEST = datetime(2000, 1, 1, tzinfo=timezone.utc)  # tools that do not know the time write older times
+AHEAD = timedelta(days=1)  # how far in the future a time may be: a clock or a zone may be wrong
 _RULE = re.compile(
     r"\s*(?P<rate>\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*/\s*(?P<unit>[a-z]+)"
     r"(?:\s*,?\s*max\s*(?P<most>\d+(?:\.\d+)?)\s*(?P<most_percent>%?))?\s*"
@@ -39,11 +39,11 @@ _RULE = re.compile(
 
 @dataclass(frozen=True)
 class Rule:
-    """The cost of being late.
+    """The penalty for a late submission.
 
     Attributes:
-        rate: for each begun unit of `seconds`: percent of the points earned, or points.
-        most: the largest penalty, in percent of the points earned or in points; None: all points.
+        rate: the penalty for each begun unit of `seconds`, in percent of the points earned if `percent`, else in points.
+        most: the largest penalty, in percent of the points earned if `most_percent`, else in points; None: all points.
     """
 
     rate: float
@@ -53,7 +53,7 @@ class Rule:
     most_percent: bool = False
 
     def penalty(self, points: float, late: timedelta) -> float:
-        """Points taken off, rounded to hundredths."""
+        """Return the points to take off, rounded to hundredths."""
         units = math.ceil(max(0.0, late.total_seconds()) / self.seconds)
         taken = self.rate * units * (points / 100 if self.percent else 1)
         if self.most is not None:
@@ -63,10 +63,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Standing:
-    """The points of one submission: earned, taken off for being late, and counting; and seconds late.
+    """The points of one submission.
 
     Attributes:
-        time_unknown: nobody knows when it was handed in, so all this is of when it was graded.
+        raw: points earned. penalty: points taken off because the submission is late. final: points that count.
+        late_seconds: how late the submission is, in seconds.
+        time_unknown: the time of the submission is unknown, so the time of grading was used.
     """
 
     raw: float
@@ -78,18 +80,18 @@ class Standing:
 
 @dataclass(frozen=True)
 class LatePolicy:
-    """A deadline and a rule; without a deadline nothing is late, without a rule it costs nothing."""
+    """A deadline and a rule. Without a deadline no submission is late. Without a rule there is no penalty."""
 
     deadline: datetime | None = None
     rule: Rule | None = None
 
     @property
     def zone(self) -> tzinfo:
-        """The zone of wall clock times without one."""
+        """The time zone for times that do not give one."""
         return (self.deadline.tzinfo if self.deadline else None) or timezone.utc
 
     def standing(self, result: Result) -> Standing:
-        """The points of a submission that count."""
+        """Return the points of a submission, with the penalty."""
         late = timedelta(0)
         if self.deadline and result.time:
             late = max(timedelta(0), result.time - self.deadline)
@@ -100,10 +102,10 @@ class LatePolicy:
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule as it is written on the command line.
+    """Parse a rule from the command line.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a rule.
     """
     found = _RULE.fullmatch(text.casefold())
     unit = (found["unit"].removesuffix("s") if len(found["unit"]) > 1 else found["unit"]) if found else ""
@@ -116,10 +118,10 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_time(text: str, what: str, zone: tzinfo | None = None) -> datetime:
-    """Parse a time in ISO 8601. A time without an offset is in `zone`, by default the machine's.
+    """Parse a time in ISO 8601. A time without an offset is in `zone`, by default the machine's zone.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a time.
     """
     try:
         found = datetime.fromisoformat(text.strip())
@@ -131,10 +133,10 @@ def parse_time(text: str, what: str, zone: tzinfo | None = None) -> datetime:
 
 
 def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
-    """Times of submissions from a CSV file with two columns, name and time; a header is allowed.
+    """Read the times of submissions from a CSV file with two columns, name and time. A header is allowed.
 
     Raises:
-        UsageError: it cannot be read, or a row is none.
+        UsageError: the file cannot be read, a row is not valid, or a name comes twice.
     """
     kinds = (OSError, UnicodeDecodeError, csv.Error)
     with refused("late.file", kinds, path=path):
@@ -155,10 +157,10 @@ def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
 
 
 def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict[str, datetime]:
-    """Times by the names of submissions; they are given by these, or by the names of files and folders.
+    """Return the times by the names of submissions. `given` may use these names, or the names of files and folders.
 
     Raises:
-        UsageError: a name fits no submission or several, or two names mean the same one.
+        UsageError: a name fits no submission, or several; or two names fit the same submission.
     """
     names, files = {each.name for each in handed}, defaultdict[str, list[str]](list)
     for each in handed:
@@ -177,12 +179,12 @@ def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first five of these, and how many more there are."""
+    """Return the first five names as text, with the number of further names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def implausible(at: datetime | None, now: datetime) -> str:
-    """Why nothing can have been handed in at a time that files tell; "" if it can."""
+    """Say why a time from files is impossible; "" if it is possible."""
     if at is None:
         return "no time that can be read"
     if at < OLDEST:

@@ -1,9 +1,9 @@
-"""Which of the files that were handed in answers which exercise. Names only: nothing is opened here.
+"""Find out which file of a submission answers which exercise. This module looks only at names, and opens no file.
 
-A submission has a root: the folder in which `my_fsdp.py`, `NN_topic/topic.py` or `topic.py` is, or `exercises/` with these. It may
-lie deeper than what was handed in (a zip of a folder has that folder inside), so the root is the shallowest folder that
-holds an exercise; what looks like one deeper down, in a copy of the package say, is not looked at. Letters' case does not
-matter, but an exact name wins. Two files for one exercise are told, and neither is graded.
+A submission has a root. The root holds `my_fsdp.py`, `NN_topic/topic.py` or `topic.py`, or a folder `exercises/` with these files. It
+may be deeper than the top of the submission: a zip of a folder has that folder inside. So the root is the shallowest folder with an
+exercise. Deeper files with the same names are ignored, for example in a copy of the package. Upper and lower case do not matter, but an
+exact name wins. If there are two files for one exercise, the report says so, and neither is graded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hwfsdp.course.manifest import Exercise
 
-# folders and files that no one wrote, in lower case
+# folders and files that students did not write, in lower case
 JUNK = frozenset(
     """__macosx .git __pycache__ .venv venv node_modules .ipynb_checkpoints .idea .vscode .mypy_cache
     .pytest_cache .ds_store thumbs.db""".split()
@@ -22,15 +22,15 @@ JUNK = frozenset(
 EXTRAS = ("capstone", "lab")  # folders beside the exercises
 EXTRA_FLAT = {"hw_fsdp.py": "capstone", "answers.toml": "lab"}  # files that may lie outside of these folders
 EXTRA_SUFFIXES = (".py", ".toml", ".json", ".txt", ".md")
-EXTRA_FILES = 200  # of one extra that are taken
+EXTRA_FILES = 200  # largest number of files of one extra
 
 
 class Match(NamedTuple):
     """A file that may answer an exercise.
 
     Attributes:
-        root: the folders above the exercise's own. target: where graders look for it, below the submission's folder.
-        rank: the better the lower: (outside a folder of its own, not the exact name).
+        root: the folders above the exercise's own folder. target: the path where graders look for it, below the submission's folder.
+        rank: (outside the exercise's own folder, not the exact name). A lower rank is better.
     """
 
     path: str
@@ -41,12 +41,12 @@ class Match(NamedTuple):
 
 @dataclass
 class Choice:
-    """A choice of files.
+    """The chosen files of a submission.
 
     Attributes:
-        taken: target → path. ambiguous: target → the paths that it could be.
-        renamed: target → path, where case differs, or the folder. deeper: files for targets that nothing was taken for, which
-            lie deeper than what was taken.
+        taken: target → path. ambiguous: target → the paths that could answer it.
+        renamed: target → path, if the case or the folder differs.
+        deeper: paths that are deeper than the chosen files, for targets without a chosen file.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Choice:
 
 
 def is_junk(name: str) -> bool:
-    """Whether a file or folder of this name is none that a student wrote."""
+    """True if a student did not write a file or folder with this name."""
     return name.casefold() in JUNK or name.startswith("._")
 
 
 def choose(paths: Iterable[str], exercises: Sequence[Exercise]) -> Choice:
-    """The files to grade, of all paths (with `/`, relative) that were handed in."""
+    """Choose the files to grade from all paths of a submission (relative, with `/`)."""
     found = [match for path in paths for match in _matches(path.split("/"), exercises)]
     depth = min((len(match.root) for match in found), default=0)
     by_target: dict[str, list[Match]] = {}
@@ -82,14 +82,14 @@ def choose(paths: Iterable[str], exercises: Sequence[Exercise]) -> Choice:
 
 
 def is_submission(paths: Iterable[str], exercises: Sequence[Exercise]) -> bool:
-    """Whether a folder with these paths is a submission itself, and not one with submissions in it."""
+    """True if a folder with these paths is a submission itself. False if it is a folder of submissions."""
     return any(not match.root for path in paths for match in _matches(path.split("/"), exercises))
 
 
 def _matches(parts: Sequence[str], exercises: Sequence[Exercise]) -> list[Match]:
     if any(is_junk(part) for part in parts):
         return []
-    one_each = {exercise.target: exercise for exercise in exercises}.values()  # stations share theirs
+    one_each = {exercise.target: exercise for exercise in exercises}.values()  # stations share one file
     found = [match for exercise in one_each if (match := _exercise_match(parts, exercise, exercises))]
     return found or [match for name in EXTRAS if (match := _extra_match(parts, name))]
 
@@ -125,7 +125,7 @@ def _extra_match(parts: Sequence[str], name: str) -> Match | None:
 
 
 def _root(folders: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Without `exercises` at the end, and whether that was written as it should be."""
+    """Return the folders without `exercises` at the end, and True if it had the right case or was not there."""
     if folders and folders[-1].casefold() == "exercises":
         return tuple(folders[:-1]), folders[-1] == "exercises"
     return tuple(folders), True

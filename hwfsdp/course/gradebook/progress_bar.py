@@ -1,4 +1,4 @@
-"""A line that says how far a run is, on a terminal only."""
+"""A line that shows the progress of a run, on a terminal only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WIDTH = 24  # of the bar
 
 
 class ProgressBar:
-    """One line of a terminal, rewritten as a run proceeds; nothing elsewhere.
+    """One line of a terminal that is rewritten as a run proceeds. Without a terminal, it shows nothing.
 
     Args:
-        stream: usually standard error, so that what is printed may go elsewhere.
+        stream: by default standard error, so that standard output can go to a file.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -31,7 +31,7 @@ class ProgressBar:
         self.shown = True
 
     def line(self, progress: Progress) -> str:
-        """The line, no wider than the terminal."""
+        """Return the line, cut to the width of the terminal."""
         full = WIDTH * progress.done // max(1, progress.total)
         seconds = int(time.monotonic() - self.began)
         text = f"{'█' * full}{'░' * (WIDTH - full)} {progress.done}/{progress.total} submissions, "
@@ -39,7 +39,7 @@ class ProgressBar:
         return text[: shutil.get_terminal_size((100, 24)).columns - 1]
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self.shown:
             self.stream.write("\r\033[K")
             self.stream.flush()

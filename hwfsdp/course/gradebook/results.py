@@ -1,7 +1,7 @@
-"""Results of submissions: data that outlive the run that made them.
+"""Results of submissions, as data that later runs can read.
 
-An exercise is a dictionary as `hwfsdp check N --json` prints it (docs/course.md). What graders of other kinds found, of the
-capstone say, stands apart under `extra` and never counts into the score.
+An exercise is a dictionary in the form that `hwfsdp check N --json` prints (docs/course.md). Results of other graders, for example of
+the capstone, are kept separately under `extra`. They never count into the score.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-UNKNOWN = "grading"  # where a time comes from that nobody knows
-OPAQUE = ("message", "expected", "actual")  # fields of a check that would tell of hidden inputs
-# of extras, what a student may read of hidden inputs
+UNKNOWN = "grading"  # the source of a time that is unknown
+OPAQUE = ("message", "expected", "actual")  # fields of a check that would reveal hidden inputs
+# fields of an extra that a student may read if inputs are hidden
 TOLD = """id exercise status passed score max_score bonus max_bonus points max_points misconception dependency
     seconds""".split()
 
@@ -23,13 +23,13 @@ class Result:
     """One submission's grade.
 
     Attributes:
-        name: of the submission, unique in its class.
-        exercises: by number, as docs/course.md has them. extra: by name, apart from the score.
-        errors: what could not be read or graded, one line each. notes: what was read in a way worth knowing.
-        submitted: when it was handed in, ISO 8601 with an offset.
-        submitted_by: who says so: "--submitted", "commit", "archive" or "file"; "grading" if nobody knows, and it counts as
-            handed in when it was graded.
-        digest: of the files that were graded, hexadecimal.
+        name: the name of the submission, unique in its class.
+        exercises: in the order of their numbers, in the form of docs/course.md. extra: by name; not part of the score.
+        errors: problems in reading or grading, one line each. notes: remarks on the reading, one line each.
+        submitted: when the submission was handed in, ISO 8601 with an offset.
+        submitted_by: the source of this time: "--submitted", "commit", "archive" or "file"; "grading" if the time is unknown, so
+            the submission counts as handed in when it was graded.
+        digest: hash of the graded files, hexadecimal.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def score(self) -> int:
-        """Points, of at most `max_score`."""
+        """The points, at most `max_score`."""
         return sum(int(exercise["score"]) for exercise in self.exercises)
 
     @property
@@ -52,17 +52,17 @@ class Result:
 
     @property
     def time(self) -> datetime | None:
-        """When it was handed in."""
+        """The time when the submission was handed in; None if it is not set."""
         return datetime.fromisoformat(self.submitted) if self.submitted else None
 
     def checks(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Every check with its exercise, in order."""
+        """Yield every exercise and check as a pair, in order."""
         for exercise in self.exercises:
             for check in exercise["checks"]:
                 yield exercise, check
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
+        """Return the result as data for JSON. `from_dict` reads it back."""
         return {**asdict(self), "score": self.score, "max_score": self.max_score}
 
     @classmethod
@@ -74,7 +74,7 @@ class Result:
 
 
 def opaque(result: Result) -> Result:
-    """The same without what would tell of the inputs: no message, expected or actual."""
+    """Return the result without the fields that would reveal the inputs: message, expected and actual."""
     exercises = tuple(
         {**exercise, "checks": [{**check, **dict.fromkeys(OPAQUE)} for check in exercise["checks"]]}
         for exercise in result.exercises
@@ -84,7 +84,7 @@ def opaque(result: Result) -> Result:
 
 
 def _opaque_extra(found: dict[str, Any]) -> dict[str, Any]:
-    """Only what is known to tell nothing, as its grader is another one."""
+    """Return only the fields in TOLD: another grader made this result, so its other fields may reveal inputs."""
     kept = {key: found[key] for key in TOLD if key in found}
     checks = [{key: check[key] for key in TOLD if key in check} for check in found.get("checks", ())]
     return {**kept, "checks": checks} if checks else kept

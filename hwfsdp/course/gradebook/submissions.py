@@ -1,7 +1,7 @@
-"""Submissions: found, read, and laid out for graders in a private folder.
+"""Find and read submissions, and copy their files to a private folder for graders.
 
-Only files that an exercise needs are written there, each below the size limit, under names of ours. Whatever keeps one from
-being read is told by name; the others are graded all the same.
+This module copies only files that an exercise needs. Each file is below the size limit and gets a name of ours. If a file cannot be
+read, the report names it and the reason, and the other files are still graded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hwfsdp.course.stations.stages import undeclared
 
 
 class Handed(NamedTuple):
-    """One submission: a folder or an archive, and its name in the gradebook, which no other one has."""
+    """One submission: a folder or an archive, and its unique name in the gradebook."""
 
     name: str
     path: Path
@@ -31,15 +31,16 @@ class Handed(NamedTuple):
 
 @dataclass
 class Collected:
-    """A submission laid out for grading.
+    """A submission whose files are copied for grading.
 
     Attributes:
-        name: in the gradebook.
-        folder: holds `NN_topic/topic.py` for each file that could be read.
-        digests: an exercise's target, or name of an extra → SHA-256 of what is there; only of what is.
-        problems: an exercise's target, or name of an extra → why its file is not graded.
-        errors, notes: for the gradebook, one line each.
-        submitted: when it was handed in, as far as files tell; submitted_by: which, "commit", "archive" or "file".
+        name: the name in the gradebook.
+        folder: the folder that holds each readable file at its target, such as `NN_topic/topic.py`.
+        digests: target of an exercise, or name of an extra → SHA-256 of its files; only for files that were read.
+        problems: target of an exercise, or name of an extra → why its file is not graded.
+        errors, notes: lines for the gradebook.
+        submitted: when the submission was handed in, according to its files; None if unknown.
+        submitted_by: the source of this time: "commit", "archive" or "file".
     """
 
     name: str
@@ -58,14 +59,14 @@ def find_submissions(
     single: bool = False,
     left_out: Iterable[Path] = (),
 ) -> list[Handed]:
-    """The submissions at these paths: each is one itself, or a folder of them.
+    """Return the submissions at these paths. Each path is a submission or a folder of submissions.
 
     Args:
         single: every path is one submission, whatever is in it.
-        left_out: files and folders of the grader, which may lie among the submissions.
+        left_out: files and folders of the grader, which may be in the same folder as the submissions.
 
     Raises:
-        UsageError: a path is not there, or a folder is empty.
+        UsageError: a path does not exist, or a folder is empty.
     """
     found: list[Path] = []
     ours = {_placed(path) for path in left_out}
@@ -73,7 +74,7 @@ def find_submissions(
         if not path.exists():
             raise unusable("submission.missing", path=path)
         if single or not path.is_dir() or _holds_exercises(path, exercises):
-            found.append(path.resolve() if path.is_symlink() else path)  # who says it means it
+            found.append(path.resolve() if path.is_symlink() else path)  # follow a link that the user names
             continue
         entries = sorted(
             entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
@@ -89,12 +90,12 @@ def _is_hidden(name: str) -> bool:
 
 
 def _placed(path: Path) -> Path:
-    """The real place of a path. If the path itself is a link, the link is not followed."""
+    """Return the real place of a path. If the path itself is a link, this link is not followed."""
     return path.parent.resolve() / path.name
 
 
 def _is_ours(path: Path, ours: set[Path]) -> bool:
-    """Whether a path is the grader's, or a folder in which nothing else is."""
+    """True if a path belongs to the grader, or is a folder that holds only paths of the grader."""
     place = _placed(path)
     if place in ours:
         return True
@@ -104,7 +105,7 @@ def _is_ours(path: Path, ours: set[Path]) -> bool:
 
 
 def _holds_exercises(folder: Path, exercises: Sequence[Exercise]) -> bool:
-    """Whether files, or folders, of exercises are where a submission has them; without a walk through what may be a class."""
+    """True if a folder has files or folders of exercises at its top. It does not walk deeper: the folder may hold a whole class."""
     wanted = {exercise.directory.casefold() for exercise in exercises}
     for inner in (folder, *(each for each in folder.iterdir() if each.name.casefold() == "exercises")):
         for entry in inner.iterdir() if inner.is_dir() else ():
@@ -118,14 +119,14 @@ def _holds_exercises(folder: Path, exercises: Sequence[Exercise]) -> bool:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each: of the file without its suffix, and more of the path where two would have the same."""
+    """Return a name for each path: the file's name without its suffix, or more of the path if two names would be the same."""
     tries = [
         [printable(_stem(path.absolute().name)) for path in paths],
         [printable(path.absolute().name) for path in paths],
         [printable("/".join(path.absolute().parts[-2:])) for path in paths],
         [f"{printable(str(path))} ({index})" for index, path in enumerate(paths, 1)],
     ]
-    folded = [[name.casefold() for name in names] for names in tries]  # some disks do not tell Ada from ada
+    folded = [[name.casefold() for name in names] for names in tries]  # some disks ignore case
     chosen: list[str] = []
     for index in range(len(paths)):
         chosen.append(
@@ -141,7 +142,7 @@ def _stem(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A name as any terminal, file or page can show it."""
+    """Return a name that any terminal, file or page can show."""
     text = os.fsencode(text).decode(errors="backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -153,7 +154,7 @@ def collect(
     zone: tzinfo = timezone.utc,
     limits: Limits = Limits(),
 ) -> Collected:
-    """Read a submission and write what is to be graded below `folder`, which is private."""
+    """Read a submission, and write the files to grade below `folder`, which is private."""
     collected = Collected(handed.name, folder)
     try:
         with open_source(handed.path, zone, limits) as source:
@@ -166,7 +167,7 @@ def collect(
 
 
 def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> list[str]:
-    """Write the files to grade, and say which are not graded; return the chosen paths in the submission."""
+    """Write the files to grade, note which are not graded, and return the chosen paths in the submission."""
     choice = choose(source.paths, exercises)
     called = {e.target: OWN_FILE if e.is_station else f"exercise {e.number}" for e in exercises}
     for target, paths in choice.ambiguous.items():
@@ -207,7 +208,7 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
 
 
 def _write(collected: Collected, target: str, content: bytes, key: str) -> str:
-    """Write a file where graders look for it; return its text."""
+    """Write a file to the path where graders look for it, and return its text."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -221,8 +222,9 @@ def _write(collected: Collected, target: str, content: bytes, key: str) -> str:
 
 
 def _time_of(path: Path, source: Source, taken: Iterable[str]) -> tuple[datetime | None, str]:
-    """When it was handed in, and what says so: the commit that is checked out, or the archive's newest file, or the newest
-    file that is graded.
+    """Return when a submission was handed in, and the source of this time.
+
+    The source is the checked-out commit, the newest file of an archive, or the newest file that is graded.
     """
     if (committed := commit_time(path)) is not None:
         return committed, "commit"

@@ -1,14 +1,14 @@
-"""A process that grades: one order at a time, with ranks and a server of ranks of its own.
+"""A process that grades one order at a time, with its own ranks and its own server of ranks.
 
     python -m hwfsdp.course.gradebook.worker ROOT
 
-reads orders from standard input and writes what it finds to standard output, JSON lines both. It ends when its input does,
-so that none outlives the process that started it.
+reads orders from standard input and writes results to standard output, both as JSON lines. The worker ends when its input ends, so it
+never outlives the process that started it.
 
     {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "repeat": …}
-    → {"check": {…}} for each check, then {"done": {…}, "provisional": …}, or {"failed": "…"} if it is the grader that could not
+    → {"check": {…}} for each check, then {"done": {…}, "provisional": …}, or {"failed": "…"} if the grader itself failed
 
-Stations of one submission that follow each other share what ranks report.
+Successive stations of one submission share the reports of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hwfsdp.launcher.fork_server import start_server
 def main(root: str) -> None:
     """Grade until there are no more orders."""
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # nothing else that is printed may come between
+    os.dup2(2, 1)  # other output must not mix with the JSON lines
     start_server(NEEDED_BY_RANKS)
     from hwfsdp.course.gradebook.grading import carry_out
     from hwfsdp.course.manifest import find_course
