@@ -35,7 +35,6 @@ getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
 
-
 import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", NEEDED_BY_RANKS)
 
 

@@ -33,9 +33,8 @@ from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
 
 Data = dict[str, Any]
-GPU_FORWARD_US = (
-    600.0  # exposed gathers in a forward on the GPU; one gather for each parameter is good enough
-)
+# exposed gathers in a forward on the GPU; one gather for each parameter is good enough
+GPU_FORWARD_US = 600.0
 HOST_GATHERS_US = 15_000.0  # exposed gathers in a backward on the host
 HOST_REDUCTIONS_US = 16_000.0  # exposed reductions there
 HOST_PEAK = 400_000_000  # bytes alive at once in a step there

@@ -139,9 +139,8 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
 def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float = TIGHT) -> None:
     """Compare all losses and gradients with the unsharded model's."""
     oracle = unsharded(scenario, seed, len(found))
-    volume = (
-        scenarios.Loud.volume if scenario.model == "loud" else 0.0
-    )  # size of a sum whose terms may cancel
+    # the size of a sum whose terms may cancel
+    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0
     for step in range(scenario.steps):
         for micro in range(scenario.micros):
             for rank, facts in enumerate(found):
