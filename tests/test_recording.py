@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hwfsdp import EventLog, StateError, launch, record
 from hwfsdp.compat import functional_operators
 from hwfsdp.observe import collectives, events
+from hwfsdp.observe.collectives import watch_from_now_on
 from models import Stem, stem
 from oracles import Library, objective, ours, theirs, wrap
 
@@ -547,3 +549,17 @@ def test_a_collective_that_is_watched_already_is_not_watched_twice() -> None:
             assert dist.all_reduce is once is not plain
         assert dist.all_reduce is once
     assert dist.all_reduce is plain
+
+
+def imported_before() -> list[str]:
+    watch_from_now_on()
+    gc.collect()
+    by_name = dist.all_reduce
+    with record() as log:
+        by_name(torch.ones(2))
+    by_name(torch.ones(2))
+    return [event.op for event in log.collectives()]
+
+
+def test_a_function_that_was_imported_by_name_between_recordings_is_logged() -> None:
+    assert launch(imported_before, 1) == [["all_reduce"]]

@@ -113,9 +113,12 @@ def watch_collectives() -> Iterator[None]:
         yield
 
 
+_from_now_on = ExitStack()  # whatever is not kept is undone by the garbage collector
+
+
 def watch_from_now_on() -> None:
     """Leave the wrappers in place between recordings, so that a function that is imported now and called later is logged, too."""
-    watch_collectives().__enter__()
+    _from_now_on.enter_context(watch_collectives())
 
 
 class _WatchedFunction:

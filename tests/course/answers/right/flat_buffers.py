@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import reduce_scatter_single  # by name, before anything is recorded
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
@@ -382,7 +383,7 @@ class Unit:
         stream.wait(streams.compute.record())
         with stream.run():
             part = torch.empty(sent.table.shape[1], dtype=sent.table.dtype, device=self.device)
-            work = dist.reduce_scatter_single(part, sent.table.view(-1), async_op=True)
+            work = reduce_scatter_single(part, sent.table.view(-1), async_op=True)
 
             def finish() -> None:
                 work.wait()
