@@ -512,6 +512,25 @@ def refuse_to_reshard_to_two() -> Any:
     return {"refused": []}
 
 
+def cut_by_another_axis() -> Any:
+    """Parameters that tensor parallelism has cut over the mesh's other axis."""
+    mesh, different = grid((2, 2), ("dp", "tp")), []
+    for over_tp in (Shard(0), Shard(1), Replicate()):
+        weights = []
+        for package in (hwfsdp, fsdp):
+            torch.manual_seed(0)
+            module = nn.Linear(6, 10, bias=False)
+            spread_out = distribute_tensor(module.weight.detach(), mesh, [Replicate(), over_tp])
+            module.weight = nn.Parameter(spread_out)
+            dims = package.DataParallelMeshDims(shard="dp")
+            weights.append(package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims).weight)
+        mine, reference = weights
+        local_parts = mine.to_local(), reference.to_local()
+        if mine.placements != reference.placements or not torch.equal(*local_parts):
+            different.append(f"{over_tp}: {mine.placements} is not {reference.placements}")
+    return {"FSDP2": different}
+
+
 def named_checks(world_size: int) -> dict[str, Check]:
     checks: dict[str, Check] = {
         f"{name}, {axes}": functools.partial(compare_by_name, NAMED_CASES[name], NAMED[axes])
@@ -521,6 +540,7 @@ def named_checks(world_size: int) -> dict[str, Check]:
     }
     if world_size == 4:
         checks["no smaller mesh after forward"] = refuse_to_reshard_to_two
+        checks["cut by another axis"] = cut_by_another_axis
     return checks
 
 
@@ -529,7 +549,10 @@ for _ranks in (2, 4):
         "axes given by name train as under FSDP2 and as on a mesh without them",
         named_checks(_ranks),
         _ranks,
-        {2: ("train, replicate", "train, shard"), 4: ("accumulate nsa, both", "train, shard both")}[_ranks],
+        {
+            2: ("train, replicate", "train, shard"),
+            4: ("accumulate nsa, both", "train, shard both", "cut by another axis"),
+        }[_ranks],
     )
 
 
