@@ -197,6 +197,12 @@ def test_a_call_that_no_answer_needs_is_found_in_the_text(line: str) -> None:
     assert use is not None and use.line == 5
 
 
+@pytest.mark.parametrize(("name", "found"), [("__dict__", "uses __dict__"), ("width", None)])
+def test_a_pattern_that_looks_up_what_no_answer_needs_is_found(name: str, found: str | None) -> None:
+    use = find_digging(f"match f:\n    case C({name}=x):\n        pass\n")
+    assert (use and use.what) == found
+
+
 def test_no_right_answer_has_any_of_it() -> None:
     assert not [e.number for e in COURSE.exercises if find_digging(solution(e)) or find_digging(starter(e))]
 

@@ -218,6 +218,16 @@ def test_the_graders_own_fault_is_told(handed: Path, course: Course, settings: S
     assert found.errors == ("exercise 01 was not graded: ValueError: the grader is broken",)
 
 
+def test_an_exercise_with_two_files_gets_no_points_and_the_others_theirs(
+    handed: Path, course: Course, settings: Settings
+) -> None:
+    hand_in(handed, "ada", first="# ada", second="# new")
+    hand_in(handed / "ada", "exercises", second="# old")
+    (found,) = grade_class([handed / "ada"], course, settings)
+    assert [each["score"] for each in found.exercises] == [3, 0]
+    assert "there are 2 files for it" in found.exercises[1]["checks"][0]["message"]
+
+
 def test_a_submission_that_is_not_graded_in_time_says_so(
     handed: Path, course: Course, settings: Settings
 ) -> None:
