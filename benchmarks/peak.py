@@ -192,7 +192,7 @@ def measure(size: str) -> dict[str, Peaks]:
 
 
 def closed_form(shape: Shape, world_size: int) -> int:
-    """Return the bytes of whole parameters at the peak: those of the largest block, as the root has no parameters of its own."""
+    """Return the bytes of whole parameters at the peak: the whole parameters of the largest block. The root has none."""
     blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in build(shape)]
     return peak_unsharded_bytes([], blocks, world_size)
 

@@ -1,8 +1,8 @@
 """The cost of recording: the same training steps with and without it, in turns.
 
-The model and batches are those of `hwfsdp demo`, on two ranks. A turn is a few full steps, recorded from the first to the last.
-Setting up the instruments and reading the log afterwards are not part of a step, and are timed separately. Processor time is the
-time of the rank's main thread; it does not depend on other work of the machine.
+The benchmark trains the model of `hwfsdp demo` on the same batches, on two ranks. A turn is a few full steps, recorded from the
+first to the last. Setting up the instruments and reading the log afterwards are not part of a step, and are timed separately.
+Processor time is the time of the rank's main thread; it does not depend on other work of the machine.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def load_archive(
 
 
 def _calls_in(file: Path | IO[bytes]) -> list[str]:
-    """Return the names of the classes and functions that loading the file would call, without those that torch considers safe."""
+    """Return the names of the classes and functions that loading the file would call. Leave out names that torch considers safe."""
     with contextlib.suppress(Exception):  # the file may be damaged in any way
         if not isinstance(file, Path):
             file.seek(0)

@@ -125,7 +125,7 @@ def distribute_state_dict(
     *,
     cast: bool = False,
 ) -> None:
-    """Fill `local_state_dict` from this rank's `full_state_dict`, in place. The rules are those of `broadcast_state_dict`.
+    """Fill `local_state_dict` from this rank's `full_state_dict`, in place, by the rules of `broadcast_state_dict`.
 
     There is no communication. No tensor shares memory with the full state dict. The function also adds entries that only the dicts
     and lists of the full state dict have, if no tensor in them could be sharded: values that are not tensors, and 0-d tensors, which

@@ -14,8 +14,8 @@ Note [Lent memory]
     with the source.
 
     A buffer is lent again when nothing except the pool refers to its storage. It is not enough that the staged dict is gone: a
-    view, or an array made of one tensor, may still exist. Of the free buffers, a call keeps those that it needs, and as
-    many again for a save that is still being written. It releases the rest.
+    view, or an array made of one tensor, may still exist. A call keeps the free buffers that it needs, and
+    as many again for a save that is still being written. It releases the rest.
 
 Note [A memo that answers tensors]
     A deep copy keeps a memo of everything that it has copied, by id, and looks there first. So we first copy all tensors

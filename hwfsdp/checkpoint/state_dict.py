@@ -1,7 +1,7 @@
 """State dicts gathered, offloaded, copied and compared.
 
 `iterate_state_dict` applies one function to every tensor and keeps everything around it. The other functions call it with
-particular functions. Arguments and results are those of torch's private helpers of the same names, with two exceptions:
+particular functions. They have the arguments and results of torch's private helpers of the same names, with two exceptions:
 container types are kept, and everything that cannot be done exactly is an error. The error has the path of keys, and is raised
 before any tensor has moved.
 

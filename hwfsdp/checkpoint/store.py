@@ -126,8 +126,8 @@ def load(
 ) -> Any:
     """Fill a state dict, in place, with the values that were saved under the same keys. A collective over the group.
 
-    Each rank reads what it needs. Of a DTensor, it reads its own part, at any world size and in any sharding; both may differ from
-    those of the save. Values that are not tensors are replaced.
+    Each rank reads what it needs. Of a DTensor, it reads its own part. The world size and the sharding may differ from the save.
+    Values that are not tensors are replaced.
 
     Tensors on the meta device get memory, as in `meta.init_state_dict`: for a DTensor, only for this rank's part; for tensors that
     share memory, once; and in place, so that they are loaded wherever they are referred to. If the load fails, they go back to the

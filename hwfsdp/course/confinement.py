@@ -152,7 +152,7 @@ def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) ->
 
 
 def _is_open_to_all(path: Path) -> bool:
-    """True if any user can read this path, by its permissions and those of the folders above it."""
+    """True if any user can read this path, by the permissions of the path and of all folders above it."""
     folders_open = all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
     return folders_open and bool(path.stat().st_mode & 0o004)
 

@@ -170,7 +170,7 @@ def _reject(result: Grade, finding: Finding) -> None:
 
 
 def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted]:
-    """Return the learner's own earlier electives. Those that are not begun come from the package."""
+    """Return the learner's own earlier electives. Electives that are not begun come from the package."""
     found = []
     for earlier in course.exercises:
         if earlier.number < exercise.number and not earlier.is_station:

@@ -98,7 +98,7 @@ def _functions_at(station: int) -> dict[str, str]:
 
 
 def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
-    """List all mutants of an exercise's functions, in order, except those that only drop a profiler's range."""
+    """List all mutants of an exercise's functions, in order. Leave out mutants that only drop a profiler's range."""
     text = solution(exercise)
     found = []
     for name in function_names(exercise):

@@ -1,8 +1,8 @@
 """The package with holes, and a learner's functions in these holes.
 
-Learner code is loaded only in rank processes. There `install` unloads the package and loads it again, from source in which
-the graded holes are blank. Each hole becomes a *socket*: a function that calls the function that is plugged in. Then `install` loads
-the learner's file, like any module, and plugs in its functions.
+Learner code is loaded only in rank processes. For an elective, `install` unloads the package there and loads it again, from
+source in which the graded holes are blank. Each hole becomes a *socket*: a function that calls the function that is plugged in.
+Then `install` loads the learner's file, like any module, and plugs in its functions.
 
 Note [Sockets]
     A learner's file imports the package, and the package needs the learner's functions. So the one that is loaded first would find

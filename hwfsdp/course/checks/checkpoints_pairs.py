@@ -134,7 +134,7 @@ Meshes = Mapping[Numbers, DeviceMesh]
 
 
 def _meshes(ranks: int) -> Meshes:
-    """Return meshes by shape. Every rank makes all meshes, including those that it is not in."""
+    """Return meshes by shape. Every rank makes all meshes, also the meshes that it is not in."""
     found: dict[Numbers, DeviceMesh] = {
         (ranks,): DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("shard",))
     }

@@ -285,7 +285,7 @@ class ClassRun:
 
 @dataclass
 class _Pending:
-    """A submission that is being graded: the graded exercises and extras, and those that are still running."""
+    """A submission that is being graded: exercises and extras that are graded, and exercises and extras that still run."""
 
     collected: Collected
     graded: dict[str, Data] = field(default_factory=dict)
