@@ -11,7 +11,7 @@ from hwfsdp.course.stations.scenarios import Scenario
 
 LOW = (("param_dtype", BF16), ("reduce_dtype", FP32))
 
-PLAIN = Scenario("an even model", "even")
+PLAIN = Scenario("an even model", "even", peeked=True)
 MIXED = Scenario("bf16, reduced in fp32", "even", policy=LOW)
 DEEP = Scenario("a deep model", "even and deep")
 RECOMPUTED = Scenario("checkpointing, non-reentrant", "even and recomputed", steps=2)
