@@ -165,11 +165,11 @@ for (ranks, ring), (mean, together) in results.items():
     print(f"{ranks}, {'ring' if ring else 'as usual':<17} {mean:<24} {together}")
 
 # %% [markdown]
-# With two ranks, every gradient equals the mean of the ranks' own gradients to the last bit, with either reduction: a + b is b
-# + a, and dividing by two is exact. With four ranks, the ring adds the four shares of each block in another order (notebook
-# 02), and the last bits differ. One process with all rows gives other last bits for any number of ranks, because ranks add up
-# the batch in pieces. None of these results is wrong. But a test of a sharded model should compare it with a reference that
-# does the *same* arithmetic. Then the test can require equality, and finds almost every bug.
+# With two ranks, every gradient equals the mean of the ranks' own gradients to the last bit, with either reduction: the order
+# of two summands does not matter, and dividing by two is exact. With four ranks, the ring adds the four shares of each block in
+# another order (notebook 02), and the last bits differ. One process with all rows gives other last bits for any number of
+# ranks, because ranks add up the batch in pieces. None of these results is wrong. But a test of a sharded model should compare
+# it with a reference that does the *same* arithmetic. Then the test can require equality, and finds almost every bug.
 #
 # ## In which order
 #

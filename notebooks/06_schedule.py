@@ -195,7 +195,7 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # Overlap costs memory, as the last column of the table shows: a buffer in flight exists longer if compute goes on at the same
 # time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. A *group* is a set of parameters
 # that one gather brings; here each layer is a group. One group ahead and one reduction in flight are enough to hide
-# communication. Without such a limit, memory could hold the whole model. The schedule guarantees the limit.
+# communication. Without such a limit, the whole model could be in memory. The schedule guarantees the limit.
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes

@@ -156,8 +156,8 @@ from hwfsdp.course.pictures import strided_shards
 strided_shards.draw()
 
 # %% [markdown]
-# (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first. Plain `[Shard(0),
-# Shard(0)]` means the order on the right. Mesh and rows are the same, but the owners differ. Your second answer is in the last
+# (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first; plain
+# `[Shard(0), Shard(0)]` means this order. Mesh and rows are the same, but the owners differ. Your second answer is in the last
 # line on the left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The
 # *third* rank of that group gets nothing, while (2, 1) has a row.
 #

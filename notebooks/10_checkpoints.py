@@ -4,8 +4,8 @@
 # A rank dies during a save. What is the checkpoint now: the old one, the new one, or a mixture?
 #
 # **Write down two numbers before you go on.** A GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
-# checkpoint need for each parameter? Second: a run saves after every 6 steps, and a rank is killed during the save after step
-# 18. With which step does the resumed run begin?
+# checkpoint need for each parameter? Second: a run saves after every 6 steps. A rank is killed during the save that follows
+# step 18. With which step does the resumed run begin?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:

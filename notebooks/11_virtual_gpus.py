@@ -146,7 +146,7 @@ lesson.explore(
 # On 8 GPUs the gathers (green bars) are short, and lie under compute (blue bars). In the forward on 4096 GPUs, the gathers
 # follow each other without a gap, and compute waits. The last bar on 4096 GPUs belongs to the norm of the gradients, which
 # clipping needs. It is an all-reduce of one number, which goes around the ring twice. Almost all of its time is the time to
-# start. (The simulator always calculates with a ring. For such small messages, libraries use trees, and lose less time.)
+# start. (The simulator always calculates with rings. For such small messages, libraries use trees, and lose less time.)
 #
 # Play the smallest and the largest run side by side: **A** is 8 GPUs, **B** is 4096. Point at a hatched wait of B: the player
 # says what compute waits for.
