@@ -4,7 +4,8 @@
 # The weights of an 8B model take 15 GiB in bf16, and a GPU has 80 GiB. So why can one GPU not train this model?
 #
 # **Write down two numbers before you go on:** how many GiB does one GPU need for weights, gradients and optimizer state of an
-# 8-billion-parameter model, trained in mixed precision with Adam? And how many when 64 GPUs share all three?
+# 8-billion-parameter model, trained in mixed precision with Adam? And how many GiB does each GPU need when 64 GPUs share all
+# three?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -22,14 +23,14 @@ lesson.begin()
 #
 # 1. **120 GiB** on one GPU: 8.03 billion parameters, with 16 bytes each: 2 for the weight, 2 for its gradient, 12 for the
 #    optimizer.
-# 2. **1.87 GiB** when 64 GPUs share all three.
+# 2. **1.87 GiB** on each GPU when 64 GPUs share all three.
 #
 # </details>
 
 # %% [markdown]
 # ## Arithmetic
 #
-# The model has the shapes of Llama 3 8B. We build it on the meta device, where tensors have shapes and no memory.
+# The model has the shapes of Llama 3 8B. We build it on the meta device, where tensors have shapes but no memory.
 
 # %%
 import torch
@@ -49,8 +50,10 @@ print(f"{count:,} parameters in {len(shapes)} tensors")
 # the optimizer, which keeps an fp32 copy of the weight and two moments ([ZeRO, section 3.1](https://arxiv.org/abs/1910.02054)).
 # That is **120 GiB** before the first activation.
 #
-# Plain data parallelism (DDP) keeps all of it on every GPU. ZeRO-1 cuts the optimizer state into as many pieces as there are
-# ranks. ZeRO-2 also cuts the gradients, and ZeRO-3 also cuts the weights. FSDP is ZeRO-3.
+# A *rank* is one of the processes that train together; usually each rank has its own GPU. Plain data parallelism (DDP) keeps
+# all 16 bytes of each parameter on every rank. The three stages of ZeRO cut these bytes into as many pieces as there are ranks,
+# and each rank keeps one piece. ZeRO-1 cuts only the optimizer state. ZeRO-2 also cuts the gradients, and ZeRO-3 also cuts the
+# weights. FSDP is ZeRO-3.
 
 # %%
 adam = StateBytes(params=2, grads=2, optimizer=12)
@@ -72,14 +75,15 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
 # - The lines of ZeRO-1 and ZeRO-2 become flat, because some of the state is not cut. With any number of GPUs, each GPU holds
 #   all weights.
 # - The line of ZeRO-3 falls by half with every doubling. All three kinds of state are cut, so the line never becomes flat.
-# - Hybrid sharding (HSDP) cuts within 8 ranks and makes copies beyond them. It saves less memory; notebook 08 shows what you
-#   get in return.
+# - Hybrid sharding (HSDP) always cuts the state into 8 pieces. Every 8 ranks together hold one copy of the model, so its line
+#   is flat. HSDP saves less memory; notebook 08 shows what you get in return.
 
 # %% [markdown]
 # ## The ledger
 #
-# A closed form is only a formula. Does a real run obey it? Here one, two and four ranks on this machine shard a small GPT, and
-# take two steps with Adam. During the second step, the ledger reads from the tensors' storages which bytes are alive, by kind.
+# The lines in the picture are *closed forms*: formulas over shapes and the number of ranks. Does a real run agree with them? In
+# the next cell, one, two and four ranks on this machine shard a small GPT, and take two steps with Adam. During the second step
+# we record a *ledger*: it reads from the tensors' storages how many bytes of each kind are alive.
 
 # %%
 from hwfsdp import fully_shard, launch, record
@@ -116,7 +120,8 @@ measured = [
 plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
 
 # %% [markdown]
-# The filled markers are measured, and they lie on the line of ZeRO-3. (Here everything is fp32: 4 + 4 + 8 bytes.)
+# The filled markers are measured, and they lie on the line of ZeRO-3. (In this run everything is fp32: 4 + 4 + 8 bytes for each
+# parameter.)
 #
 # ## What it costs
 #
@@ -129,11 +134,11 @@ from hwfsdp.plot.memory import plot_memory
 plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
-# The bottom part stays between steps. It is half as high with four ranks as with two. The blue teeth on top are whole
-# parameters, one block at a time. The buffers above them carry these parameters from rank to rank, and the gradients back. The
-# teeth are as large with four ranks as with two. So FSDP needs on each GPU the model divided by the number of ranks, **plus a
-# block or two**, plus activations. The rest of this course is about these teeth: when ranks gather parameters, when they free
-# them, and how compute hides the time of the gathers.
+# The bottom part (weights and optimizer state) stays between steps. It is half as high with four ranks as with two. The light
+# blue teeth above it are whole parameters, one block of the model at a time. The buffers above the teeth carry parameters and
+# gradients between the ranks. The teeth are as large with four ranks as with two. So on each GPU, FSDP needs memory for three
+# things: the state of the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of this
+# course is about these teeth: when ranks gather parameters, when they free them, and how compute hides the time of the gathers.
 #
-# **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** station 01
-# (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).
+# **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself** (a *station* is an exercise of
+# the course): station 01 (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).

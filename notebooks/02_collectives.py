@@ -2,10 +2,11 @@
 # # 02 · Collectives
 #
 # FSDP gathers parameters before it computes with them, and reduces gradients afterwards. Both are *collectives*: calls that all
-# ranks make together. What does each rank hold before the call, and what after it? How much must it send?
+# ranks make together. What does each rank hold before such a call, and what does it hold afterwards? How many bytes must it
+# send?
 #
-# **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each rank has 1 GB, and needs the sum
-# of all eight. How many GB must one rank send? And how many with a thousand ranks?
+# **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each rank has its own 1 GB, and needs
+# the sum over all eight ranks. How many GB must one rank send? And how many GB must it send if there are a thousand ranks?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -21,7 +22,7 @@ lesson.begin()
 # %% [markdown]
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
-# **1.75 GB** with eight ranks, **1.998 GB** with a thousand: 2 (W − 1) / W of the tensor.
+# **1.75 GB** with eight ranks, **1.998 GB** with a thousand: with W ranks, a rank sends 2 (W − 1) / W of the tensor.
 #
 # </details>
 
@@ -63,8 +64,8 @@ def draw(op, ran):
 draw("all_gather", launch(gather, 4))
 
 # %% [markdown]
-# **All-gather**: every rank has one shard and gets all shards, in the order of the ranks. This happens to a parameter before
-# its forward. The color shows which rank a number comes from.
+# **All-gather**: every rank has one shard and gets all shards, in the order of the ranks. FSDP gathers a parameter in this way
+# before the forward of its layer. The color shows which rank a number comes from.
 
 # %%
 lesson.explore(
@@ -72,11 +73,12 @@ lesson.explore(
 )
 
 # %% [markdown]
-# **Reduce-scatter**: every rank has a full set of numbers, and gets the sum of one part. This happens to a gradient after its
-# backward. Each rank has computed a gradient of the whole parameter from its own data. But it needs only the rows that its
-# optimizer updates.
+# **Reduce-scatter**: every rank has a full set of numbers. The collective adds the sets of all ranks, and each rank gets one
+# part of the sum. FSDP reduces a gradient in this way after the backward of its layer. Each rank has computed a gradient of the
+# whole parameter from its own data. But it needs only the rows that its optimizer updates.
 #
-# The two are mirror images. Read the second picture from right to left and turn sums into copies: that gives the first picture.
+# The two collectives mirror each other. Read the second picture from right to left, and replace each sum by copies. Then you
+# have the first picture.
 #
 # ## And one that it avoids
 #
@@ -108,8 +110,8 @@ draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 #
 # ## Around the ring
 #
-# The ranks form a circle. In each step every rank sends one block to the right and receives one from the left, all at the same
-# time. The picture shows four real ranks; each row shows what they hold after a step.
+# The ranks form a circle. In each step, every rank sends one block to its right neighbor, and receives one block from its left
+# neighbor. All ranks do this at the same time. The picture shows four real ranks; each row shows what they hold after a step.
 
 # %%
 from hwfsdp.course.pictures import ring as walks
@@ -117,12 +119,13 @@ from hwfsdp.course.pictures import ring as walks
 walks.draw()
 
 # %% [markdown]
-# On the left, follow a color down: a rank passes on the block that it has just received. On the right, follow a letter: the sum
-# for rank 0 (letter a) starts at rank 1 with rank 1's share alone, and takes in one more share at each stop.
+# On the left, follow one color from step to step: each rank passes on the block that it has just received. On the right, follow
+# one letter. Letter a is the sum that rank 0 gets in the end. It starts at rank 1 with only the share of rank 1. Each rank that
+# receives it adds its own share.
 #
 # After W − 1 steps every rank is done. It has sent W − 1 blocks, and each block is 1/W of the tensor. No algorithm can do
-# better: a rank starts an all-gather with one block of W, so other ranks must send it the remaining W − 1 ([Patarasuk and Yuan,
-# 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
+# better: a rank starts an all-gather with one of the W blocks, so other ranks must send it the remaining W − 1 ([Patarasuk and
+# Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 #
 # ## What a rank sends
 #
@@ -156,8 +159,9 @@ for ranks, by_rank in sent.items():
     print(f"{ranks:>5}  {by_rank[0][0]:>14,}  {by_rank[0][1]:>10,}  {closed:>11,}")
 
 # %% [markdown]
-# The numbers are equal to the byte, and the same on every rank. Now look at more ranks than this machine has. The last column
-# is the simple way without a ring: all ranks send to rank 0, which adds up and sends the sum to every rank.
+# The measured numbers equal the closed form to the byte, and they are the same on every rank. Now we compute the numbers for
+# more ranks than this machine can run. The last column is for the simple way without a ring: all ranks send their tensors to
+# rank 0, which adds them up and sends the sum to every rank.
 
 # %%
 GB = 10**9
@@ -185,7 +189,7 @@ for ranks in (2, 4, 8, 64, 1000):
 # ## A sum has an order
 #
 # For block a, the ring adds in the order of ranks 1, 2, 3, 0. For block b, it adds in the order 2, 3, 0, 1. In floating point
-# the order matters. Here are four ranks, each with the same number for all four blocks:
+# the order matters. In the next cell, each of four ranks has one number, and uses this number for all four blocks:
 
 
 # %%
@@ -203,10 +207,10 @@ for rank, (single, double) in enumerate(launch(reduce_four_blocks, 4)):
     print(f"block {'abcd'[rank]}, at rank {rank}: {single} in fp32, {double} in fp64")
 
 # %% [markdown]
-# All four blocks add the same four numbers, but in fp32 the sums are 0 or 1 instead of 2: beside 1e8, an fp32 number has no
-# room for a 1. These numbers are chosen for the example, but the effect is real. Two libraries, or two numbers of ranks, give
-# gradients that differ in their last bits, and both are right. With two ranks there is only one sum, a + b, in either order.
-# Notebook 05 uses that.
+# In every block the ring adds the same four numbers, but in fp32 the sums are 0 or 1 instead of 2. The reason: fp32 numbers
+# near 1e8 are 8 apart, so adding 1 changes nothing. We chose these numbers for the example, but the effect is real. With
+# another library, or another number of ranks, gradients differ in their last bits, and both results are right. With two ranks
+# there is only one sum, a + b, in either order. Notebook 05 uses that.
 #
 # Two more things can go wrong. First, ranks depend on each other: if one rank calls another collective than its neighbors, or
 # none, the neighbors wait forever. Second, if a ring passes blocks on in a wrong order, all numbers may arrive, but at the
@@ -242,12 +246,12 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
     )
 
 # %% [markdown]
-# There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and a third of them travels at a time. Layer 1
-# has 32 rows of 384 B, and 3 does not divide 32. So 11 rows travel at a time, and one of these 33 rows is padding. Notebook 03
+# There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and each send carries a third of them. Layer 1
+# has 32 rows of 384 B, and 3 does not divide 32. So each send carries 11 rows, and one of the 33 rows is padding. Notebook 03
 # shows where the padding lies. Layer 1 is gathered again in backward, because its whole weight was freed after forward.
 # Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
 #
-# By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and GPUs have NCCL.
-# Their inputs and outputs are the same as the ring's.
+# By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and on GPUs the library
+# NCCL exchanges the bytes. Inputs and outputs are the same as with the ring.
 #
 # **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** station 02 (`exercises/02_ring`).

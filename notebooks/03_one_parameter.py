@@ -31,8 +31,8 @@ lesson.begin()
 # %% [markdown]
 # ## In pieces
 #
-# `fully_shard` cuts every parameter along its first dimension, and each rank gets a run of rows. `explain` shows one rank's
-# view. Here are two layers with sizes that four does not divide:
+# `fully_shard` cuts every parameter along its first dimension, and each rank gets consecutive rows. `explain` prints what one
+# rank holds. Here are two layers on four ranks. Four does not divide their numbers of rows, 7 and 2:
 
 # %%
 import torch
@@ -57,13 +57,13 @@ for rank in (0, 3):
 plot_sharding(ran[0][1], {"shard": 4})
 
 # %% [markdown]
-# Seven rows make chunks of two: ranks 0 to 2 have full chunks, and rank 3 has one row. Two rows make chunks of one: ranks 2 and
-# 3 have an empty shard, a tensor of shape (0, …). Ranks cannot gather pieces of different sizes. So *padding* fills every chunk
-# up: it takes memory and it travels, but it is not part of any parameter.
+# Seven rows are cut into chunks of two: ranks 0 to 2 have full chunks, and rank 3 has one row. Two rows are cut into chunks of
+# one: ranks 2 and 3 have an empty shard, a tensor of shape (0, …). Ranks cannot gather pieces of different sizes. So *padding*
+# fills up every smaller chunk. Padding takes memory and is sent, but it is not part of any parameter.
 #
-# All padding comes after the last row. So if you lay the chunks of all ranks end to end, the parameter is the front of the
-# result. A more even distribution (for five rows 2, 1, 1, 1 instead of 2, 2, 1, 0) would be fairer, but would leave holes in
-# the middle.
+# All padding comes after the last row. So if you put the chunks of all ranks one after the other, the parameter is the front of
+# the result. A more even distribution would be possible: for five rows, 2, 1, 1, 1 instead of 2, 2, 1, 0. But then there would
+# be padding between the rows of the parameter.
 #
 # How does this look on other numbers of ranks? The next cell makes the pictures.
 
@@ -93,8 +93,9 @@ lesson.explore(
 # ## Two forms, two memories
 #
 # Every parameter has two forms. Optimizers and state dicts see the *sharded* form: a DTensor with this rank's rows, whose
-# memory is always there. The module computes with the *unsharded* form, whose memory comes and goes. Below, we go through this
-# life by hand, on the last of four ranks. FSDP's hooks call `unshard` and `reshard` around forward and backward.
+# memory is always there. The module computes with the *unsharded* form, whose memory comes and goes. In training, FSDP's hooks
+# call `unshard` and `reshard` around forward and backward. In the next cell, we call them by hand, and look at the last of four
+# ranks.
 
 # %%
 from hwfsdp.core.state import state_of
@@ -137,25 +138,27 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
     print(f"{moment:<20} {state:<10} {kind:<21} {shape:<7} {shard:>3} B {whole:>5} B")
 
 # %% [markdown]
-# Your two numbers are **48 B** and **192 B**. Rank 3 has one row of 24 B, and a row of padding after it. Eight rows arrive, and
-# the weight is the first seven of them.
+# Your two numbers are **48 B** and **192 B**. Rank 3 has one row of 24 B, and a row of padding after it. The gather brings
+# eight rows, and the weight is the first seven of them.
 #
 # Read the table from top to bottom:
 #
-# - Two objects exist as long as the model. A transition registers the other object on the module, and never makes a new one. So
-#   an optimizer that holds object 1 keeps the right one.
-# - While a gather is in flight, none of this changes, because the bytes arrive in a buffer. The weight gets its memory and
-#   becomes whole only when the program waits for the gather. So a gather can start early (notebook 04).
+# - Two objects exist as long as the model exists. Each transition registers the other of the two objects on the module; it
+#   never makes a new one. So an optimizer that holds object 1 always holds the right object.
+# - While a gather is in flight, the state, the object and the memory stay as they were, because the bytes arrive in a buffer.
+#   The weight gets its memory and becomes whole only when the program waits for the gather. So a gather can start early
+#   (notebook 04).
 # - The shard stays. Only the column on the right changes.
 #
 # There is a third state, POST_FORWARD, between forward and backward. It exists only if you ask `fully_shard` to keep a larger
-# piece. With `reshard_after_forward=2` each rank keeps half, so two ranks, not four, rebuild the weight.
+# piece of the weight. With `reshard_after_forward=2` each rank keeps half, so two ranks are enough to rebuild the weight,
+# instead of four.
 #
 # ## Gone, and still there
 #
-# In forward, autograd saves the weight, because it needs it for the gradient of the input. If FSDP freed memory by dropping the
-# tensor, autograd would still hold the tensor, and no byte would be freed. So the tensor stays, and FSDP resizes the *storage*
-# under it to 0 bytes. You can see this without ranks:
+# In forward, autograd saves the weight, because backward computes the gradient of the input from it. If FSDP freed memory by
+# dropping the tensor, autograd would still hold the tensor, and no byte would be freed. So the tensor stays, and FSDP resizes
+# the *storage* under it to 0 bytes. One process is enough to see this:
 
 # %%
 from hwfsdp.core import form as storage
@@ -189,9 +192,9 @@ x.grad
 # The gradient is right: the rows of the weight sum up to 3 and 12. Autograd did not notice that the weight was gone. It kept an
 # object. The object had no memory for a while, and then it had the same numbers again.
 #
-# There is one difficulty. Autograd counts writes, and refuses to use a tensor that was written to after it was saved. Filling
-# the memory again *is* a write. So we write through `memory`, and make the weight from `memory.data`: an alias that shares the
-# bytes and has its own counter. A write through the weight itself fails:
+# There is one difficulty. Autograd counts the writes to each tensor, and refuses to use a tensor that was written to after it
+# was saved. Filling the memory again *is* a write. So we write through `memory`, and make the weight from `memory.data`: an
+# alias that shares the bytes and has its own counter. A write through the weight itself fails:
 
 # %%
 out = x @ weight
@@ -206,8 +209,8 @@ except RuntimeError as error:
 # ## What the optimizer sees
 #
 # The shard is allocated once, with its padding, and the DTensor's rows are a view of its front. So when the optimizer updates
-# the rows, it updates the buffer that the next gather sends, without a copy. The padding stays zero, because nothing trains it.
-# Here is one step of SGD on all four ranks:
+# the rows, it updates the buffer that the next gather sends, without a copy. The padding stays zero, because the optimizer does
+# not update it. Here is one step of SGD on all four ranks:
 
 
 # %%
@@ -234,13 +237,13 @@ for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
     )
 
 # %% [markdown]
-# Build the optimizer *after* `fully_shard`. An optimizer built before holds the old whole parameters, which no longer belong to
-# the model: it would step, and nothing would change. (hwfsdp warns about this.)
+# Build the optimizer *after* `fully_shard`. An optimizer that was built before holds the old whole parameters, which no longer
+# belong to the model. Its steps would not change the model. (hwfsdp warns about this.)
 #
 # ## A life, in time
 #
-# Four layers run one forward and one backward on two ranks. Each row is the weight of a layer. (Two rounds run first, to learn
-# the order of the layers.)
+# Four layers run one forward and one backward on two ranks. In the picture, each row is the weight of a layer. (Two rounds run
+# first, so that hwfsdp learns the order of the layers.)
 
 # %%
 from hwfsdp import EventLog, record
@@ -263,14 +266,15 @@ log = EventLog.merge(launch(three_rounds, 2))
 plot_lifetimes(log, rank=0)
 
 # %% [markdown]
-# Widths are times and differ from run to run; the order does not. Each weight lives twice. In forward it is gathered, is full
-# while its layer computes, and is freed. In backward the same happens, from the last layer to the first. At most one weight is
-# full at any time. Every gather except the first of each direction starts before *another* layer computes, so it can travel
-# meanwhile. This is prefetching. It costs a buffer, not a second whole weight.
+# Widths are times and differ from run to run; the order does not. Each weight is gathered twice. In forward it is gathered, is
+# full while its layer computes, and is freed. In backward the same happens, from the last layer to the first. At most one
+# weight is full at any time. Each gather starts before *another* layer computes, so its bytes travel during this computation.
+# (The first gather of forward and the first gather of backward are exceptions.) This is *prefetching*. It costs a buffer, not a
+# second whole weight.
 #
 # The step player shows the same log. Press **play**, or go from event to event with the arrow keys. Watch one cell of
 # *Parameters*: it is green while its gather travels, plain yellow while the weight is whole, and hatched again after the free.
-# The pane *Code* shows the line of hwfsdp that did it.
+# The pane *Code* shows the line of hwfsdp that caused the event.
 
 # %%
 log.view()
@@ -286,11 +290,12 @@ for event in log.select(rank=0, owner="1"):
 
 # %% [markdown]
 # Copy-in puts this rank's shard into the buffer, and the all-gather fills the rest of it. Compute waits, `alloc` resizes the
-# storage, and copy-out copies from the buffer to the weight. After forward comes `free`. In backward the same happens again,
-# followed by something new, a reduce-scatter: it takes the gradient to the shard (notebook 05).
+# storage, and copy-out copies from the buffer to the weight. After forward, `free` resizes the storage to 0 bytes. In backward
+# the same happens again. Then comes something new, a reduce-scatter: it sums the gradients of all ranks, and gives each rank
+# its rows (notebook 05).
 #
-# What would you see if one of these were left out? Without `free`, numbers are right, and the memory peak is the whole model.
-# Without `wait`, numbers are right or wrong by chance. Without the padding, ranks bring different sizes to a gather, and no
-# collective accepts that.
+# What would you see if hwfsdp left out one of these steps? Without `free`, the results are right, but the memory peak is the
+# whole model. Without `wait`, the results are right or wrong by chance. Without the padding, ranks bring pieces of different
+# sizes to a gather, and no collective accepts that.
 #
-# **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its parameter.
+# **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** the parameter in station 03 (`exercises/03_naive_fsdp`).

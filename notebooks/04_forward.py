@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 04 · Forward
 #
-# A module is about to run, and its weights lie in pieces on all ranks. A moment later it computes with whole weights, and after
-# that the memory is gone. Which code does this, and must every layer wait for its weights?
+# A module is about to run, and its weights lie in pieces on all ranks. A moment later it computes with whole weights, and
+# afterwards the memory of these weights is free again. Which code does this, and must every layer wait for its weights?
 #
-# **Write down two numbers before you go on.** There are six layers. For each, the gather of its weights takes 2 ms, and
-# computing takes 3 ms. How long does the forward take if each layer's gather starts when the layer is called? And how long if
-# the next gather always travels while a layer computes?
+# **Write down two numbers before you go on.** A model has six layers. For each layer, the gather of its weights takes 2 ms, and
+# computing takes 3 ms. How long does the forward take if each layer's gather starts when the layer is called? And how long does
+# it take if the next layer is always gathered while a layer computes?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -55,12 +55,14 @@ def look_at_hooks():
 launch(look_at_hooks, 2)[0]
 
 # %% [markdown]
-# - **Before**: start the gather of this layer's weights. Wait for it. Start the gather of the *next* layer's weights. Copy what
-#   has arrived into the weights.
-# - **After**: free the weights. Watch the output, because the backward begins where its gradient arrives.
+# - **Before**: start the gather of this layer's weights. Wait for it. Start the gather of the *next* layer's weights. Copy this
+#   layer's gathered rows into its weights.
+# - **After**: free the weights. Put a hook on the output, because the layer's backward begins when the gradient of this output
+#   arrives.
 #
-# The next layer is the one that came next last time, because a model usually repeats what it did before. So the first forward
-# does not know the order, and all later ones do. Here is how both begin, in the order in which rank 0 of two issued things:
+# How does the hook know the next layer? It takes the layer that came next in the previous forward, because a model usually runs
+# its layers in the same order. So the first forward does not know the order, and all later forwards do. The table shows how
+# both kinds of forward begin, in the order in which rank 0 issued the operations (there are two ranks):
 
 # %%
 NAMES = {"all_gather": "gather", "wait": "wait for", "copy_out": "copy out"}
@@ -94,14 +96,14 @@ for left, right in list(zip(*columns))[:15]:
 # while layer 1 waits for its weights. On the right it comes before `copy out 0`, and can travel during all of layer 0's
 # computation.
 #
-# Its place is chosen exactly. One line higher, before the wait for gather 0, it would compete on the wire with the bytes that
-# compute is waiting for. One line lower, it would miss the time of the copy.
+# This is the best place for `gather 1`. One line higher, before the wait for gather 0, it would compete for the network with
+# gather 0, for which compute is waiting. One line lower, it would start later, and could not use the time of the copy.
 #
 # ## What it gains
 #
-# On this machine, two processes compute, copy and communicate on the same cores, and no two runs take the same time. So here is
-# the same code in virtual time: `simulate` runs it on ranks that do not exist, and calculates the times. The device has the
-# round numbers of the question.
+# On this machine, two processes compute, copy and communicate on the same cores, and no two runs take the same time. So we run
+# the same code in virtual time: `simulate` runs it on ranks that do not exist, and calculates the times. We chose the virtual
+# device so that the times are the round numbers of the question.
 
 # %%
 from dataclasses import replace
@@ -151,18 +153,20 @@ lesson.explore(
 
 # %% [markdown]
 # Your two numbers are in the picture for 2 ms: **30 ms**, six times 2 + 3, and **20 ms**, one gather and six computations. Only
-# the first gather is exposed, because nothing can be computed before it.
+# the first gather is *exposed*: compute must wait for it, because there is nothing to compute before it.
 #
 # The picture for 5 ms shows a slower network: 5 ms to gather, 3 ms to compute. Now gathers follow each other without a gap, and
-# compute waits between them. Starting earlier would not help, because the wire is always busy. A prefetch can hide only as much
-# of a gather as the computation beside it takes.
+# compute waits between them. Starting earlier would not help, because the wire is always busy. A prefetch can hide only as many
+# ms of a gather as the computation beside it takes.
 #
-# Nothing is gathered under the last layer, because nothing comes after it. If a model takes another path than last time, the
-# guess is wrong and costs a gather that is not needed. The results stay right: the layer that does run gathers its own weights.
+# No gather runs beside the last layer, because no layer comes after it. If a model runs its layers in another order than last
+# time, the guess is wrong, and hwfsdp makes a gather that is not needed. The results stay right: the layer that runs gathers
+# its own weights.
 #
 # ## What it costs
 #
-# It costs memory. Here are real ranks again, and the memory of rank 0 of two during a forward. Each layer has 1 MiB of weights.
+# Prefetching costs memory. Now we use real ranks again, two of them. The picture shows the memory of rank 0 during a forward.
+# Each layer has 1 MiB of weights.
 
 # %%
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
@@ -188,20 +192,21 @@ plot_memory(
 )
 
 # %% [markdown]
-# The blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
-# like one.) They reach the line and do not pass it, however many layers the model has. The green areas are the flat buffers of
-# gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The group
-# ahead exists *only* as a buffer. It becomes weights when its turn comes.
+# The light blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
+# like one.) They reach the dashed line and never pass it, with any number of layers. The green areas are the flat buffers of
+# gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The next
+# layer is *only* in a buffer. The rows are copied into its weights when its turn comes.
 #
-# Now play it. The page below is the step player, with the simulated forward at 2 ms twice: **A** gathers when it is needed, **B**
-# gathers one ahead. Both move on one clock. When compute waits in A, what does B do?
+# Now play it. The page below is the step player. It shows two runs of the simulated forward, with gathers of 2 ms: **A**
+# gathers a layer when it is needed, **B** gathers one layer ahead. Both runs share one clock. When compute waits in A, what
+# does B do?
 
 # %%
 forward(2, False).view(forward(2, True))
 
 # %% [markdown]
-# What happens if weights are not freed after forward? `fully_shard` has a switch for that. Here is a forward and a backward,
-# both ways:
+# What happens if weights are not freed after forward? `fully_shard` has a switch for that. Here is a forward and a backward
+# with each setting:
 
 
 # %%
@@ -270,14 +275,14 @@ for name, result in launch(ways_in, 2)[0].items():
     print(f"{name:<28} {result}")
 
 # %% [markdown]
-# Only the first call and the registered one ran the hooks. The others found the weight as it is between forwards: a DTensor
-# with this rank's rows. torch refuses to mix a DTensor with a plain tensor. When you see this message under FSDP, it means: *a
-# weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put `unshard()`
-# and `reshard()` around your code.
+# Only the first call and the registered one ran the hooks. The other calls found the weight as it is between forwards: a
+# DTensor with this rank's rows. torch refuses to mix a DTensor with a plain tensor. When you see this message under FSDP, it
+# means: *a weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put
+# `unshard()` and `reshard()` around your code.
 #
-# At the root the same mistake can hide. The root's own weights stay whole after forward, so a method that uses them works,
-# until it is called before the first forward. A second mistake: if you call a part of the model before you ever called the
-# whole, the whole model raises another error:
+# At the root, this mistake is harder to find. The root's own weights stay whole after forward, so a method that uses them
+# usually works. It fails only if you call it before the first forward. A second mistake is to call a part of the model before
+# the first call of the whole model. Then the whole model raises another error:
 
 
 # %%
@@ -293,10 +298,10 @@ def part_before_whole():
 print(launch(part_before_whole, 2)[0])
 
 # %% [markdown]
-# The module that runs first takes itself for the root. `ModuleList` and `ModuleDict` have no forward at all, so hooks have no
-# place there, and `fully_shard` says so when you call it.
+# The module that runs first takes itself for the root. `ModuleList` and `ModuleDict` have no forward at all, so no hook would
+# ever run, and `fully_shard` refuses them with an error.
 #
 # A question to end with. In later forwards, gather 1 comes *before* `copy out 0`. In backward the layers run in the reverse
 # order. Which gather would you start before `copy out 5` there, and how can you know the order?
 #
-# **Next:** [05, backward](05_backward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its forward.
+# **Next:** [05, backward](05_backward.ipynb). **Write it yourself:** the forward in station 03 (`exercises/03_naive_fsdp`).

@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 05 · Backward
 #
-# Backward needs whole weights once more, in the reverse order. It leaves a gradient as large as the whole weight, made from
-# this rank's data alone. The optimizer needs only its rows of the gradient, averaged over all ranks. Do we get the same
-# gradient as training without sharding, and how much waiting does it cost?
+# Backward needs whole weights once more, in the reverse order. Each rank computes a gradient as large as the whole weight, from
+# its own data alone. But the optimizer of a rank needs only this rank's rows of the gradient, averaged over all ranks. Do we
+# get the same gradient as training without sharding, and how long must compute wait?
 #
 # **Write down two numbers before you go on.**
 #
 # 1. Two ranks train on four rows each, and the loss is the *sum* over the rows of a rank. One process trains on all eight rows,
 #    and its loss is their sum. By what factor is the gradient of the one process larger than the gradient of the two ranks?
-# 2. There are six layers. For each, gathering its weights takes 2 ms, its backward 6 ms, and reducing its gradient 2 ms. How
-#    long does the backward of the model take, at least?
+# 2. A model has six layers. For each layer, gathering the weights takes 2 ms, its backward 6 ms, and reducing its gradient 2
+#    ms. How long does the backward of the model take, at least?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -26,7 +26,7 @@ lesson.begin()
 # %% [markdown]
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
-# 1. **2**, the number of ranks: a reduction divides by it.
+# 1. **2**, the number of ranks: a reduction divides the sum by this number.
 # 2. **40 ms**: one gather, six backwards, one reduction.
 #
 # </details>
@@ -35,8 +35,8 @@ lesson.begin()
 # ## One weight
 #
 # There are two ranks, and a weight of four rows and two columns. Each rank has its own row of data, and computes a gradient of
-# the whole weight. On the left is the result of plain PyTorch on that rank. On the right is `weight.grad` after a sharded
-# backward.
+# the whole weight. The left side of the picture shows this gradient, computed by plain PyTorch on each rank. The right side
+# shows `weight.grad` after a sharded backward.
 
 # %%
 import torch
@@ -62,7 +62,7 @@ plot_collective("reduce_scatter", before, after)
 
 # %% [markdown]
 # It is a reduce-scatter with one change compared to notebook 02: the sum is divided by the number of ranks. Rank 0 keeps the
-# mean of the first two rows, rank 1 the mean of the last two. Each rank held the whole gradient only until it was sent.
+# mean of the first two rows, rank 1 the mean of the last two. Each rank kept its whole gradient only until this reduction.
 #
 # The mean over the ranks is right if the loss of each rank is a mean over its data. Is yours?
 #
@@ -109,7 +109,7 @@ for (loss, rows, divide_by), value in zip(CASES, found):
     )
 
 # %% [markdown]
-# Your first number is **2**, the number of ranks. With sums, the divisor must be 1.
+# Your first number is **2**, the number of ranks. If the loss is a sum, the divisor must be 1, as in the third line.
 #
 # The last line is the dangerous one. Both losses are means, but one is over six rows and the other over two, and the mean of
 # two means is not the mean over eight. This happens whenever ranks have different numbers of tokens, for example when the loss
@@ -119,8 +119,8 @@ for (loss, rows, divide_by), value in zip(CASES, found):
 # ## Bit for bit
 #
 # Is it the same gradient? We shard a small GPT, first with the usual reductions, then with the ring of notebook 02, and compare
-# it with two references. One reference is plain PyTorch on each rank with that rank's data, and then the mean of these
-# gradients. The other is plain PyTorch in one process, with all data in one batch.
+# its gradients with two references. One reference is plain PyTorch on each rank with that rank's data, and then the mean of
+# these gradients. The other is plain PyTorch in one process, with all data in one batch.
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -165,11 +165,11 @@ for (ranks, ring), (mean, together) in results.items():
     print(f"{ranks}, {'ring' if ring else 'as usual':<17} {mean:<24} {together}")
 
 # %% [markdown]
-# At two ranks every gradient equals the mean of the ranks' own gradients to the last bit, with either reduction: a + b is b +
-# a, and dividing by two is exact. At four, the ring adds the four shares of each block in another order (notebook 02), and the
-# last bits differ. One process with all rows gives other last bits at any number of ranks, because a batch that is cut into
-# pieces is also summed in pieces. None of these results is wrong. But a test of a sharded model should compare with the *same*
-# arithmetic. Then it can require equality, and few bugs survive that.
+# With two ranks, every gradient equals the mean of the ranks' own gradients to the last bit, with either reduction: the order
+# of two summands does not matter, and dividing by two is exact. With four ranks, the ring adds the four shares of each block in
+# another order (notebook 02), and the last bits differ. One process with all rows gives other last bits for any number of
+# ranks, because ranks add up the batch in pieces. None of these results is wrong. But a test of a sharded model should compare
+# it with a reference that does the *same* arithmetic. Then the test can require equality, and finds almost every bug.
 #
 # ## In which order
 #
@@ -212,19 +212,20 @@ for event in issued[:16]:
 
 # %% [markdown]
 # - Before layer 5 computes anything, its weights are gathered, and **gather 4** is already on its way. This answers the
-#   question at the end of notebook 04. Backward takes the order in which the forwards ended, from back to front, so it need not
-#   guess.
-# - When the gradient is there, the whole weights are freed *before* the buffer of the reduction is allocated, because this
-#   buffer is just as large.
-# - `reduce 5` is issued, and nothing waits for it. Layer 4 comes next. Before layer 4 reduces, layer 5's reduction must have
-#   finished: that is `wait for 5`, below `free 4`.
+#   question at the end of notebook 04. Backward uses the order in which the layers ended their forwards, in reverse, so it does
+#   not have to guess.
+# - When the gradient of layer 5 is ready, its whole weights are freed *before* the buffer of the reduction is allocated,
+#   because this buffer is just as large.
+# - Rank 0 issues `reduce 5` and does not wait for it. Layer 4 comes next. Before the reduction of layer 4 starts, the reduction
+#   of layer 5 must have finished: that is `wait for 5`, below `free 4`.
 #
-# These moments do not come from module hooks. Autograd calls when the gradient of a module's *output* arrives (before), and
-# when the gradient of its *input* is ready (after).
+# Module hooks do not tell FSDP about these moments. Autograd does: it calls a function of FSDP when the gradient of a module's
+# *output* arrives (the module's backward begins), and when the gradient of its *input* is ready (the backward has ended).
 #
 # ## What it gains
 #
-# We use virtual time again, with the numbers of the question: 2 ms for a gather, 6 for a backward, 2 for a reduction.
+# We use virtual time again, with the numbers of the question: 2 ms for a gather, 6 ms for the backward of a layer, 2 ms for a
+# reduction.
 
 # %%
 from contextlib import nullcontext
@@ -286,14 +287,16 @@ lesson.explore(
 )
 
 # %% [markdown]
-# Your second number is **40 ms**: one gather, six backwards, one reduction. Everything else travels under compute. If nothing
-# overlaps, it takes six times 2 + 6 + 2. Gathers ahead save five times 2, and so do reductions behind.
+# Your second number is **40 ms**: one gather, six backwards, one reduction. All other communication runs beside compute. If
+# nothing overlaps, the backward takes six times 2 + 6 + 2 ms. Gathering one layer ahead saves five times 2 ms. Reducing while
+# the next layer computes saves another five times 2 ms.
 #
 # In the picture for 8 ms, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
 # (Here gathers and reductions run beside each other at full speed. On a network that they share, each would take longer.)
 #
-# Overlap costs memory. While a layer computes its gradients, the buffer of the previous layer's gradients still exists, until
-# it is reduced. `wait for 5` limits this to one buffer. A schedule that never waited would be fast until it ran out of memory.
+# Overlap costs memory. While a layer computes its gradients, the buffer with the previous layer's gradients still exists, until
+# its reduction has finished. In the list above, `wait for 5` makes sure that there is only one such buffer. A schedule that
+# never waited would be fast until it ran out of memory.
 #
 # Play both schedules at 2 ms: in **A** nothing overlaps, in **B** everything does. Stop in the middle of the backward. Which layer
 # computes in B, which one is gathered, and which one is reduced?
@@ -304,7 +307,7 @@ simulated(2, False, False).view(simulated(2, True, True))
 # %% [markdown]
 # ## A number that is easy to get wrong
 #
-# After backward, each rank has the gradients of its rows. What is their norm?
+# After backward, each rank has the gradients of its rows. What is the norm of the whole gradient?
 
 
 # %%
@@ -323,12 +326,13 @@ for rank, (own, whole) in enumerate(launch(norms, 2)):
 
 # %% [markdown]
 # `grad.to_local().norm()` gives a number, but not the right one: it differs from rank to rank, and is always too small. With
-# more ranks it gets smaller, so a clipping threshold tuned on one number of ranks means something else on another. The squares
-# must be added up over the ranks. `torch.nn.utils` does this for DTensors: it returns the norm of the whole.
+# more ranks it gets smaller, so a clipping threshold that was tuned on one number of ranks has another effect on another
+# number. For the right norm, the squares must be added up over the ranks. `torch.nn.utils.get_total_norm` does this for
+# DTensors: it returns the norm of the whole gradient.
 #
 # A question to end with. The last layer's weights are freed after forward and gathered again at once, because this layer is the
-# first in backward. What would it cost to keep them, and what would you gain? (`set_reshard_after_forward(False)` on that
-# layer; try it in the cell that prints the order.)
+# first in backward. What would it cost to keep them, and what would you gain? Try it in the cell that prints the order: call
+# `set_reshard_after_forward(False)` on that layer.
 #
-# **Next:** [06, the schedule](06_schedule.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its backward, and
-# station 04 (`exercises/04_it_breaks`).
+# **Next:** [06, the schedule](06_schedule.ipynb). **Write it yourself:** the backward in station 03
+# (`exercises/03_naive_fsdp`), and station 04 (`exercises/04_it_breaks`).

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # 06 · The schedule
 #
-# A gather must end before its layer computes, and a reduction cannot start before its layer has computed. So when is there ever
-# something to overlap with?
+# A gather must end before its layer computes, and a reduction cannot start before its layer has computed. So when can
+# communication overlap with compute at all?
 #
-# Take four layers. On these GPUs, gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3 ms, and reducing its
-# gradients 2.8 ms. Every layer is gathered twice, for forward and for backward, and reduced once.
+# A model has four layers. On the GPUs of this notebook, gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3
+# ms, and reducing its gradients 2.8 ms. Every layer is gathered twice, for forward and for backward, and reduced once.
 #
-# **Write down two numbers before you go on.** For how many ms does the GPU wait for the network in a step if nothing overlaps?
-# And for how many ms must it wait at least, if every layer is freed after its forward, and the host reads every layer's output
-# before it goes on?
+# **Write down two numbers before you go on.** First: for how many ms does the GPU wait for the network in a step if nothing
+# overlaps? Second: every layer is freed after its forward. The *host* (the CPU, which issues the work of the GPU) reads every
+# layer's output before it goes on. For how many ms must the GPU still wait if everything else overlaps?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -26,7 +26,7 @@ lesson.begin()
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
 # 1. **22.9 ms**: eight gathers of 1.45 ms and four reductions of 2.84 ms.
-# 2. **5.7 ms**: the first gather, the gather of the first backward, and the last reduction.
+# 2. **5.7 ms**: the first gather of the forward, the first gather of the backward, and the last reduction.
 #
 # </details>
 
@@ -34,16 +34,16 @@ lesson.begin()
 # ## A schedule with switches
 #
 # This notebook is about times, so the GPUs are virtual: 16 H100 on two nodes, with a virtual clock that gives the same times on
-# every machine. The package itself runs, as rank 0, on tensors without values. Its schedule overlaps as much as it can. To see
-# what each part of it contributes, switch it off:
+# every machine. The code of the package runs as on rank 0, but on tensors without values. Its schedule overlaps as much as it
+# can. The schedule has three parts. We can switch each part off, to see what it contributes:
 #
-# - **Forward prefetch** gathers the next layer under the current layer's forward. It predicts the next layer from the previous
-#   forward. Your own list overrides that. A layer that lists only itself prefetches nothing.
+# - **Forward prefetch** gathers the next layer during the current layer's forward. It predicts the next layer from the previous
+#   forward. Your own list of layers overrides the prediction. A layer that lists only itself prefetches nothing.
 # - **Backward prefetch** does the same in reverse order. It also takes a list.
-# - **Reduce overlap** lets the next backward run while gradients are reduced. It has no switch. But `fully_shard` takes an
-#   `FSDPCommContext`, the object that knows what is in flight, and we can tell this object to wait.
+# - **Reduce overlap** lets the next layer run its backward while gradients are reduced. It has no switch. But `fully_shard`
+#   takes an `FSDPCommContext`, the object that knows what is in flight, and we can tell this object to wait.
 #
-# In all runs the host reads a number from every layer's output, as a program does that logs norms. The end of this notebook
+# In all runs the host reads a number from every layer's output, as in a program that logs norms. The end of this notebook
 # explains why.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -119,9 +119,9 @@ serial = simulated()
 plot_timeline(serial.log, step=0)
 
 # %% [markdown]
-# Time runs to the right. A row is a stream, a number is a layer, and a pale bar is the model around the layers. Work on one
-# stream runs in order. Work on two streams may run at the same time, unless one waits. Here everything waits: in the hatched
-# parts, compute waits until a gather or a reduction is over.
+# Time runs to the right. Each row is a stream, each number names a layer, and the pale bars around the layers are the forward
+# and the backward of the whole model. Work on one stream runs in order. Work on two streams may run at the same time, unless
+# one waits. Here everything waits: in the white hatched parts, compute waits until a gather or a reduction is over.
 
 
 # %%
@@ -150,11 +150,12 @@ print(
 )
 
 # %% [markdown]
-# That is your first number. The step is correct, but it spends more than two fifths of its time waiting.
+# 22.9 ms is your first number. The step is correct, but it spends more than two fifths of its time waiting.
 #
 # ## One ahead
 #
-# Now we switch on one part after the other. All bands share one axis of time, and a dashed line marks the end of a step.
+# Now we switch on one part after the other. Each band of the picture is a run. All bands share one axis of time, and a dashed
+# line marks the end of a step.
 
 # %%
 from hwfsdp.plot.comparison import plot_comparison
@@ -174,24 +175,27 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # %% [markdown]
 # Follow layer 1 down the page.
 #
-# - **Second band.** In forward, its green bar has moved under the forward of layer 0. A gather needs nothing from the layer
-#   before it: the shards have been there since the last optimizer step. Only the gather of layer 0 has nothing to hide behind.
-# - **Third band.** In backward, its gather has moved under the backward of layer 2. The backward of layer 3 is the first one,
-#   so nothing can hide its gather.
-# - **Last band.** Its reduction has moved under the backward of layer 0. Only layer 0's own reduction has nothing after it.
+# - **Second band.** In forward, the gather of layer 1 (green) now runs during the forward of layer 0. A gather needs nothing
+#   from the layer before it: the shards have not changed since the last optimizer step. Only the gather of layer 0 has no
+#   compute to hide behind.
+# - **Third band.** In backward, the gather of layer 1 now runs during the backward of layer 2. The backward of layer 3 comes
+#   first, so nothing can hide the gather of layer 3.
+# - **Last band.** The reduction of layer 1 now runs during the backward of layer 0. Only the reduction of layer 0 has no
+#   compute after it.
 #
-# So three things are not hidden: the first gather, the gather of the first backward, and the last reduction. That is your
-# second number, 5.7 ms. The run is 0.3 ms above it. Layer 0 needs no gradient of its input, so its backward is half as long as
-# the others, and too short for the reduction beneath it.
+# So three things are not hidden: the first gather of the forward, the first gather of the backward, and the last reduction.
+# Their sum is your second number, 5.7 ms. The run waits 0.3 ms longer, for this reason: layer 0 needs no gradient of its input,
+# so its backward is half as long as the others, and too short to hide the reduction of layer 1.
 #
-# These three remain at any number of layers. A model of 80 layers waits as long as a model of 4 layers, but computes twenty
-# times as long. This is a reason for small groups: the smaller a group, the shorter the exposed parts at both ends.
+# These three waits remain with any number of layers. A model of 80 layers waits as long as a model of 4 layers, but computes
+# twenty times as long. This is a reason for small groups: the smaller a group, the shorter the exposed parts at both ends.
 #
 # ## What it costs
 #
-# It costs memory, as the last column shows: while something else runs, buffers in flight are held longer. Forward prefetch adds
-# nothing to the peak here, because the peak is in the backward. One group ahead and one reduction in flight are enough to hide
-# communication. Without such a limit, memory would again hold the whole model. The schedule guarantees the limit.
+# Overlap costs memory, as the last column of the table shows: a buffer in flight exists longer if compute goes on at the same
+# time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. A *group* is a set of parameters
+# that one gather brings; here each layer is a group. One group ahead and one reduction in flight are enough to hide
+# communication. Without such a limit, the whole model could be in memory. The schedule guarantees the limit.
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes
@@ -214,10 +218,10 @@ lesson.explore(
 
 # %% [markdown]
 # In the picture without overlap, only one group at a time is not sharded. In the picture with all overlap, the next group is
-# already on its way while one computes. It then lies gathered in its buffer, pale green, and waits for its turn.
+# already being gathered while a group computes. Then the gathered group lies in its buffer (pale green) and waits for its turn.
 #
-# The step player shows both runs on one clock: **A** without overlap, **B** with all of it. Step through the backward with the
-# arrow keys, and look at *Memory* and *Parameters* when a wait of A begins.
+# The step player shows both runs on one clock: **A** is without overlap, **B** is with all overlap. Step through the backward
+# with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins.
 
 # %%
 serial.log.view(runs["all overlap"].log)
@@ -259,14 +263,14 @@ for fact in before:
     print(f"{fact:<38}{before[fact]:<12}{after[fact]}")
 
 # %% [markdown]
-# The left column is without overlap, the right column with all overlap. The first two orders are needed. A schedule without
-# them computes with garbage, and perhaps only on days when the network is slow. The third order was never needed. A good
-# schedule keeps all orders of the first kind, and none of the second.
+# The left column is the run without overlap, the right column is the run with all overlap. The first two orders are needed. A
+# schedule without them may compute with wrong data, perhaps only on days when the network is slow. The third order is not
+# needed. A good schedule guarantees all orders that are needed, and no others.
 #
 # ## What no schedule hides
 #
-# So far every GPU had 400 Gb/s to other nodes. On a slower network the green and vermilion bars get longer, and compute stays
-# as it is.
+# So far every GPU had 400 Gb/s to other nodes. On a slower network, the bars of gathers and reductions get longer, and the bars
+# of compute stay as they are.
 
 # %%
 from dataclasses import replace
@@ -298,15 +302,15 @@ lesson.explore(
 
 # %% [markdown]
 # At 50 Gb/s per GPU, compute is the shorter part. Now overlap hides compute behind communication, and the step cannot be
-# shorter than the work of the busiest stream. Then other things help: more tokens per GPU, which make compute longer and leave
-# the bytes as they are; fewer bytes (notebook 07); fewer bytes over the slow links (notebook 08).
+# shorter than the work of the busiest stream. Then other things help: more tokens per GPU, because they make compute longer
+# without adding bytes; fewer bytes (notebook 07); fewer bytes over the slow links (notebook 08).
 #
 # Virtual streams do not slow each other down. On real GPUs, gathers and reductions share the network, and their kernels take
 # some of the GPU's compute units; see `docs/virtual.md`.
 #
 # ## Why the host reads numbers
 #
-# Last question: what if it does not?
+# Last question: what happens if the host does not read numbers?
 
 # %%
 report(
@@ -319,16 +323,16 @@ report(
 )
 
 # %% [markdown]
-# A host that never reads a result issues all work long before it runs. Then the gather of the next layer is in its stream in
-# time, with or without prefetch, and streams with few waits between them overlap by themselves. Even the gather of the first
-# backward is hidden, under the end of the forward.
+# A host that never reads a result issues all work long before the GPU runs it. Then the host issues the gather of the next
+# layer early enough, with or without prefetch, and streams with few waits between them overlap by themselves. Even the first
+# gather of the backward is hidden: it runs during the end of the forward.
 #
-# Explicit prefetching is for a host that *is* held up. It may read numbers, route tokens to experts, or launch many short
-# kernels; or the host itself computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts that are slow to
-# issue ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), section 3.3).
+# Explicit prefetching is for a host that cannot issue work early. For example, it reads numbers, routes tokens to experts, or
+# launches many short kernels. Or the host itself computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts
+# that are slow to issue work ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), section 3.3).
 #
-# **Try:** layer 3 is freed after its forward, and gathered again at once for its backward. Which argument of `fully_shard` saves
-# that gather, and how many ms of the 6.0? Which other layers would profit from it?
+# **Try:** layer 3 is freed after its forward, and gathered again at once for its backward. Which argument of `fully_shard`
+# saves that gather, and how many of the 6.0 ms of waiting does this save? Which other layers would profit from it?
 #
 # **Next:** [07, mixed precision](07_mixed_precision.ipynb). **Write it yourself:** stations 08 to 10 (`exercises/08_streams`,
 # `exercises/09_forward_prefetch`, `exercises/10_backward_prefetch`).

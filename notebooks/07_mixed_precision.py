@@ -5,8 +5,9 @@
 # bf16?
 #
 # **Write down two numbers before you go on.** In a step every parameter is gathered twice, and its gradient is reduced once.
-# First: parameters travel in bf16 instead of fp32, and gradients are still reduced in fp32. What fraction of the bytes is left?
-# Second: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is kept in bf16?
+# First: parameters travel in bf16 instead of fp32, and gradients are still reduced in fp32. What fraction of the bytes still
+# travels? Second: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is kept
+# in bf16?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -30,9 +31,10 @@ lesson.begin()
 # %% [markdown]
 # ## Three dtypes of one weight
 #
-# A weight has three dtypes. The policy sets two of them, `MixedPrecisionPolicy(param_dtype, reduce_dtype)`; the third is the
-# dtype that the weight had when it was sharded. The picture follows one weight through a step, from top to bottom, on two real
-# ranks under three policies. The length of a bar shows its bytes.
+# A weight has three dtypes: one in which its shard is stored, one in which it is gathered and computes, and one in which its
+# gradient is reduced. The first is the dtype that the weight had when it was sharded. A policy sets the other two:
+# `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. The picture follows one weight through a step, from top to bottom, on two
+# real ranks under three policies. The length of a bar shows its bytes.
 
 # %%
 from hwfsdp.course.pictures import mixed_precision
@@ -40,14 +42,14 @@ from hwfsdp.course.pictures import mixed_precision
 mixed_precision.draw()
 
 # %% [markdown]
-# The stored weight (first line) and the numbers of the optimizer (last line) are fp32 under every policy. Only the lines
+# The stored shard (first line) and the gradient that the optimizer gets (last line) are fp32 under every policy. Only the lines
 # between them change: the gather, the compute of forward and backward, the reduction. So no policy changes the precision of the
 # update.
 #
 # ## What travels
 #
-# Now a small GPT under the same three policies. Filled bars are measured on both ranks. Hollow bars are closed forms: the
-# number of elements times the bytes of the dtype that travels.
+# Now we train a small GPT under the same three policies. Filled bars are measured on both ranks. Hollow bars are closed forms:
+# the number of elements times the bytes of the dtype that travels.
 
 # %%
 import torch
@@ -134,7 +136,8 @@ for name, total in totals.items():
 #
 # ## What is kept
 #
-# This is the ledger of rank 0. In the last line, the model itself was cast to bf16 before it was sharded.
+# The table shows the ledger of rank 0: the largest memory of each kind during a step. In the last line, the model itself was
+# cast to bf16 before it was sharded.
 
 # %%
 logs["model cast to bf16"] = launch(
@@ -147,8 +150,8 @@ for name, log in logs.items():
     print(f"{name:<25}" + "".join(f"{peak[kind]:>17,}" for kind in kinds))
 
 # %% [markdown]
-# A policy halves only the memory of whole parameters, which comes and goes. A cast of the model halves every column. So why use
-# a policy?
+# A policy halves only the memory of whole parameters, which comes and goes. A cast of the model halves every column. So why do
+# we use a policy, and not a cast of the model?
 #
 # ## Master weights
 #
@@ -191,10 +194,10 @@ for name, weight in launch(under_each, 2, hundred_steps)[0].items():
 # many small steps in one direction.
 #
 # A weight in full precision beside a copy in low precision is called a *master weight* ([Micikevicius et al.,
-# 2018](https://arxiv.org/abs/1710.03740)). FSDP gets it for free: the master is the shard, 1/W of the model, and the gather
-# makes the copy anyway. The cast is part of the copy-in.
+# 2018](https://arxiv.org/abs/1710.03740)). FSDP gets master weights for free: the shard, 1/W of the model on each of W ranks,
+# is the master, and the gather makes a copy anyway. The cast is part of the copy-in.
 #
-# Here is the effect on training: a layer learns to imitate another layer, with Adam, on two ranks.
+# The next cell shows the effect on training: a layer learns to imitate another layer, with Adam, on two ranks.
 
 # %%
 from hwfsdp.plot.loss import plot_losses
@@ -220,15 +223,15 @@ def imitate(kept_in, policy, steps=200):
 plot_losses(launch(under_each, 2, imitate)[0])
 
 # %% [markdown]
-# To compute in bf16 costs almost nothing here: two curves lie on each other. To keep weights in bf16 costs much of the
-# learning, because many steps are too small for their weight and are lost. There is no error and no NaN. You only see that the
-# loss falls too slowly.
+# Computing in bf16 does almost no harm here: two curves lie on each other. Keeping weights in bf16 does much harm: many updates
+# are too small to change their weight, and are lost. There is no error and no NaN. You only see that the loss falls too slowly.
 #
 # ## A sum has a dtype, too
 #
-# Gradients are added up in two places: over the ranks, and over micro-batches. Every addition in bf16 rounds to 8 significant
-# bits. Here 4 ranks each make a gradient of about 0.8 per micro-batch. We know these gradients, so fp64 gives their exact mean.
-# Every difference from this mean comes from the sums.
+# Gradients are added up in two places: over the ranks, and over micro-batches (parts of a batch that a rank computes one after
+# the other). Every addition in bf16 rounds to 8 significant bits. In the next cell, each of 4 ranks makes a gradient of about
+# 0.8 per micro-batch. We know these gradients, so fp64 gives their exact mean. Every difference from this mean comes from the
+# sums.
 
 # %%
 import torch.distributed as dist
@@ -268,15 +271,15 @@ for count, (low, full) in table.items():
     )
 
 # %% [markdown]
-# With one micro-batch the error is a few roundings, and many trainings would not notice it. With 512 micro-batches the sum has
-# become much larger than its terms. Above 256, bf16 numbers are 2 apart. Each new term is less than half of 2, so the sum no
-# longer changes. A sum over ranks has the same problem: a ring of 1000 ranks adds 999 times. So use
-# `reduce_dtype=torch.float32`. `fully_shard` uses it for the sums between micro-batches as well, not only on the wire.
+# With one micro-batch, the error comes from a few roundings, and many trainings would tolerate it. With 512 micro-batches the
+# sum has become much larger than its terms. Above 256, bf16 numbers are 2 apart. Each new term is less than half of 2, so the
+# sum no longer changes. A sum over ranks has the same problem: a ring of 1000 ranks adds 999 times. So use
+# `reduce_dtype=torch.float32`. `fully_shard` uses this dtype for both sums: over the ranks, and over micro-batches.
 #
 # ## What is not cast
 #
-# A bf16 weight needs bf16 activations. So FSDP casts the floating-point inputs of a forward to the param dtype. It does not
-# cast other inputs:
+# A bf16 weight needs bf16 activations. So FSDP casts the floating-point inputs of a forward to `param_dtype`. It does not cast
+# other inputs:
 
 
 # %%

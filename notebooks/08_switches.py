@@ -3,10 +3,10 @@
 #
 # ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, DDP, gradient accumulation: are these seven programs, or one?
 #
-# **Write down two numbers before you go on.** A step has four micro-batches. By default FSDP (ZeRO-3) gathers every layer for
-# forward and for backward, and then reduces its gradients. With everything in fp32, how many times the size of the model does
-# it communicate in the step? And what is the smallest number for the same update, if parameters and optimizer state stay
-# sharded between steps?
+# **Write down two numbers before you go on.** A step has four micro-batches: parts of a batch whose gradients are added up
+# before the optimizer's update. In each micro-batch, FSDP (ZeRO-3) by default gathers every layer for forward and for backward,
+# and then reduces its gradients. Everything is in fp32. How many times the size of the model does FSDP communicate in the step?
+# And what is the smallest number for the same update, if parameters and optimizer state stay sharded between steps?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -30,8 +30,8 @@ lesson.begin()
 # %% [markdown]
 # ## One program
 #
-# The program has two functions. The first builds a model of six layers, each of them a group, and has two switches. The second
-# takes a step of several micro-batches, and has three switches.
+# The program has two functions. The first builds a model of six layers, in which each layer is a group, and has two switches.
+# The second takes a step of several micro-batches, and has three switches.
 
 # %%
 import torch
@@ -88,8 +88,9 @@ def take_step(
 #
 # - `reshard_after_forward=False` keeps parameters whole from forward to backward, which saves the second gather. During that
 #   time only gradients and optimizer state are sharded: stage 2 of [ZeRO](https://arxiv.org/abs/1910.02054).
-# - `mesh` arranges the ranks in a grid. The ranks of a row shard, the ranks of a column replicate. For four ranks, 1 × 4 is
-#   FSDP, 2 × 2 is hybrid sharding (HSDP), and 4 × 1, where nothing is sharded, is plain data parallelism (DDP).
+# - `mesh` arranges the ranks in a grid. The ranks of a row share one copy of the model: each rank has a shard of it. The ranks
+#   of a column all hold the same shard. For four ranks, 1 × 4 is FSDP, 2 × 2 is hybrid sharding (HSDP), and 4 × 1, where
+#   nothing is sharded, is plain data parallelism (DDP).
 
 # %%
 from hwfsdp.plot.meshmap import plot_mesh
@@ -100,7 +101,7 @@ plot_mesh({"replicate": 2, "shard": 2}, node=2)
 # ## What one micro-batch moves
 #
 # Four real ranks run the program with one micro-batch under four settings. Filled bars are measured. Hollow bars are the closed
-# forms of `hwfsdp.observe.accounting`, which use shapes and nothing of what happened.
+# forms of `hwfsdp.observe.accounting`, which use only shapes, and nothing from the run.
 
 # %%
 import torch.distributed as dist
@@ -181,11 +182,11 @@ lesson.explore(
 # moves, and in addition all-reduces the result of the reduce-scatter, half of the model, across the replicas. DDP all-reduces
 # the gradients and gathers nothing.
 #
-# Bytes are counted for whole tensors. The bytes that a rank sends depend on the W ranks that take part: (W − 1) / W of the
-# bytes for a gather or a reduction, and twice that for an all-reduce (notebook 02).
+# The picture counts the bytes of whole tensors. If W ranks take part in a collective, a rank sends (W − 1) / W of these bytes
+# for a gather or a reduction, and twice as much for an all-reduce (notebook 02).
 #
-# When does the second gather happen, and what does ZeRO-2 hold instead? Play the steps of rank 0 side by side: **A** is ZeRO-3,
-# **B** is ZeRO-2. In *Parameters*, compare the columns at the beginning of the backward.
+# When does the second gather happen, and what does ZeRO-2 keep in memory instead of making it? Play the steps of rank 0 side by
+# side: **A** is ZeRO-3, **B** is ZeRO-2. In *Parameters*, compare the columns at the beginning of the backward.
 
 # %%
 logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0))
@@ -193,7 +194,8 @@ logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0))
 # %% [markdown]
 # ## What stays
 #
-# Between steps, and while the optimizer runs, only what the mesh replicates is whole:
+# Between steps, and while the optimizer runs, a rank holds only its shard of all states. The mesh says how large the shard is:
+# a quarter for 1 × 4, half for 2 × 2, everything for 4 × 1.
 
 # %%
 from hwfsdp.plot.states import MeasuredState, plot_model_states
@@ -215,19 +217,19 @@ measured = [
 plot_model_states([(WIDTH, WIDTH)] * LAYERS, (1, 2, 4, 8), shards=2, measured=measured)
 
 # %% [markdown]
-# ZeRO-2 has no separate point. This program always keeps only a shard between steps, so its ZeRO-2 lies where ZeRO-3 does:
-# whole parameters exist from forward to backward, and are gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2 follow
-# the paper, which keeps parameters whole all the time.
+# ZeRO-2 has no separate point. This program always keeps only a shard between steps, so its ZeRO-2 would lie on the point of
+# ZeRO-3: whole parameters exist from forward to backward, and are gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2
+# follow the paper, which keeps parameters whole all the time.
 #
 # ## Four micro-batches
 #
-# Now we accumulate gradients. A batch that does not fit is cut into micro-batches, and their gradients are added up before the
-# optimizer uses them. There are three more switches:
+# Now we accumulate gradients. A batch that does not fit into memory is cut into micro-batches, and their gradients are added up
+# before the optimizer uses them. The three switches of `take_step` say what happens after each micro-batch except the last:
 #
-# - `set_requires_gradient_sync(False)` reduces nothing. Whole gradients add up on each rank, and the last micro-batch reduces
-#   their sum.
-# - `set_requires_all_reduce(False)` goes half of the way under HSDP. Gradients are reduced within a row and stay there,
-#   sharded, until the last micro-batch all-reduces them across rows.
+# - `set_requires_gradient_sync(False)` leaves out the reduction. Whole gradients add up on each rank, and the last micro-batch
+#   reduces their sum.
+# - `set_requires_all_reduce(False)` is for HSDP, and leaves out only the all-reduce. Gradients are reduced within a row and
+#   stay there, sharded, until the last micro-batch all-reduces them across rows.
 # - `set_reshard_after_backward(False)` keeps parameters whole for the next micro-batch, which then has nothing to gather.
 
 # %%
@@ -282,10 +284,10 @@ print(
 )
 
 # %% [markdown]
-# Your first number is twelve, your second is two: one gather, one reduction. All eight settings make the same update, up to the
-# order in which sums are rounded. They differ in the bytes they move and the memory they need, which is the next picture.
-# (Memory is what the ledger counts: states, whole parameters and gradients, buffers. Activations are the same for all settings,
-# and are left out.)
+# Your first number is twelve, your second is two: one gather, one reduction. All eight settings make the same update, up to
+# rounding, because they add in different orders. They differ in the bytes that they move and in the memory that they need. The
+# next picture shows both. (Memory is what the ledger counts: states, whole parameters and gradients, buffers. Activations are
+# the same for all settings, and are left out.)
 
 # %%
 from hwfsdp.plot import sheet, style
@@ -323,7 +325,8 @@ def draw_costs():
 draw_costs()
 
 # %% [markdown]
-# Lower in the picture, a larger model fits. Further left, a slower network is enough. No setting is best in both.
+# A setting that is lower in the picture needs less memory, so a larger model fits. A setting that is further left sends less,
+# so a slower network is enough. No setting is the best in both.
 #
 # - **ZeRO-3** sends the most and keeps the least. Starting from it, every switch that saves bytes costs memory.
 # - **Gather once, reduce once** sends as little as DDP that reduces once, and keeps less, because it still shards the optimizer
@@ -331,8 +334,8 @@ draw_costs()
 # - **Accumulating without reducing** is not free. Whole gradients of all layers exist from the first micro-batch to the last.
 #   So a model that only just fits with ZeRO-3 no longer fits.
 #
-# With six layers, buffers are a large part of this memory: a layer or two on their way, and one being reduced. With eighty
-# layers they would be a few percent.
+# With six layers, buffers are a large part of this memory: one or two layers that are being gathered, and one that is being
+# reduced. With eighty layers they would be a few percent.
 #
 # ## What HSDP is for
 #
@@ -340,7 +343,7 @@ draw_costs()
 # *where* bytes go, and four ranks on one machine cannot show that. In the mesh above, gathers stay within a node, and only a
 # part of the gradients crosses nodes.
 #
-# So we run the same two functions again, on virtual H100, eight to a node. The layers are now 8192 wide.
+# So we run the same two functions again, on virtual H100 GPUs, eight in each node. The layers are now 8192 wide.
 
 # %%
 from hwfsdp.virtual import simulate
@@ -370,15 +373,15 @@ for gpus in (16, 512, 4096):
     print(f"{gpus:>6}{'   '.join(texts)}")
 
 # %% [markdown]
-# On two nodes there is nothing to gain. With thousands of GPUs, every gather of ZeRO-3 visits all of them, and each visit takes
-# a little time. A layer's forward is as short as before and can no longer hide that. A gather within a node does not depend on
-# the number of nodes. The price is memory: every node holds a copy of the states, however many nodes you have.
+# On two nodes, HSDP gains nothing. With thousands of GPUs, every gather of ZeRO-3 goes around all of them, and each hop takes a
+# little time. A layer's forward is as short as before, and can no longer hide the gather. A gather within a node does not
+# depend on the number of nodes. The price is memory: every node holds a copy of the states, however many nodes you have.
 #
-# `reshard_after_forward=8` lies between the two. States are sharded over all ranks, as with ZeRO-3. From forward to backward
-# each group of eight ranks keeps one copy, and the second gather stays within that group.
+# `reshard_after_forward=8` lies between the two. States are sharded over all ranks, as with ZeRO-3. From forward to backward,
+# each group of eight ranks keeps one copy of the parameters, and the second gather stays within that group.
 #
-# **Try:** change `build` so that only the last two layers have `reshard_after_forward=False`. Where in the picture will that lie?
-# Why is the last layer the best one to begin with?
+# **Try:** change `build` so that only the last two layers have `reshard_after_forward=False`. Where in the picture will this
+# setting lie? Why is the last layer the best one to begin with?
 #
 # **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** station 07 (`exercises/07_accumulation`), and
 # elective 11 (`exercises/11_hybrid_sharding`).

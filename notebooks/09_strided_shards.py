@@ -1,12 +1,13 @@
 # %% [markdown]
 # # 09 · Strided shards
 #
-# Large models are cut twice: first by tensor parallelism (TP), over GPUs that compute one product together, and then by FSDP.
-# Which rows of a weight does a rank hold in the end?
+# Large models are cut twice: first by tensor parallelism (TP), over GPUs that compute one matrix product together, and then by
+# FSDP. Which rows of a weight does a rank hold in the end?
 #
-# **Write down two answers before you go on.** Ranks 0 to 3 form a grid of 2 × 2: rank 1 is dp 0, tp 1. A weight of 8 rows is
-# cut over tp. Then FSDP cuts each part over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid of dp 3 × tp
-# 2, cut in the same order: how many rows does the rank at dp 2, tp 0 hold?
+# **Write down two answers before you go on.** Ranks 0 to 3 form a grid of 2 × 2. Its first axis, dp, is for FSDP (data
+# parallelism); its second axis, tp, is for TP. So rank 1 is at dp 0, tp 1. A weight of 8 rows is cut over tp. Then FSDP cuts
+# each part over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid of dp 3 × tp 2, cut in the same order:
+# how many rows does the rank at dp 2, tp 0 hold?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -42,10 +43,10 @@ plot_mesh({"dp": 2, "tp": 2}, node=2)
 #
 # ## On four ranks
 #
-# We use a perceptron. TP cuts the rows of its first layer, so each rank computes some of the hidden values. It cuts the columns
-# of the second layer, so each rank uses the values that it has ([Megatron-LM](https://arxiv.org/abs/1909.08053)). torch's own
-# `parallelize_module` does this. Then FSDP cuts the part on each rank. There are 14 hidden values. Each tp rank has 7 of them,
-# and 2 does not divide 7.
+# The model is a perceptron with two layers. TP cuts the rows of the first layer, so each rank computes some of the hidden
+# values. It cuts the columns of the second layer, so each rank uses the values that it has
+# ([Megatron-LM](https://arxiv.org/abs/1909.08053)). torch's own `parallelize_module` does this. Then FSDP cuts the part on each
+# rank. There are 14 hidden values. Each tp index has 7 of them, and the two dp ranks cannot share 7 rows evenly.
 
 # %%
 from collections import OrderedDict
@@ -97,11 +98,11 @@ ran = launch(trained_on_four, 4)
 print(ran[1][0])
 
 # %% [markdown]
-# This is rank 1. It holds rows 7 to 10 of `up.weight`, not rows 4 to 7 as the second of four ranks would. Each axis has a
-# placement. They are listed in the order of the axes, dp first:
+# The table is for rank 1. This rank holds rows 7 to 10 of `up.weight`. If the rows were cut over ranks 0 to 3 in their order,
+# rank 1 would hold rows 4 to 7. The column *placement* has one placement for each axis, dp first:
 #
-# - `_S(0, 2), S(0)` of `up.weight`: tp has cut dim 0, and dp has cut dim 0 *when it was already in 2 pieces*. This is a
-#   `StridedShard`, and the 2 is its split factor.
+# - `_S(0, 2), S(0)` of `up.weight`: tp has cut dim 0, and dp has cut dim 0 *when it was already in 2 pieces*. This placement is
+#   a `StridedShard`, and the 2 is its *split factor*.
 # - `S(0), S(1)` of `down.weight`: tp has cut dim 1, so the order of the cuts does not matter.
 # - `S(0), R` of `down.bias`: tp has not cut the bias, so both ranks of a tp group hold the same rows.
 
@@ -112,13 +113,13 @@ plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
 # On the left are the whole tensors, with the ranks that own their parts. On the right is what each rank holds, with its
 # padding. Read the first line from left to right: ranks 0, 2, 1, 3. **The order of ranks is not the order of rows.** Ranks 0
 # and 2 are the FSDP group of the first half, ranks 1 and 3 the group of the second. FSDP gathers one half, never the whole, and
-# need not know which half.
+# does not need to know which half.
 #
 # ## What goes wrong otherwise
 #
-# Nothing goes wrong until a program needs to know which rows these are, for example to load a checkpoint on other GPUs, or to
-# show you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their placements say. We
-# compare both with the same training step without any cut.
+# Training works even if nobody asks which rows a rank holds. But a program must know it when it loads a checkpoint on other
+# GPUs, or shows you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their
+# placements say. We compare both results with the weight after the same training step without any cut.
 
 # %%
 from hwfsdp.layout import unshard_strided
@@ -146,8 +147,8 @@ for how, whole in {
 #
 # ## Cut by cut
 #
-# How do you find the rows of a rank? Make the cuts in their original order: each cut takes what is left, and keeps a chunk.
-# Here are 7 rows with dp 3, tp 2:
+# How do you find the rows of a rank? Repeat the cuts in their original order: each cut divides the rows that are left into
+# chunks, and the rank keeps one chunk. Here are 7 rows with dp 3, tp 2:
 
 # %%
 from hwfsdp.course.pictures import strided_shards
@@ -155,17 +156,18 @@ from hwfsdp.course.pictures import strided_shards
 strided_shards.draw()
 
 # %% [markdown]
-# (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first. This is what plain
-# `[Shard(0), Shard(0)]` means. Mesh and rows are the same, but the owners differ. Your second answer is in the last line on the
-# left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The *third* rank
-# of that group gets nothing, while (2, 1) has a row.
+# (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first; plain
+# `[Shard(0), Shard(0)]` means this order. Mesh and rows are the same, but the owners differ. Your second answer is in the last
+# line on the left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The
+# *third* rank of that group gets nothing, while (2, 1) has a row.
 #
 # ## The name is a trap
 #
-# "Strided" describes the result from outside: together, the ranks of one dp index hold stripes of the tensor, here 0 1 and 4.
-# So you might step through the tensor, give each dp index its stripes, and let tp divide them. That looks right. The cell
-# compares this way, and the way of the placements, with nested chunking: `torch.chunk` cuts the chunks of `torch.chunk`. Both
-# ways stand side by side in `hwfsdp/course/cuts.py`. Before you run the cell, guess for which sizes the stripes are wrong.
+# The name "strided" describes only the result: the ranks with the same dp index together hold *stripes* of the tensor. In the
+# picture on the left, dp 0 holds rows 0, 1 and 4. So you might first give each dp index its stripes, and then let tp divide
+# them. That looks right. The next cell compares two ways with nested chunking, in which `torch.chunk` cuts the chunks of an
+# earlier `torch.chunk`. The first way follows the placements, the second way uses stripes. Both are in `hwfsdp/course/cuts.py`.
+# Before you run the cell, guess for which sizes the stripes are wrong.
 
 # %%
 from itertools import product
@@ -191,9 +193,9 @@ for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
     )
 
 # %% [markdown]
-# Stripes pass every test with sizes that divide evenly, and most tests use only such sizes. `local_extent_of` works with
-# integers only, and makes the cuts in their order. It reads this order from the placements. This is why the split factor
-# exists.
+# Stripes pass every test with sizes that divide evenly, and most tests use only such sizes. The package uses the function
+# `local_extent_of`. It works with integers only, and makes the cuts in their original order. It reads this order from the
+# placements: the split factor exists for this purpose.
 #
 # Move through some sizes, and watch rank 4, which is (2, 0). FSDP makes the last cut in the first line, and TP in the second.
 
@@ -221,10 +223,10 @@ lesson.explore(draw, rows=(12, 11, 10, 9, 8, 7))
 # If everything divides evenly, the two orders differ only in who owns which rows. Otherwise they also differ in how many rows a
 # rank owns.
 #
-# An empty shard needs care in two places. First, its offset must differ from the offset of every real shard, or two shards of a
-# checkpoint claim the same place. Here its offset is the number of rows: no row starts there. Second, collectives want padding
-# at the end of a shard, but in the whole tensor this padding would lie in the *middle*. So cut it off before you put a tensor
-# together.
+# Uneven shards need care in two places. First, the offset of an empty shard must differ from the offset of every real shard, or
+# two shards of a checkpoint claim the same place. Here the offset of an empty shard is the number of rows: no row starts there.
+# Second, collectives want padding at the end of a shard, but in the whole tensor this padding would lie in the *middle*. So cut
+# it off before you put a tensor together.
 #
 # **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. Which parameter above is counted
 # twice, and how do its placements show this?

@@ -4,8 +4,8 @@
 # A rank dies during a save. What is the checkpoint now: the old one, the new one, or a mixture?
 #
 # **Write down two numbers before you go on.** A GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
-# checkpoint need for each parameter? Second: a run saves after every 6 steps, and a rank is killed during the save after step
-# 18. With which step does the resumed run begin?
+# checkpoint need for each parameter? Second: a run saves after every 6 steps. A rank is killed during the save that follows
+# step 18. With which step does the resumed run begin?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -64,7 +64,7 @@ print(
 #
 # Now the same run saves after every 6 steps. We have changed rank 0: in its third save it writes half of the first piece of
 # data, and then sends itself SIGKILL. No program can catch this signal: no handler runs, no file is closed, nothing is cleaned
-# up. Rank 0 also completes each save, so it is the worst rank to lose.
+# up. Rank 0 is the worst rank to lose, because it completes each save.
 
 
 # %%
@@ -93,7 +93,7 @@ except RankError as error:
     print(f"rank {error.rank} {error.reason}: {error.got}")
 
 # %% [markdown]
-# `launch` names the rank that died, and ends the others. What did it leave on the disk?
+# `launch` names the rank that died, and ends the others. What is on the disk now?
 
 
 # %%
@@ -109,8 +109,8 @@ show(folder)
 
 # %% [markdown]
 # There are three folders, one for each save that began. The third has no `manifest.json`: a save writes its manifest after
-# every rank has reported that its file is on the disk, and rank 0 died earlier. `CURRENT` is replaced after the manifest, so it
-# still names the second save. The remains of the third are garbage, and no load reads them.
+# every rank has reported that its file is on the disk, and rank 0 died earlier. A save replaces `CURRENT` after it has written
+# the manifest, so `CURRENT` still names the second save. The remains of the third save are garbage, and no load reads them.
 #
 # The usual way to lose a run is to write the new checkpoint over the old one. Then the dead rank would have left a file with
 # rows of two different steps, and a loader that compares no checksums would accept it.
@@ -136,8 +136,9 @@ print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each param
 #
 # ## Resume
 #
-# We make two copies of the folder as the accident left it. One resumes with two ranks, as before; the other with four. No
-# conversion is needed: each rank reads the blocks that overlap with its new part, and the batch of 8 rows is divided again.
+# We make two copies of the folder as the accident left it. From one copy we resume with two ranks, as before; from the other
+# with four. No conversion is needed: each rank reads the blocks that overlap with its new part, and the batch of 8 rows is
+# divided again.
 
 
 # %%
@@ -177,8 +178,8 @@ plot_losses(
 #
 # ## Who holds what
 #
-# Why can four ranks read what two wrote? A file does not say "rank 0's part". It says which box of which tensor it holds. Here
-# is one weight of the model, on two ranks and on four:
+# Why can four ranks read what two wrote? The manifest does not say that a file has "rank 0's part". It says which box of which
+# tensor the file has: from which row and column to which. Here is one weight of the model, on two ranks and on four:
 
 # %%
 from torch.distributed.tensor import Shard
@@ -235,7 +236,7 @@ except CheckpointError as error:
     tell(error)
 
 # %% [markdown]
-# The message names the file, the tensor, and the position. `load` makes the same comparison before it returns any value, so a
+# The message names the file, the tensor, and the position. `load` compares the same checksums before it returns any value, so a
 # run cannot resume from a damaged save by accident. But the previous save is intact, and you can load it by its name:
 
 # %%
@@ -256,7 +257,8 @@ print(f"{before[:6]}: {str(verify(copy / before)).partition(': ')[2]}, intact")
 temporary.cleanup()
 
 # %% [markdown]
-# **Try:** let rank 1 die instead (what does rank 0 do about the third folder?). And see what `resume` does with three ranks.
+# **Try:** let rank 1 die instead of rank 0. What does rank 0 do with the third folder? Then resume with three ranks. What
+# happens?
 #
 # **Next:** [11, virtual GPUs](11_virtual_gpus.ipynb). **Write it yourself:** electives 13 to 15 (`exercises/13_meta_start`,
 # `exercises/14_checkpoints`, `exercises/15_async_staging`).

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 11 · Virtual GPUs
 #
-# A model trains on 8 GPUs. You are offered 4096. What happens to its speed and memory?
+# A model trains on 8 GPUs. You could get 4096. What happens to the speed and to the memory of each GPU?
 #
-# **Write down two numbers before you go on.** Go from 8 GPUs to 4096. In an all-gather of the same block, one GPU receives more
-# bytes than before: by which factor? And which share of one GPU's speed, in tokens per second, is left?
+# **Write down two numbers before you go on.** You go from 8 GPUs to 4096. First: in an all-gather of the same block, one GPU
+# receives more bytes than before. By which factor? Second: one GPU processes fewer tokens per second than before. Which share
+# of its speed is left?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -27,10 +28,10 @@ lesson.begin()
 # %% [markdown]
 # ## One step on 512 GPUs
 #
-# `simulate` runs a training step of this package as rank 0 of a world that does not exist. `fully_shard`, its hooks and its
+# `simulate` runs a training step of this package as rank 0 of many ranks that do not exist. `fully_shard`, its hooks and its
 # prefetching are real. The tensors have shapes and no values, and times are calculated, not measured. Order, bytes and counts
-# are exact. The times come from a model with equal ranks, without stragglers or congestion. `docs/virtual.md` says how far you
-# can trust it.
+# are exact. The times come from a model in which all ranks are equally fast, and the network is never congested.
+# `docs/virtual.md` says how far you can trust it.
 #
 # The model has 6 blocks, as wide as in an 8B Llama: wide enough to be realistic, and few enough to simulate quickly.
 
@@ -81,13 +82,14 @@ plot_scaling(
 )
 
 # %% [markdown]
-# Up to 512 GPUs the speed per GPU is nearly constant: twice the GPUs, twice the tokens. At 4096 it breaks down. Memory falls
-# from 8 GPUs to 64 and then stays, because activations and a few whole blocks are left, and sharding does not divide these.
+# Up to 512 GPUs the speed per GPU is nearly constant: twice the GPUs, twice the tokens. At 4096 GPUs the speed breaks down.
+# Memory falls from 8 GPUs to 64 and then stays, because activations and a few whole blocks are left, and sharding does not
+# divide these.
 #
 # ## Where it breaks
 #
 # The bytes are not the reason. In a gather over W ranks, each rank receives (W − 1) / W of the block, which is nearly all of it
-# even at 8 ranks. Here is the time of one block's gather, split into the time for its bytes and the time to start:
+# even at 8 ranks. Here is the time of one block's gather, split into the time for its bytes and the time to start (*latency*):
 
 # %%
 from hwfsdp.virtual.devices import device_named
@@ -113,12 +115,13 @@ for gpus in (8, 64, 512, 4096):
     )
 
 # %% [markdown]
-# Bytes grow by the factor 8/7 · 4095/4096 = 1.14. Your second number is in the table above: divide the last rate by the first.
-# The start grows: a ring has W hops, and each costs a little, in this model 1.5 µs inside a node and 6 µs between nodes. Each
-# of 4096 ranks owns a 4096th of the block, a hundred kilobytes, so the pieces are small and the ring is long. Compute has not
-# changed. When a gather takes longer than the block that should hide it, the difference is exposed.
+# The bytes grow by the factor 8/7 · 4095/4096 = 1.14. That is your first number. For your second number, divide the last rate
+# (tokens/s/GPU) in the first table by the first rate: 59 %. The time to start grows much more: a ring has W hops, and each hop
+# costs a little, in this model 1.5 µs inside a node and 6 µs between nodes. Each of 4096 ranks owns a 4096th of the block, a
+# hundred kilobytes, so the pieces are small and the ring is long. Compute has not changed. If a gather takes longer than the
+# compute of the block that should hide it, compute waits for the difference: it is *exposed*.
 #
-# The streams of one step show it. The times are deterministic to the microsecond:
+# The streams of one step show this. The calculated times are the same in every run, to the microsecond:
 
 # %%
 from hwfsdp.plot.timeline import plot_timeline
@@ -140,21 +143,21 @@ lesson.explore(
 )
 
 # %% [markdown]
-# On 8 GPUs the green bars are short and lie under blue ones. In the forward on 4096 they follow each other without a gap, and
-# compute waits. The last bar on 4096 is the norm of the gradients, which clipping needs: an all-reduce of one number, which
-# goes around the ring twice. Almost all of its time is start. (This is a property of the model. For such small messages
-# libraries use trees, and lose less time.)
+# On 8 GPUs the gathers (green bars) are short, and lie under compute (blue bars). In the forward on 4096 GPUs, the gathers
+# follow each other without a gap, and compute waits. The last bar on 4096 GPUs belongs to the norm of the gradients, which
+# clipping needs. It is an all-reduce of one number, which goes around the ring twice. Almost all of its time is the time to
+# start. (The simulator always calculates with rings. For such small messages, libraries use trees, and lose less time.)
 #
-# Play the two ends beside each other: **A** is 8 GPUs, **B** is 4096. Point at a hatched wait of B: the player says what compute
-# waits for.
+# Play the smallest and the largest run side by side: **A** is 8 GPUs, **B** is 4096. Point at a hatched wait of B: the player
+# says what compute waits for.
 
 # %%
 scaled["8 GPUs"].log.view(scaled["4096 GPUs"].log)
 
 # %% [markdown]
 # There are two remedies. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes.
-# It costs memory, because every node holds all of the state. Or give each GPU more work: four times the tokens per step take
-# four times the compute, and the same gathers.
+# It costs memory, because every node holds all of the state. The other remedy is to give each GPU more work: four times the
+# tokens per step take four times the compute, and the same gathers.
 
 # %%
 TOKENS["4096 GPUs, 4 sequences"] = 4 * 4096
@@ -252,9 +255,11 @@ lesson.explore(
 # - **One group.** There is one gather, of everything, before the first layer, when no compute can hide it. There is one
 #   reduction, of everything, after the last layer, when no compute is left. And the whole model is in memory during the whole
 #   step; it is sharded only between steps.
-# - **A group per linear.** This needs the least memory, but makes seven gathers instead of one, and each has its start. The
-#   narrow layers of attention (keys and values) compute for less than a tenth of a millisecond, but their gathers take 1.1.
-# - **A group per block** is large enough that bytes take longer than the start, and small enough that two of them fit.
+# - **A group per linear.** This needs the least memory, but makes seven gathers for each block instead of one, and each gather
+#   has its time to start. The narrow layers of attention (keys and values) compute for less than 0.1 ms, but their gathers take
+#   1.1 ms.
+# - **A group per block** is large enough that its bytes take longer than the start of its gather, and small enough that two
+#   groups fit into memory.
 #
 # A group is large enough if its compute takes longer than the gather of the next group. With more ranks the start takes longer,
 # so the smallest good group gets larger.
@@ -283,10 +288,10 @@ for name, run in long.items():
     )
 
 # %% [markdown]
-# More GPUs could divide only what is in the last column, and that is almost nothing. It helps to compute activations again in
-# the backward instead of keeping them, although it costs time. Before you ask for more GPUs, find out what fills the ones that
-# you have.
+# More GPUs could divide only the last column ("everything else"), and that is almost nothing. One remedy is to compute
+# activations again in the backward instead of keeping them; it costs time. Before you ask for more GPUs, find out what fills
+# the memory of the GPUs that you have.
 #
-# The same from a terminal, for your own model: `hwfsdp simulate --model module:function --gpus 512`.
+# To simulate your own model, run this in a terminal: `hwfsdp simulate --model module:function --gpus 512`.
 #
 # **Next:** [12, traces](12_traces.ipynb). **Write it yourself:** elective 11 (`exercises/11_hybrid_sharding`).

@@ -4,8 +4,8 @@
 # The loss falls, but the step is slow or the memory is full, and no error says why. What do you look at first?
 #
 # **Write down two numbers before you go on.** A GPT of four blocks is sharded by block, on two ranks. How many all-gathers does
-# one step make? (The blocks are four groups. The rest of the model is a fifth, which stays whole from forward to backward.) The
-# second: rank 1 waits 0.2 s for its data in each step. Which rank, 0 or 1, then has the long all-gather?
+# one step make? (The blocks are four groups. The rest of the model is a fifth group, which stays whole from forward to
+# backward.) Second: rank 1 waits 0.2 s for its data in each step. Which rank, 0 or 1, then has the long all-gather?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -28,7 +28,7 @@ lesson.begin()
 # %% [markdown]
 # ## A healthy run
 #
-# First learn how a healthy run looks. Here are two ranks, with three steps to warm up, and one recorded.
+# First learn how a healthy run looks. Here two ranks make three steps to warm up, and then one step whose log we keep.
 
 # %%
 import re
@@ -61,7 +61,8 @@ def train_and_record(prepare=lambda model: None, before=lambda model, tokens: No
 healthy = EventLog.merge(launch(train_and_record, 2))
 
 # %% [markdown]
-# A trace is one file. `hwfsdp trace run SCRIPT` records it from an unchanged script, and `hwfsdp trace show FILE` prints this:
+# A *trace* is a log in one file. `hwfsdp trace run SCRIPT` records it from an unchanged script, and `hwfsdp trace show FILE`
+# prints the following text:
 
 # %%
 from hwfsdp.observe.findings import examine
@@ -70,15 +71,15 @@ from hwfsdp.observe.findings_text import describe
 print(describe(examine(healthy), "healthy"))
 
 # %% [markdown]
-# Here is your first number. Read the output from the top, in this order:
+# Your first number is in the first table: 9 all-gathers. Read the output from the top, in this order:
 #
 # 1. **What moved.** `equal` means that there are exactly as many calls and bytes as the shapes of the parameters require. The
 #    closed form does not use the run.
 # 2. **Which strategy.** Is it the one that you think you run?
 # 3. **Time.** Which rank waits, for how long, and which rank is late.
 # 4. **Memory**, by kind.
-# 5. **Races**: accesses whose order nothing guarantees. They may go well a thousand times, so no output will tell you about
-#    them.
+# 5. **Races**: accesses to the same memory whose order nothing guarantees. A race may do no harm a thousand times, so you
+#    cannot see it in the results of a run.
 #
 # Counts and bytes are the same in every run of a program. Times are not. So begin with the exact numbers.
 #
@@ -103,9 +104,9 @@ expected = {op: moved.bytes for op, moved in examine(healthy).expected.items()}
 plot_traffic(looking, {"closed form": expected})
 
 # %% [markdown]
-# The traffic of gradients is right, the traffic of parameters is not: *it moves what no strategy does*. The extra gathers
-# belong to one more forward. The trace also says where they are: it shows the first event that differs between the healthy and
-# the broken run.
+# The traffic of gradients is right, but the traffic of parameters is not. The output says: *It moves what no strategy does.*
+# The extra gathers belong to one more forward. A comparison of two traces also says where they are: it shows the first event
+# that differs between the healthy and the broken run.
 
 # %%
 from hwfsdp.observe.comparison import compare
@@ -120,8 +121,8 @@ print(
 )
 
 # %% [markdown]
-# This is the upper part of `hwfsdp trace diff`. Evaluate every hundred steps, not in every step. On a cluster, each of these
-# forwards gathers the whole model again.
+# This is the upper part of what `hwfsdp trace diff` prints. The remedy: compute such a loss every hundred steps, not in every
+# step. On a cluster, each additional forward gathers the whole model once more.
 #
 # ## Broken: right bytes at the wrong time
 #
@@ -167,13 +168,14 @@ lesson.explore(
 )
 
 # %% [markdown]
-# A row is a group. Green is the time in which its gather is in flight or lies in a buffer. In the healthy run a block is
-# gathered while the previous one computes, so at most two blocks are in buffers. In the eager run all gathers are issued at the
-# start, and all four blocks lie in memory until their turn comes. A job with room for two blocks runs out of memory this way.
-# And if the compute of one block already covers the gather of the next, the eager run gains nothing.
+# Each row is a group. It is green while the group is being gathered, and pale green while the gathered group lies in its
+# buffer. In the healthy run a block is gathered while the previous one computes, so at most two blocks are in buffers. In the
+# eager run all gathers are issued at the start, and all four blocks lie in memory until their turn comes. If a job has room for
+# only two blocks, it runs out of memory. And if the compute of one block already covers the gather of the next, the eager run
+# gains nothing.
 #
-# Two traces stand side by side in the step player, too: **A** is healthy, **B** is eager. Click on the peak of memory in the head of
-# the page, and see in *Parameters* which groups are on their way at that moment.
+# Two traces stand side by side in the step player, too: **A** is healthy, **B** is eager. Click on the peak of memory at the
+# top of the page, and see in *Parameters* which groups are being gathered at that moment.
 
 # %%
 healthy.view(eager)
@@ -212,7 +214,8 @@ plot_timeline(slow)
 #
 # ## Broken: no trace at all
 #
-# The data do not divide evenly, and rank 1 gets one batch less. It leaves the loop, and goes on to report its loss.
+# The data do not divide evenly, and rank 1 gets one batch less. Rank 1 leaves the loop earlier than rank 0, and goes on to
+# report its loss.
 
 
 # %%
@@ -232,15 +235,17 @@ except RankError as error:
     print(re.sub(r"/\S*/ipykernel_\d+/\d+\.py", "this cell", error.table))
 
 # %% [markdown]
-# On a cluster this hangs until a timeout, and then every rank complains. A run that hangs leaves no trace file. But every rank
-# remembers its last calls, and the table shows them side by side. Read the first line in which they differ: rank 0 begins
-# another forward and gathers, while rank 1 is done and adds up losses. Each call is right by itself. But ranks must make the
-# same calls in the same order, so every decision about a step must be the same on all of them: here, the number of batches.
+# On a cluster, this run hangs until a timeout, and then every rank raises an error. A run that hangs leaves no trace file. But
+# every rank remembers its last calls, and the table shows them side by side. Read the first line in which they differ: rank 0
+# begins another forward and gathers, while rank 1 has finished its batches and all-reduces the loss. Each call is right by
+# itself. But ranks must make the same calls in the same order, so every decision about a step must be the same on all ranks.
+# Here this decision is the number of batches.
 #
 # ## And a race
 #
 # The last bug is one that no number shows. We remove the waits from the healthy trace, so compute no longer waits for
-# communication. All events happen at the same times as before, and all results would be the same.
+# communication. In the changed trace, all events happen at the same times as before, so a run with these times would give the
+# same results.
 
 # %%
 from dataclasses import replace
@@ -265,7 +270,7 @@ print(
 print(races[0].sentence)
 
 # %% [markdown]
-# Here the gather ended in time. On another machine the copy would read half a buffer, and the loss would be a little wrong. The
-# check does not ask what happened first. It asks what was guaranteed to happen first.
+# Here the gather ended in time. On another machine the copy might read a buffer that is only half filled, and the loss would be
+# a little wrong. The check does not ask what happened first. It asks what was guaranteed to happen first.
 #
 # **Next:** [13, yours](13_yours.ipynb). **Write it yourself:** the broken lab (`exercises/lab`).

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 13 · Yours
 #
-# This notebook is about your code. It takes one station or elective, lets the grader check it, and shows what your code did
-# beside what the reference does. Set the number, and run all cells.
+# This notebook is about your code. It takes one station or elective, lets the grader check it, and shows the run of your code
+# beside the run of the reference. Set the number of the exercise in the cell below, and run all cells.
 #
 # **Write down two numbers before you do.** How many points will your file get? And how many of its answers to the checks will
-# differ from the reference?
+# differ from the answers of the reference?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -35,7 +35,7 @@ print(yours.introduction)
 # ## The verdict
 #
 # This is the verdict of `hwfsdp check`, with a fixed seed and without the checks of earlier stations. Your code did not run in
-# this notebook. It ran where the grader runs it: on separate ranks, with a time limit, and without access to your files. If it
+# this notebook. It ran as it does in the grader: on separate ranks, with a time limit, and without access to your files. If it
 # hangs, the notebook reports that and goes on.
 
 # %%
@@ -44,10 +44,10 @@ print(yours.verdict_text)
 # %% [markdown]
 # ## What the verdict is based on
 #
-# A check asks ranks for a report: it runs your code there, and writes down the results. The reference got the same questions.
-# For a station the reference is the solution's `my_fsdp.py`, for an elective the package as it is. A difference is not always a
-# mistake. There may be several right answers, and a few answers, such as the numbers of files in elective 14, differ in every
-# run. But if a check has failed, look here.
+# A check runs your code on ranks, asks for results, and writes the answers down. It asks the reference the same questions. For
+# a station, the reference is the `my_fsdp.py` of the solution; for an elective, it is the package itself. A difference is not
+# always a mistake. There may be several right answers, and a few answers, such as the numbers of files in elective 14, differ
+# in every run. But if a check has failed, look here.
 
 # %%
 for run in yours.runs:
@@ -56,11 +56,12 @@ if not yours.runs:
     print("No code of this file was run.")
 
 # %% [markdown]
-# Add up the differences: that is your second number. Now a picture.
+# Add up the differences: that is your second number. Now comes a picture.
 #
-# Stations 08 to 10 and some electives record what happens. For them the picture is the timeline of rank 0, yours above the
-# reference's. A station's timeline shows gathers, reductions and waits. Look at their order and at what is missing. Widths are
-# times of tiny models and mean nothing. For other exercises you see the picture of the exercise, if it has one.
+# Stations 08 to 10 and some electives record an event log. For these exercises, the picture is the timeline of rank 0: your run
+# is above, the run of the reference is below. A station's timeline shows gathers, reductions and waits. Look at their order and
+# at what is missing. Widths are times of tiny models and mean nothing. For other exercises you see the picture of the exercise,
+# if it has one.
 
 # %%
 from IPython.display import Image
@@ -78,8 +79,8 @@ else:
 picture
 
 # %% [markdown]
-# The step player shows both logs on one clock: **A** is yours, **B** is the reference's. If they part, a flag marks the first event
-# that differs.
+# The step player shows both logs on one clock: **A** is your log, **B** is the log of the reference. If the two logs part, a
+# flag marks the first event that differs.
 
 # %%
 if logs:
@@ -112,7 +113,8 @@ else:
 lifetimes
 
 # %% [markdown]
-# If everything is right and you want to learn more: change one line of your file so that it is wrong in a way that you can
-# predict, and run all cells again. Which check will notice it, and what will change in the picture?
+# If everything is right and you want to learn more: make a mistake in one line of your file, such that you can predict its
+# effect, and run all cells again. Which check will notice it, and what will change in the picture?
 #
-# **Next:** nothing more to read. **Write it yourself:** the homework (`exercises/capstone`) and the broken lab (`exercises/lab`).
+# **Next:** this is the last notebook. **Write it yourself:** the homework (`exercises/capstone`) and the broken lab
+# (`exercises/lab`).
