@@ -87,7 +87,10 @@ def check_arguments(call: Call) -> None:
             offload is None or type(offload).__name__.endswith("OffloadPolicy"),
         ),
         "dp_mesh_dims to be a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
-        "comm_ctx to be an FSDPCommContext": (comm_ctx, comm_ctx is None or isinstance(comm_ctx, FSDPCommContext)),
+        "comm_ctx to be an FSDPCommContext": (
+            comm_ctx,
+            comm_ctx is None or isinstance(comm_ctx, FSDPCommContext),
+        ),
     }
     for argument, (given, fits) in usable.items():
         if not fits:
