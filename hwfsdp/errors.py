@@ -64,7 +64,7 @@ class CollectiveError(FSDPError, RuntimeError):
             f"{collective} of parameter group {owner!r} on rank {rank}",
             expected="every rank to run the same collectives in the same order",
             got=in_one_line(str(cause)) or type(cause).__name__,
-            remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
+            remedy="Look at the first rank that failed. If no rank failed, the ranks ran different modules.",
         )
 
     def __str__(self) -> str:

@@ -91,7 +91,7 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
     if kind == "MissingHole":
         return Finding("missing", f"{message}.")
     if kind == "NotImplementedError" and raised.frames and _is_hole(raised):
-        return Finding("not-written", f"{_hole_name(raised, holes)} is called, and still a TODO.")
+        return Finding("not-written", f"{_hole_name(raised, holes)} is called, but is still a TODO.")
     if kind == "SyntaxError":
         return Finding("not-python", message)
     if "can't allocate memory" in message or kind == "MemoryError":
@@ -139,10 +139,13 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
     name, message = {
         "processes": (
             "too-many-processes",
-            "More processes were running than a rank has any use for; all were ended.",
+            "More processes were running than a rank needs; the grader ended all of them.",
         ),
-        "files": ("too-many-files", "More was written than a rank has any use for; its ranks were ended."),
-        "blocked": ("blocked", f"On rank {broken.rank}, it {got.removesuffix('.')}."),
+        "files": (
+            "too-many-files",
+            "Your code wrote more to files than a rank needs; the grader ended its ranks.",
+        ),
+        "blocked": ("blocked", f"On rank {broken.rank}, your code {got.removesuffix('.')}."),
         "exited": ("left-early", f"Rank {broken.rank} left: {got}."),
         "died": ("died", f"Rank {broken.rank}: {got}.{line}{_last_words(broken)}"),
         "late": ("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}"),

@@ -65,8 +65,8 @@ def _warn_of_claimed(optimizer: Optimizer) -> None:
     if stale:
         _warned.add(optimizer)
         warnings.warn(
-            f"{type(optimizer).__name__} has {len(stale)} parameters that are no longer the model's, "
-            f"{stale[0]!r} among them: it was built before fully_shard, and its steps change nothing. "
+            f"{type(optimizer).__name__} was built before fully_shard. It has {len(stale)} parameters that are no longer "
+            f"the model's, for example {stale[0]!r}, and its steps change nothing. "
             "Build the optimizer after fully_shard, from model.parameters().",
             UserWarning,
             stacklevel=4,
@@ -82,7 +82,7 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
     names = sorted(group.fqn for group in new)
     if names:
         warnings.warn(
-            f"{type(optimizer).__name__}.step() without the gradients of parameter group {names[0]!r}"
+            f"{type(optimizer).__name__}.step() runs without the gradients of parameter group {names[0]!r}"
             f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}: no backward since the last step synchronized "
             "them. Call set_requires_gradient_sync(True) before the last backward of the step.",
             UserWarning,

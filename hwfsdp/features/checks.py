@@ -73,21 +73,24 @@ def check_arguments(call: Call) -> None:
     dtypes = [getattr(policy, name, "") for name in ("param_dtype", "reduce_dtype", "output_dtype")]
     mesh, reshard, dims, comm_ctx = call.mesh, call.reshard_after_forward, call.dp_mesh_dims, call.comm_ctx
     usable = {
-        "mesh, a DeviceMesh": (mesh, mesh is None or isinstance(mesh, DeviceMesh)),
-        "reshard_after_forward, True, False, None or a number of ranks": (
+        "mesh to be a DeviceMesh": (mesh, mesh is None or isinstance(mesh, DeviceMesh)),
+        "reshard_after_forward to be True, False, None or a number of ranks": (
             reshard,
             reshard is None or isinstance(reshard, int),
         ),
-        "mp_policy, a MixedPrecisionPolicy of torch.dtypes": (
+        "mp_policy to be a MixedPrecisionPolicy of torch.dtypes": (
             policy,
             all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes),
         ),
-        "offload_policy, an OffloadPolicy": (
+        "offload_policy to be an OffloadPolicy": (
             offload,
             offload is None or type(offload).__name__.endswith("OffloadPolicy"),
         ),
-        "dp_mesh_dims, a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
-        "comm_ctx, an FSDPCommContext": (comm_ctx, comm_ctx is None or isinstance(comm_ctx, FSDPCommContext)),
+        "dp_mesh_dims to be a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
+        "comm_ctx to be an FSDPCommContext": (
+            comm_ctx,
+            comm_ctx is None or isinstance(comm_ctx, FSDPCommContext),
+        ),
     }
     for argument, (given, fits) in usable.items():
         if not fits:
@@ -144,8 +147,8 @@ class CheckedState(FSDPState):
             raise NoRootError(
                 "fully_shard: the module whose forward comes first",
                 expected="a single module, the root",
-                got=f"one of the {len(self.modules)} of a group",
-                remedy="Call fully_shard on the model as well, and run the forward of that.",
+                got=f"one of the {len(self.modules)} modules of a group",
+                remedy="Call fully_shard on the whole model as well, and run the model's forward.",
             )
         for fqn, module in self.modules[0].named_modules():
             state = state_of(module)
@@ -153,7 +156,7 @@ class CheckedState(FSDPState):
                 raise StateError(
                     f"fully_shard: module {fqn!r}",
                     expected="the root to run the first forward",
-                    got="a forward of this module before that of its root",
+                    got="a forward of this module before the root's forward",
                     remedy="Run the whole model once before calling a part of it by itself.",
                 )
         super().become_root()

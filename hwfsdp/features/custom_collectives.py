@@ -97,8 +97,8 @@ class CustomCollectives(wrap.FSDPModule):
         """Raise UnsupportedError, which names the alternative: this is not built."""
         raise UnsupportedError(
             f"set_symm_mem_for_comm({backend!r})",
-            expected="a feature that is built",
-            got="buffers in symmetric memory, which is not",
+            expected="a feature that hwfsdp has",
+            got="buffers in symmetric memory, which it does not have",
             remedy="Use set_allocate_memory_from_process_group_for_comm(True), or an AllGather of your own whose "
             "`allocate` takes symmetric memory, with set_custom_all_gather.",
         )

@@ -154,12 +154,12 @@ class FinalizedState(RecoveringState):
                 subject,
                 "set_manual_backward_finalization(True) before the forward",
                 "a model whose backwards end by themselves",
-                "Set it, or leave the call out.",
+                "Set it, or do not call finalize_backward.",
             )
         if backward_broke(self.comm_ctx):
             raise refused(
                 subject,
-                "backwards that came to their end",
+                "backwards that ran to their end",
                 "one that an exception ended",
                 "Call reset_iter_state(), then run all forwards and backwards of the step again.",
             )
@@ -172,7 +172,7 @@ class FinalizedState(RecoveringState):
                 subject,
                 "gradients that are reduced over all replicas",
                 "some that are reduced within a replica only",
-                "Call set_requires_all_reduce(True) before, and reduce in one backward.",
+                "Call set_requires_all_reduce(True) first, and reduce in one backward.",
             )
         if async_op and not {*self.comm_ctx.post_forward_order} <= {
             state.group for state in self.root.states
@@ -181,7 +181,7 @@ class FinalizedState(RecoveringState):
                 f"{subject}(async_op=True)",
                 "no work of another model on the shared context",
                 "forwards of another root",
-                "Finish the other model's backward before.",
+                "Finish the other model's backward first.",
             )
 
     def set_manual(self, enabled: bool) -> None:

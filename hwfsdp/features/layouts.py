@@ -60,7 +60,7 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
             subject,
             expected="a Shard, or None for Shard(0)",
             got=repr(placement),
-            remedy="Return one of these, or a ShardPlacementResult, which names a mesh besides.",
+            remedy="Return one of these, or a ShardPlacementResult, which also names a mesh.",
         )
     local = local_of(param) if isinstance(param, DTensor) else param
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
@@ -74,9 +74,9 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
     if dim and local.shape[dim] % mesh.size:
         raise UnsupportedError(
             subject,
-            expected=f"a multiple of {mesh.size} ranks in dimension {dim}",
+            expected=f"a size in dimension {dim} that {mesh.size} ranks divide evenly",
             got=f"shape {tuple(local.shape)}",
-            remedy="Only dimension 0 is padded: return Shard(0) for it, or another dimension.",
+            remedy="Only dimension 0 is padded: return Shard(0), or a dimension that divides evenly.",
         )
     return dim
 

@@ -95,7 +95,7 @@ def refuse_special_params(call: Call, size: int) -> None:
     if uneven:
         raise UnsupportedError(
             "fully_shard(reshard_after_forward=<number of ranks>)",
-            expected=f"a multiple of {size} rows where another dimension than 0 is sharded",
+            expected=f"a multiple of {size} rows in each parameter that is sharded along another dimension than 0",
             got=", ".join(uneven),
             remedy="Pass True or False, or shard dimension 0.",
         )

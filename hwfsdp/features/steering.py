@@ -130,7 +130,7 @@ class SteeredModule(wrap.FSDPModule):
                 "set_reshard_after_forward",
                 expected="True or False",
                 got=repr(reshard_after_forward),
-                remedy="A world size to reshard to can only be given to fully_shard.",
+                remedy="Only fully_shard takes a number of ranks, as reshard_after_forward.",
             )
         for state in self._states(recurse):
             state.auto_reshard = False

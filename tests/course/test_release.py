@@ -127,7 +127,7 @@ def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
     assert told["12"] == ("not started", "0 of 4 points") and len(told) == 3
     failed = [line for line in lines if line.startswith("FAILED")]
     assert failed and not any("[01." in line for line in failed)
-    assert "ring_reduce_scatter is called, and still a TODO." in lines
+    assert "ring_reduce_scatter is called, but is still a TODO." in lines
     assert any("not started" in line for line in lines if line.startswith("SKIPPED"))
 
 

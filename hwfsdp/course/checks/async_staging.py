@@ -77,7 +77,7 @@ def judge_buffers(ranks: Ranks, seed: int) -> None:
             _compare_turns(f"rank {rank}, {hold} of the copy before is kept:", turns[hold], hold, seed)
     for rank, untold in enumerate(run["untold"]):
         if not all(untold):
-            raise told("15.untold", f"rank {rank}:", "that of the copy before", "memory of its own")
+            raise told("15.untold", f"rank {rank}:", "the memory of the copy before", "memory of its own")
     for rank, bound in enumerate(run["bound"]):
         _compare_bound(rank, bound)
     for rank, released in enumerate(run["released"]):
@@ -155,7 +155,7 @@ def _compare_order(where: str, turn: int, notes: list[list[Any]]) -> None:
         raise told("15.staged_later", where, "none", "a copy before the return")
     waits = [index for index, note in enumerate(during) if note[0] == "waits"]
     if turn > 1 and (not waits or (copies and waits[0] > copies[0])):
-        how = "is not waited for" if not waits else "is waited for after the copy is made"
+        how = "does not wait for it" if not waits else "waits for it only after the copy is made"
         raise told("15.overlap", where, how, "the end of the save before, then the copy", before=turn - 1)
 
 

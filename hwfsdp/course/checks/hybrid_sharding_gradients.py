@@ -141,7 +141,9 @@ def _theory(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[s
     inner, outer = mesh.shard_ranks(rank), mesh.replicate_ranks(rank)
     counted = [r for r in range(mesh.world_size) if not _near(weights[r], 0)]
     if len(counted) < mesh.world_size and counted in (inner, outer, [rank]):
-        axis = {str(inner): "its replica", str(outer): "one rank of each replica"}.get(str(counted), "itself")
+        axis = {str(inner): "its replica", str(outer): "one rank of each replica"}.get(
+            str(counted), "this rank"
+        )
         return "11.batches", {"axis": axis, "ranks": counted}
     sizes = {"all ranks": mesh.world_size, "replicas": mesh.replicas, "shards": mesh.shards}
     for what, number in sizes.items():
