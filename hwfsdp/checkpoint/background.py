@@ -46,17 +46,16 @@ class SaveHandle:
         """Run the save, in its own thread.
 
         Call `save_agreed(agreement, state_dict, target)` with the handle's `self._agreement`, `self._state_dict` and
-        `self._target`. It does the save, and returns the save's id, which goes to `_save_id`. If it raises anything (any
-        BaseException), this goes to `_error` and no further, because no code sees an exception of this thread. At the end, in
-        both cases, set `_state_dict` to None: the handle may live long, and buffers that it refers to could not be lent to the
-        next save.
+        `self._target`. It does the save and returns its id: store the id in `_save_id`. If it raises any BaseException, store it
+        in `_error` and do not raise it again, because no code sees an exception of this thread. In both cases, set `_state_dict`
+        to None at the end: the handle may live long, and a buffer to which it refers cannot be lent to the next save.
         """
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
         except BaseException as error:
             self._error = error
         finally:
-            self._state_dict = None  # its buffers are free for the next
+            self._state_dict = None  # its buffers are free for the next save
 
     def done(self) -> bool:
         """True once the save has ended, with or without an error."""
@@ -100,7 +99,7 @@ class SaveQueue:
         self.last: SaveHandle | None = None
 
     def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """Start a save as `store.async_save`; return as soon as changes to the tensors cannot change the save any more.
+        """Start a save for `store.async_save`. Return as soon as changes to the tensors can no longer change the save.
 
         Do these in order:
             1. Make an `Agreement(group, "save")`. Every rank has to make it at the same place of its program.
@@ -128,7 +127,7 @@ class SaveQueue:
         """Make a copy on the CPU. If this fails, return an object that tells the other ranks why.
 
         Returns:
-            The result of `stager.stage(state_dict)`. If that raises an Exception: `Unstaged(error)`. The other ranks may have
+            The result of `stager.stage(state_dict)`, or `Unstaged(error)` if that raises an Exception. The other ranks may have
             made their copies, and would wait for this rank. `save_agreed` raises the error of an `Unstaged` on all ranks.
         """
         try:

@@ -66,9 +66,10 @@ def within(box: Box, outer: Box) -> Box:
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say why the boxes do not make up a tensor of this shape, with every element once; None if they do.
 
-    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must answer for any
-    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or nonsense.
-    There may be thousands of boxes, of tensors with billions of elements. So count with integers; do not mark single elements.
+    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must give an answer for any
+    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or boxes that make
+    no sense. There may be thousands of boxes, and tensors with billions of elements. So count with integers, and do not mark
+    single elements.
 
     Args:
         shape: of the tensor, which has `prod(shape)` elements. A single number has the shape (), and its one part is

@@ -176,7 +176,7 @@ class Need(NamedTuple):
 
 
 def needs_of(matched: Match) -> Iterator[Need]:
-    """List what this rank reads, from which chunks, and where it goes.
+    """List the parts that this rank reads: from which chunk, and for which place.
 
     Here a save of W ranks meets a load on W' ranks. A chunk is a part that a saving rank had. `box_of` a target is the part
     that this rank has now. The rank reads only what is in both.
@@ -188,11 +188,11 @@ def needs_of(matched: Match) -> Iterator[Need]:
             lists no chunks itself.)
 
     Returns:
-        One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
-        elements in common. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of
-        the `Chunk`s of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the
-        elements that `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor.
-        Together, the `shared` boxes of one target make up its `box`.
+        An iterator over one `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have elements in common,
+        in any order. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the `Chunk`s
+        of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the elements that `box`
+        and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. Together, the `shared`
+        boxes of one target make up its `box`.
     """
     for path, target in matched.tensors.items():
         entry, box = matched.manifest.entries[path], box_of(target)

@@ -68,8 +68,8 @@ def view_bytes(tensor: Tensor) -> memoryview:
 def box_of(tensor: Tensor) -> Box | None:
     """Return the part of the whole tensor that this rank has, counted from the first element of the whole.
 
-    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number
-    of ranks is in this function. A checkpoint itself knows no number of ranks.
+    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number of
+    ranks is in this function. A checkpoint itself does not depend on this number.
 
     Args:
         tensor: a plain tensor, of which every rank has everything; or a DTensor, of which this rank has the part that the
@@ -247,8 +247,8 @@ def _refuse(path: KeyPath, expected: str, got: str) -> None:
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
     """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
-    The leader of a save calls this for every tensor. The result decides who writes: each box is written once, by one of its
-    ranks.
+    The leader of a save calls this for every tensor. The result decides which rank writes a box: each box is written once, by one
+    of its ranks.
 
     Args:
         path: of the tensor in the state dict.
@@ -257,8 +257,8 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
             (replicas), there is also "crc32", a checksum of the box's bytes.
 
     Returns:
-        By (path, box), the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order in which
-        they first come. A box that several ranks have is there once.
+        A dict from (path, box) to the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order of
+        their first rank. A box that several ranks have is there once.
 
     Raises:
         UsageError: call `_refuse(path, expected, got)`, which raises it, in two cases. Two ranks have the same box with

@@ -198,9 +198,9 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
 
     The leader calls this when the data files of all ranks are in `path / save_id`. Their bytes are on the disk, but their names
     and the name of the folder are not. Between any two operations, the process may be killed, or the machine may lose power.
-    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that
-    it had at its own last fsync. Any part of what came later may be lost. At every moment, a load must find either the whole
-    save that counted before, or the whole new save. After this function has returned, it must find the new save.
+    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that it
+    had at its own last fsync. Any later change may be lost. At every moment, a load must find either the whole save that counted
+    before, or the whole new save. After this function has returned, it must find the new save.
 
     What to do:
         Write `manifest` to the file `MANIFEST` in the folder. A folder that has a file of this name counts as a finished
@@ -222,7 +222,7 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
     """
     folder = path / save_id
     blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)
-    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # where one is, all of it is
+    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # a manifest with this name is complete
     blocks.sync_directory(folder)
     (path / _NEW).unlink(missing_ok=True)
     blocks.write_small_file(path / _NEW, _current_bytes(save_id, digest))

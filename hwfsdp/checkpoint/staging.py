@@ -154,8 +154,8 @@ class StateDictStager:
                 comes once, but several may have one storage, or be equal views of it.
 
         Returns:
-            By the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory that
-            holds nothing yet. And the copies to make, one for each block.
+            First, by the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory
+            without values yet. Second, the copies to make, one for each block.
 
         What to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
@@ -186,7 +186,7 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
+        """Lend an unused buffer for each of these sizes: a free one or a new one (Note [Lent memory]).
 
         Args:
             source: the storage that is staged. `self._pools[source]` is the list of all buffers that were made for it and not
@@ -200,9 +200,9 @@ class StateDictStager:
             such a buffer. Lend a free buffer of the right size before you make a new one. `self._add(pool, size)` makes a buffer
             and keeps it in the pool.
 
-        Of the buffers that were free when the call began, the pool keeps the ones that are lent now, and for each size as many
-        more as `sizes` asks for: the next copy needs these while the buffers of this copy are being written. Release all other
-        free buffers.
+        Of the buffers that were free when the call began, the pool keeps the buffers that this call lends. It also keeps spare
+        ones: for each size, at most as many as `sizes` asks for, because the next copy needs them while the buffers of this copy
+        are being written. Release all other free buffers.
         """
         pool = self._pools.setdefault(source, [])
         free: defaultdict[int, list[int]] = defaultdict(list)

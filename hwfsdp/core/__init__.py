@@ -8,18 +8,18 @@ free them. The backward does the same, and averages the gradients: each rank get
 This folder imports torch and itself. Read it from the top; each chapter uses only chapters below it:
 
     wrap            the door: fully_shard claims parameters and makes a group of them
-    state           when: the four moments around forward and backward
-    autograd_hooks  where autograd calls
-    group           what moves together: unshard, wait, copy out, reshard, reduce
-    context         what groups share: streams, what is in flight, what to gather next
+    state           the schedule: what happens at four moments around forward and backward
+    autograd_hooks  the hooks that autograd calls before and after a module's backward
+    group           parameters that move together: unshard, wait, copy out, reshard, reduce
+    context         shared by groups: streams, buffers in flight, the next group to gather
     param           one parameter, sharded and whole
     form            how a parameter is cut, and memory that comes and goes
     collectives     many tensors, one collective
-    ranks           who takes part, and how bytes move between them
-    streams         several things at once, the same on every device
+    ranks           the ranks that take part, and how bytes move between them
+    streams         streams and events, with the same interface on every device
     observer        one slot for an instrument, empty by default
-    precision       which dtype for what: policies and casts
-    sharding        which rows belong to which rank: integers only
+    precision       the dtypes of parameters and gradients: policies and casts
+    sharding        the rows that belong to each rank: integers only
 
 Two more modules are for reference:
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hwfsdp.core.wrap import FSDPModule as FSDPModule
     from hwfsdp.core.wrap import fully_shard as fully_shard
 
-_HOME = {  # imported when first asked for: `sharding` works without torch
+_HOME = {  # a module is imported at its first use, so `sharding` works without torch
     "FSDPCommContext": "context",
     "FSDPModule": "wrap",
     "MixedPrecisionPolicy": "precision",

@@ -1,15 +1,16 @@
-"""Where autograd calls: before the backward of a module, and after it.
+"""Hooks that autograd calls before and after the backward of a module.
 
-Before: a hook on the tensors that the module returned. Their gradient is the first thing that the module's backward gets.
+Pre-backward is a hook on the tensors that the module returned, because the module's backward begins with their gradients.
 
-After: a hook on the inputs of the module. If one input needs a gradient, the module gets a view of it, and the view's node has
-the hook. Several inputs pass through one autograd function, so that there is one call for all. In both cases, the node with the
-hook is older than the module's own nodes. Autograd runs the youngest ready node first, so this node runs after the parameters'
-gradients are there.
+Post-backward is a hook on the inputs of the module. If one input needs a gradient, the module gets a view of this input, and the
+node of the view has the hook. If several inputs need one, they pass through one autograd function, so that autograd calls once
+for all of them. In both cases, the node with the hook is older than the module's own nodes. Autograd runs the youngest ready node
+first. So this node runs after the parameters have their gradients.
 
 Note [Views as outputs]
-    A module returns `out = h.view(…)`, and its caller does `out += x`. That gives `out` a new history, without the hook on it.
-    The history of `h`, its base, stays. So the base of a view gets a hook, too. It counts only if no hook of an output came.
+    A module may return a view, `out = h.view(…)`, and its caller may change this view in place, `out += x`. Then `out` has a new
+    history, without the hook. But its base, `h`, keeps its history. So the base of a view gets a hook, too. This hook does
+    something only if no hook of an output has run before it.
 
 Note [Inputs that come out again]
     A module may return its own input (`return x, f(x)`). Then the view of the input is an output as well, and one tensor has
@@ -38,12 +39,12 @@ class WatchedOutputs:
 
     Args:
         before_backward: the callback.
-        backwards: returns how many backwards are over, to tell one backward from the next.
+        backwards: returns the number of backwards that are over. It tells one backward from the next.
     """
 
     def __init__(self, before_backward: Callable[[], None], backwards: Callable[[], int]) -> None:
         self._before_backward, self._backwards = before_backward, backwards
-        self._seen_in = -1  # the backward in which an output's own hook came
+        self._seen_in = -1  # the backward in which an output's own hook ran last
 
     def watch(self, output: Any) -> None:
         """Put hooks on the tensors in `output` that need a gradient."""
@@ -59,7 +60,7 @@ class WatchedOutputs:
         return grad
 
     def _on_base_grad(self, grads: Sequence[Tensor]) -> None:
-        """Call back, unless an output's own hook has come before (Note [Views as outputs])."""
+        """Call the callback, unless an output's own hook has called it in this backward (Note [Views as outputs])."""
         if self._seen_in != self._backwards():
             self._on_grad(grads[0])
 
@@ -91,7 +92,7 @@ class PostBackward(torch.autograd.Function):
 
 
 def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
-    """Return `inputs`, with aliases of the tensors that need a gradient. A backward that reaches them calls `after_backward`."""
+    """Return `inputs` with an alias for each tensor that needs a gradient. A backward that reaches them calls `after_backward`."""
     tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs

@@ -7,25 +7,25 @@ A collective has a fixed cost, so a group's parameters travel together in one fl
     copy-out    from the flat buffer to each parameter's own memory                          (compute stream)
 
     copy-in     each gradient, cut into rank chunks, into a flat buffer                      (compute stream)
-    reduce-scatter; the result is seen as views, nothing is copied out                       (reduce-scatter stream)
+    reduce-scatter; gradients are views of the result, so nothing is copied out              (reduce-scatter stream)
 
-In the flat buffer of a gather, rank is the outer index and parameter the inner one. In memory the parameters need it the
-other way round. Copy-in and copy-out do this transposition:
+In the flat buffer of a gather, rank is the outer index and parameter the inner one. The memory of the parameters needs the
+opposite: parameter outside, rank inside. Copy-in and copy-out do this transposition:
 
     flat     | rank 0: A0 B0 | rank 1: A1 B1 |      A: | A0 A1 |   B: | B0 B1 |
 
 Note [Why flat buffers outlive their use]
     A buffer belongs to the stream that allocated it. When the last reference to it is gone, the allocator may reuse the memory at
     once for new work on that stream. The allocator knows nothing about readers on other streams. So we hold a reference until the
-    owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also bound the buffers
-    in flight. There are four kinds of memory:
+    owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also limit the number
+    of buffers in flight. There are four kinds of memory:
 
-    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out. So is other
-      memory that a form has made.
-    - A reduction's input is owned by compute. It is kept until compute has waited for the reduction.
-    - Whole parameters are allocated, read and freed on compute only.
-    - The gradients of shards are owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
-      read the previous gradients.
+    - The copy stream owns the buffer of a gather. We keep the buffer until the copy stream has waited for the copy-out. The same
+      holds for other memory that a form has made.
+    - The compute stream owns the input of a reduction. We keep the input until the compute stream has waited for the reduction.
+    - Whole parameters are allocated, read and freed on the compute stream only.
+    - The reduce-scatter stream owns the gradients of shards. Before each reduction it waits for the compute stream, so the optimizer
+      has already read the previous gradients.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Gathered(NamedTuple):
     """A gather in flight.
 
     Attributes:
-        flat: [W, n]; row r is the part of rank r. uint8 if the tensors' dtypes differ.
-        sizes: how many elements of a row belong to each tensor; they sum to n.
-        done: after it `flat` is complete.
+        flat: [W, n]; row r is the part of rank r. It is uint8 if the tensors' dtypes differ.
+        sizes: for each tensor, the number of its elements in a row; they sum to n.
+        done: the event after which `flat` is complete.
     """
 
     flat: Tensor
@@ -67,11 +67,11 @@ class Gathered(NamedTuple):
 def all_gather(
     shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], transport: Transport, streams: StreamSet
 ) -> Gathered:
-    """Start to gather a list of padded shards; return before they are there.
+    """Start the all-gather of a list of padded shards; return before it is done.
 
     Args:
         shards: each 1D and of the same size on every rank, of any dtype.
-        dtypes: what to gather each one in. If they differ, bytes are gathered.
+        dtypes: the dtype in which each shard is gathered. If they differ, the shards are gathered as bytes.
     """
     mixed = len(set(dtypes)) > 1
     dtype = torch.uint8 if mixed else dtypes[0]
@@ -93,10 +93,10 @@ def all_gather(
 def copy_in(
     shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], part: Tensor, sizes: Sequence[int]
 ) -> None:
-    """Lay shards end to end in `part` [sum(sizes)], each cast to its dtype: what this rank contributes.
+    """Cast each shard to its dtype, and copy the shards end to end into `part` [sum(sizes)], which this rank contributes.
 
-    Casting here, before anything travels, is what makes a bf16 gather move half the bytes of an fp32 one. If the dtypes differ,
-    `part` is uint8 and holds their bytes.
+    The cast comes before the gather, so a gather in bf16 moves half the bytes of a gather in fp32. If the dtypes differ, `part`
+    is uint8 and holds the shards' bytes.
     """
     if part.dtype == torch.uint8:
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
@@ -111,8 +111,9 @@ def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> No
 
     Args:
         flat: [W, n]; row r has rank r's parts of all tensors, end to end. Compute has waited for it.
-        wholes: per tensor [W, *rest], with any strides: row r becomes the part of rank r. If their dtypes differ, `flat` is
-            uint8 and holds their bytes. A piece of it may begin at an odd byte, so `wholes` are seen as bytes, too.
+        wholes: one for each tensor, [W, *rest], with any strides. Its row r becomes the part of rank r. If the dtypes of `wholes`
+            differ, `flat` is uint8 and holds bytes. A piece of `flat` may begin at an odd byte, so `wholes` are viewed as bytes,
+            too.
     """
     if flat.dtype == torch.uint8:
         wholes = [whole.view(torch.uint8) for whole in wholes]
@@ -128,7 +129,7 @@ def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> No
 
 
 class Mean(NamedTuple):
-    """How a mean is computed: divide by `before`, reduce with `operation`, divide by `after`; 1 means not at all."""
+    """The steps of a mean: divide by `before`, reduce with `operation`, divide by `after`. Division by 1 is left out."""
 
     before: float
     operation: Any
@@ -137,14 +138,14 @@ class Mean(NamedTuple):
 
 @functools.cache
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
-    """Say how to average over this number of ranks in this dtype.
+    """Return the steps of a mean over this number of ranks in this dtype.
 
-    fp32 and bf16 have range to spare, and the backend divides while it reduces. In fp16 the sum may overflow, and dividing first
-    may underflow. So fp16, and every other dtype, is divided in part before the sum and in part after it: for 8 ranks by 4 and
-    by 2, for 6 ranks by 4 and by 1.5.
+    The range of fp32 and bf16 is large enough, so the backend divides while it reduces. In fp16, the sum may overflow, and a
+    division before the sum may underflow. So in fp16 and every other dtype, one division comes before the sum and one after it:
+    for 8 ranks by 4 and by 2, for 6 ranks by 4 and by 1.5.
 
     Args:
-        divide_by: another divisor than the number of ranks. only_sum: the backend must not divide.
+        divide_by: the divisor, if it is not the number of ranks. only_sum: if True, the backend does not divide.
     """
     spare = dtype in (torch.float32, torch.bfloat16)
     if spare and ranks > 1 and divide_by is None and not only_sum:
@@ -159,8 +160,8 @@ class Reducing(NamedTuple):
     """A reduction in flight on `stream`.
 
     Attributes:
-        flat: its input, kept alive (Note [Why flat buffers outlive their use]).
-        result: [n], this rank's part, still to be divided by `mean.after`. With one rank it is `flat` itself.
+        flat: [W * n], the input. This reference keeps it alive (Note [Why flat buffers outlive their use]).
+        result: [n], this rank's part, not yet divided by `mean.after`. With one rank it is `flat` itself.
     """
 
     flat: Tensor
@@ -172,14 +173,14 @@ class Reducing(NamedTuple):
 def reduce_scatter(
     grads: list[Tensor], dtype: torch.dtype, mean: Mean, transport: Transport, streams: StreamSet
 ) -> Reducing:
-    """Start to reduce gradients over the ranks; return before that is done.
+    """Start the reduce-scatter of gradients over the ranks; return before it is done.
 
     Args:
-        grads: whole gradients, each [d0, *rest], whose rows are dealt out. The function empties the list as soon as it has copied
-            them, so that their memory is free before the reduction begins.
+        grads: whole gradients, each [d0, *rest]; each rank gets some of the rows. The function empties the list as soon as it has
+            copied the gradients, so that their memory is free before the reduction begins.
 
     Returns:
-        Its `result` will hold this rank's padded chunks of all gradients, end to end, in `dtype`.
+        The reduction in flight. When it is done, `result` has this rank's padded chunks of all gradients, end to end, in `dtype`.
     """
     ranks = transport.ranks
     numel = sum(_chunk_numel(grad.shape, ranks.size) for grad in grads)
@@ -204,9 +205,9 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
     """Cut gradients into the chunks of the ranks, so that row r of `flat` is what rank r will get.
 
     Args:
-        grads: each [d0, *rest], any strides and dtype; only read. d0 may be less than W, or no multiple of it.
-        flat: [W, n], in the reduce dtype; written completely. In row r, gradient after gradient, lie the rows of rank r
-            (`sharding.chunk_extent`), then zeros up to `sharding.chunk_length` rows.
+        grads: each [d0, *rest], any strides and dtype; they do not change. d0 may be less than W, or not a multiple of W.
+        flat: [W, n], in the reduce dtype; every element is written. Row r has, for one gradient after the other, the rows of rank
+            r (`sharding.chunk_extent`), then zeros up to `sharding.chunk_length` rows.
     """
     world_size = flat.shape[0]
     if grads and all(

@@ -27,19 +27,19 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread is executing a backward (true during the recomputation of a checkpoint)."""
+    """True if this thread is executing a backward, also during the recomputation of a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_transforms() -> bool:
-    """Whether a `torch.func` transform, such as `grad` or `vmap`, is running."""
+    """True if a `torch.func` transform, such as `grad` or `vmap`, is running."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def no_autograd() -> AbstractContextManager[Any]:
     """Keep the operations of the block out of autograd, and out of any `torch.func` transform.
 
-    This costs almost nothing where autograd is off already, as in a backward.
+    This costs almost nothing if autograd is off already, as in a backward.
     """
     if torch._C._are_functorch_transforms_active():
         return _no_transforms()
@@ -53,38 +53,38 @@ def _no_transforms() -> Iterator[None]:
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, as autograd knows it; None if it is not a view."""
+    """Return the tensor of which this tensor is a view, as autograd knows it; None if it is not a view."""
     return tensor._base
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """The hooks of `register_post_accumulate_grad_hook`. FSDP sets gradients itself, so it must call these hooks itself."""
+    """Return the hooks of `register_post_accumulate_grad_hook`. FSDP sets gradients itself, so it must also call these hooks itself."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
 
 
 # --- dtypes of gradients -----------------------------------------------------------------------------------
 
-# FSDP2 of torch 2.13 and 2.14 reduces in the dtype in which gradients come, and does not look at `Tensor.grad_dtype`.
+# FSDP2 of torch 2.13 and 2.14 reduces gradients in their own dtype, and ignores `Tensor.grad_dtype`.
 REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # nightly builds, too
 
 
 def has_grad_dtype(param: Tensor) -> bool:
-    """Whether the user has set the parameter's `grad_dtype`, and FSDP2 looks at it."""
+    """True if the user has set the parameter's `grad_dtype`, and this torch's FSDP2 uses it."""
     return REDUCES_IN_GRAD_DTYPE and bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
 
 
 def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
-    """Copy the `grad_dtype` of `of`, whose place `param` takes, if it was set there and not here."""
+    """Copy `grad_dtype` from `of` to `param`, which takes its place, if the user has set it on `of` and not on `param`."""
     if has_grad_dtype(of) and not has_grad_dtype(param):
         param.grad_dtype = of.grad_dtype
 
 
 def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_later: bool) -> None:
-    """Let the backward that begins leave gradients in the reduce dtype (None: as they come).
+    """Make the backward that begins leave gradients in the dtype `reduce`. None: do not cast them.
 
-    With `cast_later`, gradients with fewer bits stay as they are until they are copied in or added up. Gradients of a DTensor do
-    not, because they may be reduced before.
+    With `cast_later`, gradients with fewer bits keep their dtype until they are copied in or added up. But gradients of a DTensor
+    are cast at once, because they may be reduced before that.
     """
     if REDUCES_IN_GRAD_DTYPE and unsharded is not None and unsharded.requires_grad:
         fewer = reduce is not None and unsharded.dtype.itemsize < reduce.itemsize
@@ -121,7 +121,7 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
 
 
 def address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    """Return where in memory a tensor begins, and how it is read. Unlike `data_ptr`, this works for fake and freed memory."""
+    """Return the storage, the offset and the dtype with which a tensor begins. Unlike `data_ptr`, this works for fake and freed memory."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.dtype
 
 
@@ -169,10 +169,10 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Set `module.name = param`, where this name is a parameter already.
+    """Set `module.name = param`, if the module has a parameter of this name already.
 
     `nn.Module.__setattr__` first looks for the name in five places. That would cost time at every transition of every parameter.
-    But if a module has its own `__setattr__`, such as `nn.RNN`, which keeps a list, that method is called.
+    But a module may have its own `__setattr__`, such as `nn.RNN`, which keeps a list. Then this method is called.
     """
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param

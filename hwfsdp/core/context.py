@@ -1,15 +1,15 @@
-"""What groups share: streams, what is in flight on them, and the orders by which they gather ahead.
+"""Shared by groups: streams, buffers in flight on them, and the order in which groups are gathered ahead.
 
 Note [What to gather next]
-    Forward. Groups run in the order in which they ran last time, unless the model takes another path. So a forward notes the
-    order in which it enters groups, and the next forward gathers one group ahead of it. The first forward knows no
-    order, and gathers each group when it is needed.
+    Forward. Groups run in the order in which they ran last time, unless the model takes another path. So each forward notes the
+    order in which it enters groups. The next forward follows this order and gathers one group ahead. The first forward knows no
+    order, and gathers each group when it needs it.
 
-    Backward. Groups run in the reverse of the order in which their forwards ended, which the forward has just noted. So the
-    group before the current one in that record is gathered under the current one's backward.
+    Backward. Groups run in the reverse of the order in which their forwards ended. The forward has just noted this order. So
+    while a group runs its backward, we gather the group that comes before it in this order.
 
-    One group ahead is enough to hide a gather behind a computation, and bounds what is alive to two groups. A wrong guess costs
-    a gather, but never changes a result: a module whose group is not there gathers it.
+    One group ahead is enough to hide a gather behind a computation, and it limits the groups that are alive to two. A wrong guess
+    costs a gather, but never changes a result: a module whose group is not whole gathers it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class InFlight(NamedTuple):
 
 
 class FSDPCommContext:
-    """What the groups of one model, or of several, share in order to take turns on the wire.
+    """The streams and buffers that the groups of one model, or of several models, share so that they communicate one after the other.
 
     Args:
-        device_type: of the mesh, for example "cuda".
+        device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
         streams: see `streams.StreamSet`.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
-        max_reductions: reductions in flight; each holds a buffer of one group's gradients.
+        max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -69,7 +69,7 @@ class FSDPCommContext:
         self.post_forward_order.append(group)
 
     def before(self, group: ParamGroup) -> ParamGroup | None:
-        """Return the group whose forward ended just before that of `group`: its backward should come next.
+        """Return the group whose forward ended just before the forward of `group`; None if there is none. Its backward should come next.
 
         Called when the backward of `group` begins. A group has one place in the order for each of its forwards. Its backwards
         come in reverse, so each of them takes away the last place.
@@ -100,7 +100,7 @@ class FSDPCommContext:
 
     @property
     def is_full(self) -> bool:
-        """Whether a new reduction must first wait for one in flight."""
+        """True if a new reduction must first wait for one in flight."""
         return len(self._reducing) >= self.max_reductions
 
     def keep_until_reduced(self, reduction: InFlight) -> None:
@@ -108,7 +108,7 @@ class FSDPCommContext:
         self._reducing.append(reduction)
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor until the backward is over, because a reduction goes on with it on this stream."""
+        """Keep a tensor until the backward is over, because work on this stream still uses it."""
         self._held.setdefault(stream, []).append(tensor)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
@@ -119,12 +119,12 @@ class FSDPCommContext:
                 self.streams.compute.wait(done)
 
     def settle(self) -> None:
-        """Run the deferred work of both reduction streams. Afterwards gradients may be read, and added to."""
+        """Run the deferred work of both reduction streams. Afterwards, other code may read gradients and add to them."""
         self.streams.reduce_scatter.settle()
         self.streams.all_reduce.settle()
 
     def finish_reductions(self) -> None:
-        """Make compute wait for all reductions, and drop their buffers. The optimizer is next."""
+        """Make compute wait for all reductions, and drop their buffers. The optimizer comes next."""
         self.wait_for_reductions()
         self.settle()
         for stream in self._held:
@@ -133,7 +133,7 @@ class FSDPCommContext:
 
 
 class Phase(Enum):
-    """Where a state is in the iteration."""
+    """The place of a state in the iteration."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -142,18 +142,18 @@ class Phase(Enum):
 
 
 class RootContext:
-    """What the states below one root share.
+    """The data that the states below one root share.
 
     Attributes:
-        states: of all modules below the root, in `named_modules` order; empty until a root is found.
+        states: the states of all modules below the root, in `named_modules` order; empty until a root is found.
         forward_root: the state of the outermost running forward; None between forwards. Not always the root: a part
             of the model may be called by itself.
-        forwards_before: length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
+        forwards_before: the length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
             waits for its backward.
         guessed: groups that were gathered ahead in this forward. If unused, they are stale after the next optimizer step.
         is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
-        finish_queued: whether autograd will call `finish_backward` when the running backward is over.
-        backwards: how many backwards are over.
+        finish_queued: if True, autograd will call `finish_backward` when the running backward is over.
+        backwards: the number of backwards that are over.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class ForwardOrder(Generic[T]):
         self._current: list[T] = []
 
     def enter(self, group: T) -> list[T]:
-        """Note that this forward enters `group`; return the group to gather meanwhile, or nothing.
+        """Note that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
 
         If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another
         path; guess nothing until the paths agree again.
@@ -188,9 +188,9 @@ class ForwardOrder(Generic[T]):
         return expected[1:2] if expected and expected[0] is group else []
 
     def finish(self) -> None:
-        """End this forward. The next one should take the same path."""
+        """End this forward. The next forward is expected to take the same path."""
         self._last, self._current = self._current, []
 
     def forget(self) -> None:
-        """Drop this forward. The next one should take the path of the last complete one."""
+        """Drop this forward. The next forward is expected to take the path of the last complete one."""
         self._current = []

@@ -13,7 +13,7 @@ class FSDPError(Exception):
     """Base of this package's errors.
 
     Args:
-        subject: what the sentence is about: a call, a parameter's fqn, a rank.
+        subject: the subject of the message: a call, a parameter's fqn, a rank.
         expected, got, remedy: the three answers; also kept as attributes.
     """
 
@@ -22,7 +22,11 @@ class FSDPError(Exception):
         super().__init__(f"{subject}: expected {expected}; got {got.removesuffix('.')}. {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle class, arguments and attributes. Ranks send errors to their caller, and constructors take other arguments."""
+        """Pickle the class, the arguments and the attributes.
+
+        Ranks send errors to their caller. Pickle's default does not work, because the constructors take other arguments than
+        `args`.
+        """
         return _restore, (type(self), self.args, self.__dict__)
 
 

@@ -1,8 +1,8 @@
-"""How a parameter is cut, and in which form it travels: plain rows in, the whole tensor out.
+"""How a parameter is cut, and how it travels: rows go in, the whole tensor comes out.
 
-A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where the gathered
-data goes, and how the whole tensor is made of it. A feature that cuts or sends parameters in another way gives `FSDPParam`
-another layout or form.
+A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where the gathered data goes, and
+how this data becomes the whole tensor. A feature that cuts or sends parameters in another way gives `FSDPParam` another layout or
+form.
 
 Note [Free by resizing, not by replacing]
     Autograd saves tensors of the forward for the backward, such as the weight of a linear layer. If FSDP made a new tensor in
@@ -11,9 +11,9 @@ Note [Free by resizing, not by replacing]
     object, so it has its memory again when the backward needs it.
 
 Note [Writing without being noticed]
-    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to afterwards. To fill the storage
-    again with the same values is such a write. `Tensor.data` is an alias of the same storage with its own count. So we gather
-    into one tensor, and register a parameter made from the alias.
+    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to afterwards. Filling the storage
+    again with the same values is such a write, too. `Tensor.data` is an alias of the same storage with its own count. So we
+    gather into one tensor, and register a parameter made from the alias.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """Which part of a parameter this rank keeps, and as which DTensor: its chunk of rows, `Shard(0)`. Seam.
+    """The part of a parameter that this rank keeps, as a DTensor. Here it is the rank's chunk of rows, `Shard(0)`. Seam.
 
     Here `rows_of`, `as_whole` and `whole_grad` return their argument. Layouts that cut in other ways override them.
 
     Attributes:
-        shape: of the whole parameter, as gathers put it together and modules compute with it.
-        rows: the shape in which dim 0 is dealt out to the ranks; here it is `shape`.
-        global_shape: over all ranks of all parallelisms. device_mesh, placements: of the DTensor.
-        local_shape: of this rank's part; padded_shape: of a full chunk of rows; padded_numel: its elements.
+        shape: the shape of the whole parameter that gathers put together and modules compute with.
+        rows: the shape whose dim 0 is divided among the ranks; here it is `shape`.
+        global_shape: the shape over all ranks of all parallelisms. device_mesh, placements: mesh and placements of the DTensor.
+        local_shape: the shape of this rank's part. padded_shape: the shape of a full chunk of rows. padded_numel: its number of
+            elements.
     """
 
     def __init__(self, param: Tensor, mesh: ShardMesh) -> None:
@@ -59,7 +60,7 @@ class Layout:
         return whole
 
     def by_rank(self, gathered: Tensor) -> Tensor:
-        """Return `gathered` [W * padded_numel] as a view whose dim 0 is the ranks, so that each rank's rows go to one place."""
+        """Return a view of `gathered` [W * padded_numel] whose dim 0 counts the ranks. The gathered part of rank r goes to row r."""
         return gathered.view(self.mesh.size, -1)
 
     def own_rows(self, whole: Tensor) -> Tensor:
@@ -69,25 +70,25 @@ class Layout:
         return rows.narrow(0, extent.start, extent.length)
 
     def as_shard(self, local: Tensor) -> DTensor:
-        """Return the sharded parameter's tensor, of which `local` [`local_shape`] is this rank's part."""
+        """Return the DTensor of the sharded parameter. `local` [`local_shape`] is this rank's part of it."""
         return compat.dtensor(local, self.device_mesh, self.placements, self.global_shape, self.stride)
 
     def as_whole(self, whole: Tensor) -> Tensor:
-        """Return the tensor that modules compute with, made of `whole` [`shape`]."""
+        """Return the tensor that modules compute with, made from `whole` [`shape`]."""
         return whole
 
     def whole_grad(self, grad: Tensor) -> Tensor:
-        """Return the gradient of `shape`, made of the gradient that autograd computed for `as_whole`."""
+        """Return a gradient [`shape`], made from `grad`, which autograd computed for the result of `as_whole`."""
         return grad
 
 
 class Form:
-    """What one parameter's gathers read and write. Seam.
+    """The tensors that the gathers of one parameter read and write. Seam.
 
     Attributes:
-        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, its padding at the end; None
-            before the first gather.
-        reads_rows: whether gathers read the rows themselves, `FSDPParam.padded_shard`.
+        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
+            the first gather.
+        reads_rows: True if gathers read the rows themselves, `FSDPParam.padded_shard`.
     """
 
     reads_rows = True
@@ -106,7 +107,7 @@ class Form:
         return [self.param.padded_shard]
 
     def outputs(self) -> list[Tensor]:
-        """Return memory for the gathered data: for each input a view whose dim 0 is the ranks, contents undefined.
+        """Return memory for the gathered data: for each input a view whose dim 0 counts the ranks, contents undefined.
 
         It is the same memory each time, unless the compute dtype changed.
         """
@@ -123,7 +124,7 @@ class Form:
         return [self._rows]
 
     def finish(self) -> None:
-        """Make the unsharded parameter from `outputs`. Here nothing is left to do: it lies there already."""
+        """Make the unsharded parameter from `outputs`. Here there is nothing to do, because it lies in this memory already."""
 
     def free(self) -> None:
         """Give back the memory of the whole parameter, unless it must stay. A second call does nothing."""

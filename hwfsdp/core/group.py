@@ -1,15 +1,15 @@
 """A parameter group: parameters that are gathered, freed and reduced together.
 
-One call of `fully_shard` makes one group of all parameters below its module that no earlier call has claimed. A group knows
-how to do these things, and nothing about when:
+One call of `fully_shard` makes one group of all parameters below its module that no earlier call has claimed. A group knows how
+to do these things, but not when to do them:
 
     unshard          start to gather the parameters                                      (twice a step)
-    wait_for_gather  let compute wait for it
-    copy_out         put what was gathered into the modules' parameters
+    wait_for_gather  make compute wait for the gather
+    copy_out         copy the gathered data into the modules' parameters
     reshard          put the shards back, free the whole parameters                      (twice a step)
     reduce           average the gradients into the shards' gradients                    (once a step)
 
-The *when* is in `state`. Groups of one model share an `FSDPCommContext`.
+`state` decides when. Groups of one model share an `FSDPCommContext`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hwfsdp.core.streams import StreamEvent
 
 
 class Reducer:
-    """What happens to a group's gradients: scatter, divide, add. Seam.
+    """The reduction of a group's gradients: scatter, divide, add. Seam.
 
     Attributes:
-        group: whose gradients they are.
+        group: the group of these gradients.
     """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        """Say how to average in this dtype; see `collectives.mean_over`."""
+        """Return the steps of a mean in this dtype; see `collectives.mean_over`."""
         return collectives.mean_over(self.group.mesh.size, dtype)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
@@ -52,7 +52,7 @@ class Reducer:
         return None
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue the work on a reduction's result, on the reduction's stream; return at once.
+        """Queue the work that follows a reduction (divide, add) on the reduction's stream; return at once.
 
         The queued function must not refer to `reducing.flat`. A reference would keep the buffer of all gradients alive.
 
@@ -69,14 +69,14 @@ class ParamGroup:
     """Parameters that travel together.
 
     Attributes:
-        fqn: of the module that the group was made for; names it in errors, traces and pictures. module_fqn: "" at the root.
-        params: in the order in which they lie in the flat buffers.
-        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, such as streams.
-        transport: moves its bytes. reducer: handles its gradients.
-        reshard_after_forward: free them after forward; off, they stay for the backward.
-        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
-        reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
-        unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        fqn: the name of the group's module, for errors, traces and pictures. module_fqn: the same, except that the root has "".
+        params: the parameters, in their order in the flat buffers.
+        mesh: the ranks over which they are sharded. comm_ctx: shared by the model's groups; it has the streams, for example.
+        transport: moves the group's bytes. reducer: reduces its gradients.
+        reshard_after_forward: if True, free the parameters after forward; if False, they stay whole for the backward.
+        reshard_after_backward: if True, free them after backward; if False, they stay whole for the next micro-batch.
+        reduce_grads: if True, each backward reduces gradients; if False, they add up in the whole parameters' gradients.
+        unshard_in_backward: False for a group whose backward needs no parameters, such as an embedding.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
 
@@ -98,8 +98,8 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the modules have the whole parameters."""
-        return self.params[-1].state is ShardedState.UNSHARDED  # the last one to become so
+        """True if the modules have the whole parameters."""
+        return self.params[-1].state is ShardedState.UNSHARDED  # `copy_out` comes to this parameter last
 
     # --- parameters ---
 
@@ -109,7 +109,7 @@ class ParamGroup:
         return self.transport
 
     def unshard(self) -> None:
-        """Start to gather the parameters, unless they are whole or on their way; return before they are there."""
+        """Start the gather of the parameters; return before it is done. Do nothing if they are whole, or if a gather is in flight."""
         if self._gathered is not None or self.is_unsharded:
             return
         with no_autograd():
@@ -121,12 +121,15 @@ class ParamGroup:
             self._gathered = collectives.all_gather(shards, dtypes, self.gather_transport, streams)
 
     def wait_for_gather(self) -> None:
-        """Let compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
+        """Make compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
         if self._gathered is not None:
             self.comm_ctx.streams.compute.wait(self._gathered.done)
 
     def copy_out(self) -> None:
-        """Put what was gathered into the modules' parameters. Compute has waited for the gather, if there is one."""
+        """Copy the gathered data into the modules' parameters, which are whole afterwards. Do nothing if no gather is in flight.
+
+        Before this call, compute has waited for the gather.
+        """
         if self._gathered is None:
             return
         with no_autograd():
@@ -138,7 +141,7 @@ class ParamGroup:
                 param.to_unsharded()
             self.comm_ctx.keep_until_copied_out(
                 gathered
-            )  # last: a form may have read more, made on the copy stream
+            )  # last: a form may have read other memory that the copy stream made
 
     def reshard(self) -> None:
         """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""
@@ -161,21 +164,21 @@ class ParamGroup:
     # --- gradients ---
 
     def expect_grads(self) -> None:
-        """At the start of a backward, say in which dtype it leaves gradients."""
+        """At the start of a backward, set the dtype in which it leaves gradients."""
         for param in self.params:
             cast_later = self.reduce_grads or param.has_unreduced_grad
             accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
 
     @property
     def has_late_gradients(self) -> bool:
-        """Whether a backward should have reduced gradients that are still here."""
+        """True if the group still has gradients that a backward should have reduced."""
         return self.reduce_grads and any(param.has_unreduced_grad for param in self.params)
 
     def post_backward(self) -> None:
         """After the group's backward: free the whole parameters, and reduce the gradients or keep them for later.
 
         First take the gradients, then free the parameters, then start the reduction: its buffer is as large as the parameters
-        were. A group without gradients communicates nothing, so it must have none on the other ranks either.
+        were. A group without gradients communicates nothing, so it must have no gradients on the other ranks, either.
         """
         with no_autograd():
             with moment("post_backward_reshard", self):
@@ -190,7 +193,7 @@ class ParamGroup:
                         param.accumulate_grad()
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Return the parameters that have a gradient to reduce, and these gradients. Nothing else refers to them afterwards."""
+        """Return the parameters that have a gradient to reduce, and these gradients, to which only the caller refers afterwards."""
         params, grads = [], []
         for param in self.params:
             grad = param.take_grad()
@@ -202,10 +205,10 @@ class ParamGroup:
         return params, grads
 
     def reduce(self, params: Sequence[FSDPParam], grads: list[Tensor]) -> None:
-        """Start to average whole gradients over the ranks, into the shards' gradients; return before that is done.
+        """Start the reduction of whole gradients; return before it is done. Their mean over the ranks is added to the shards' gradients.
 
-        First, compute waits until fewer than `max_reductions` of the context are in flight. This limits how many buffers of
-        gradients are alive. `grads` is empty afterwards.
+        First, compute waits until fewer than `comm_ctx.max_reductions` reductions are in flight. This limits the number of
+        buffers of gradients. Afterwards, `grads` is empty.
         """
         comm_ctx = self.comm_ctx
         with moment("post_backward_rs_wait", self):
@@ -220,16 +223,17 @@ class ParamGroup:
             comm_ctx.keep_until_reduced(InFlight(reducing.flat, done, self.transport))
 
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
-        """Return the dtype in which to reduce these gradients: one for all, because they lie in one buffer.
+        """Return the dtype in which to reduce these gradients. All have the same, because they lie in one buffer.
 
-        It is the parameters' reduce dtype. Where that is None, it is the dtype in which autograd left the gradient. If these
-        differ between parameters, it is the dtype to which torch promotes them, which can hold all of their values.
+        Each parameter asks for its reduce dtype or, if this is None, for the dtype in which autograd left its gradient. If
+        parameters ask for different dtypes, the result is the dtype to which torch promotes them, which can hold all of their
+        values.
         """
         dtypes = [p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)]
         return functools.reduce(torch.promote_types, dtypes)
 
     def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
-        """Return each of `params` with its rows, a view of a reduction's `result` [n], which has the padded chunks end to end."""
+        """Return each of `params` with its rows, a view of a reduction's `result` [n]. `result` has the padded chunks end to end."""
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
             (p, chunk[: p.local_numel].view(p.layout.local_shape))
@@ -237,7 +241,7 @@ class ParamGroup:
         ]
 
     def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add the mean of gradients to the shards' gradients, in the dtype in which the optimizer gets them."""
+        """Add `result` [n], the mean of the gradients, to the shards' gradients, in the dtype that the optimizer gets."""
         with no_autograd():
             dtypes = [p.dtypes.grad or result.dtype for p in params]
             if len(set(dtypes)) == 1:  # one cast for all

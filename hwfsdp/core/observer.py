@@ -34,7 +34,7 @@ class Observer(Protocol):
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
-        """Wrap the block of a moment of the table. For a copy, the arguments say on which stream, from where and to where."""
+        """Wrap the block of a moment in the table. For a copy, also get its stream and the tensors that it reads and writes."""
 
     def made(self, buffer: Tensor) -> None:
         """Note that a flat buffer was made on the current stream."""
@@ -43,7 +43,7 @@ class Observer(Protocol):
         """Note that a stream recorded an event."""
 
     def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
-        """Wrap the block in which a stream is made to wait for an event of another stream."""
+        """Wrap the block that makes a stream wait for an event of another stream."""
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """Wrap `current`, the block in which work is issued on a stream."""

@@ -12,13 +12,15 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 | SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
 | UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
 
-Both objects live as long as the model; a transition registers the other one. Two calls of the user replace them: after
-`model.to(dtype)` the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)` brings a new `sharded_param`.
+Both objects live as long as the model; a transition registers the other object. Two kinds of calls by the user replace them:
+after `model.to(dtype)`, the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)` brings a new
+`sharded_param`.
 
 Note [Padding lives in the shard]
     Every rank contributes the same number of elements to a gather, so a shard with fewer rows than a full chunk is padded
-    (`sharding`). To pad before every gather would cost a copy each time. Instead the shard is allocated with its padding once, as
-    `padded_shard`, and the DTensor's rows are a view of its front. An optimizer that updates the rows updates the gather's input.
+    (`sharding`). Padding before every gather would cost a copy each time. Instead, the shard is allocated with its padding once,
+    as `padded_shard`, and the DTensor's rows are a view of its front. An optimizer that updates the rows updates the gather's
+    input.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from hwfsdp.core.streams import StreamSet
 
 
 class ShardedState(Enum):
-    """Which form of a parameter the modules see; the table in this module's docstring."""
+    """The form of a parameter that the modules see; see the table in this module's docstring."""
 
     SHARDED = auto()
     UNSHARDED = auto()
@@ -53,23 +55,23 @@ class Place(NamedTuple):
     name: str
 
     def registered(self) -> nn.Parameter:
-        """The parameter that is there now."""
+        """Return the parameter that is there now."""
         return self.module.get_parameter(self.name)
 
 
 class Home:
-    """Where shards and their gradients live: on the device of the mesh. Seam."""
+    """The place where shards and their gradients live: here it is the device of the mesh. Seam."""
 
     def keep(self, shard: Tensor) -> Tensor:
-        """Return `shard`, or a copy of it where shards live."""
+        """Return `shard`, or a copy of it in the place where shards live."""
         return shard
 
     def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
-        """Return `grad`, or a copy of it where gradients live. `used_at_once`: its elements are about to be read."""
+        """Return `grad`, or a copy in the place where gradients live. `used_at_once`: its elements are read right afterwards."""
         return grad
 
     def settle(self, streams: StreamSet) -> None:
-        """Wait until gradients may be read where they live. Called when a backward is over."""
+        """Wait until other code may read the gradients in their place. Called when a backward is over."""
 
 
 class FSDPParam:
@@ -79,12 +81,12 @@ class FSDPParam:
         fqn: fully qualified name from the root module. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
         dtypes: see `precision.Dtypes`.
-        state: which form is registered.
+        state: the form that is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
-        accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
-        keeps_memory: the memory of the whole parameter stays allocated even while the parameter is sharded.
+        accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
+        keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     sharded_param: nn.Parameter
@@ -142,8 +144,8 @@ class FSDPParam:
     def to_unsharded(self) -> None:
         """SHARDED → UNSHARDED: the modules compute with the whole parameter from now on.
 
-        A gather has filled `form.outputs()` before. The parameter gets the `requires_grad` of `sharded_param`, which the user may
-        have changed.
+        Before this call, a gather has filled `form.outputs()`. The parameter gets the `requires_grad` of `sharded_param`, which
+        the user may have changed.
         """
         self.form.finish()
         assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before a gather"
@@ -172,7 +174,7 @@ class FSDPParam:
 
     @property
     def has_unreduced_grad(self) -> bool:
-        """Whether a backward left a gradient that was not reduced."""
+        """True if a backward left a gradient that was not reduced."""
         param = self.unsharded_param
         return self.accumulated_grad is not None or (param is not None and param.grad is not None)
 
@@ -180,8 +182,8 @@ class FSDPParam:
         """Hand over the whole gradient. Only the caller refers to it afterwards, so the caller can free it.
 
         Returns:
-            The gradient that autograd left on `unsharded_param`, plus `accumulated_grad`, as far as they exist; None without
-            both.
+            The sum of `accumulated_grad` and the gradient that autograd left on `unsharded_param`. If only one of them exists,
+            that one. If neither exists, None.
         """
         grad, accumulated = None, self.accumulated_grad
         self.accumulated_grad = None
@@ -207,7 +209,7 @@ class FSDPParam:
         self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
 
     def add_sharded_grad(self, grad: Tensor) -> None:
-        """Add the mean gradient of this rank's rows, in `dtypes.grad`, to `sharded_param.grad`; call its hooks.
+        """Add `grad` [`local_shape`], the mean gradient of this rank's rows in `dtypes.grad`, to `sharded_param.grad`. Then call its hooks.
 
         If there is no gradient yet, `grad` itself becomes the gradient, without a copy.
         """
@@ -232,7 +234,7 @@ class FSDPParam:
         While the unsharded parameter is registered, do nothing.
 
         Raises:
-            UsageError: it is not a DTensor of the same global shape, cut in the same way.
+            UsageError: the registered parameter is not a DTensor of the same global shape, cut in the same way.
         """
         if self.state is not ShardedState.SHARDED:
             return
@@ -254,17 +256,18 @@ class FSDPParam:
             self.sharded_param = param
             self.register(param)
         self.dtypes = resolve_dtypes(param, self.policy)
-        if type(self.local) is not before:  # which may travel in another form
+        if type(self.local) is not before:  # a part of another type may travel in another form
             self.form = self._make_form(self)
         if self.form.reads_rows:
             self.hold_rows(param)
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Make `padded_shard`, which gathers read, the memory of `param`'s rows (Note [Padding lives in the shard]).
+        """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
 
-        Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
-        same object and points there.
+        Called when the user may have replaced the parameter or its memory. Rows that need no padding stay where they are. Other
+        rows are copied to the front of new, padded memory, which then is the memory of `param`'s local part. `param` stays the
+        same object.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

@@ -1,10 +1,9 @@
-"""Which dtype for what: policies, and casts of everything that a forward takes or returns.
+"""The dtypes of parameters and gradients, and casts of everything that a forward takes or returns.
 
 A parameter has three dtypes. The shard, which the optimizer updates, has the *original* dtype. Gathers and modules use the
 *compute* dtype. Gradients are summed in the *reduce* dtype. The usual choice is to gather in bf16, and to reduce and step in
-fp32: half the bytes where precision matters little, full precision where errors would add up. A user may ask for a fourth dtype,
-for the
-gradient that the optimizer sees: `Tensor.grad_dtype`.
+fp32. Then gathers move half the bytes, where precision matters little, and sums have full precision, where errors would add up.
+A user may ask for a fourth dtype, for the gradient that the optimizer sees: `Tensor.grad_dtype`.
 
 Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors` rebuilds such a
 structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures without
@@ -29,14 +28,14 @@ from hwfsdp.core import compat
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """dtypes of one module.
+    """The dtypes of one module.
 
     Attributes:
-        param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
-        reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter, which is its
-            original dtype unless set; with older torch, the dtype of the gradients, that is, the param dtype.
-        output_dtype: floating-point outputs of forward are cast to it. None: left alone.
-        cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
+        param_dtype: the dtype of unsharded parameters, and so of gathers and computation. None: the original dtype.
+        reduce_dtype: the dtype of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter, which is its
+            original dtype unless set; with older torch, the dtype of the gradients, which is the param dtype.
+        output_dtype: floating-point outputs of forward are cast to it. None: no cast.
+        cast_forward_inputs: if True, floating-point inputs of forward are cast to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -46,11 +45,12 @@ class MixedPrecisionPolicy:
 
 
 class Dtypes(NamedTuple):
-    """dtypes of one parameter.
+    """The dtypes of one parameter.
 
     Attributes:
-        orig: of its shard. compute: of what is gathered. reduce: of the reduction; None: as gradients come.
-        grad: of the shard's gradient; None: as reduced.
+        orig: its shard's dtype. compute: the dtype in which it is gathered. reduce: the reduction's; None: the gradients' own
+            dtype.
+        grad: the dtype of the shard's gradient; None: the dtype in which it was reduced.
     """
 
     orig: torch.dtype
@@ -60,7 +60,7 @@ class Dtypes(NamedTuple):
 
 
 def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
-    """The dtypes of a parameter under `policy`. One that is not floating-point is never cast."""
+    """Return the dtypes of a parameter under `policy`. A parameter that is not floating-point is never cast."""
     orig = param.dtype
     compute = policy.param_dtype if policy.param_dtype and orig.is_floating_point else orig
     if compat.REDUCES_IN_GRAD_DTYPE:
@@ -72,7 +72,7 @@ def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """Return `tree` with every floating-point tensor in `dtype`; everything else is the same object as before.
 
-    Autograd sees through the cast.
+    Autograd records the cast.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, .
 
 
 def tensors_with_grad(tree: Any) -> list[Tensor]:
-    """The tensors in `tree` that require grad, from left to right."""
+    """Return the tensors in `tree` that require grad, from left to right."""
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

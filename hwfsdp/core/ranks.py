@@ -1,8 +1,8 @@
-"""Who takes part, and how bytes move between them.
+"""The ranks that take part, and how bytes move between them.
 
 A `DeviceMesh` arranges ranks in a grid with named axes. The heart shards parameters over the one axis of a 1D mesh. It asks a
-`Transport` for buffers and for two collectives: all-gather and reduce-scatter. The transport decides how bytes
-move. The one below calls `torch.distributed`.
+`Transport` for buffers and for two collectives: all-gather and reduce-scatter. The transport decides how bytes move. The
+transport in this module calls `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardMesh:
     """The ranks over which parameters are sharded.
 
     Attributes:
-        mesh: as the user knows it. shard: its axis of ranks that hold different rows.
+        mesh: the user's mesh. shard: its axis of ranks that hold different rows.
         device: where unsharded parameters live.
     """
 
@@ -51,15 +51,15 @@ class ShardMesh:
         return self.shard.rank
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """The placements of a parameter that is sharded along `dim`: one for each axis of `mesh`."""
+        """Return the placements of a parameter that is sharded along `dim`: one for each axis of `mesh`."""
         return (Shard(dim),)
 
 
 def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
-    """The mesh given to `fully_shard`, as this process sees it; None: all ranks.
+    """Return the mesh that was given to `fully_shard`, as this process sees it. None: a mesh of all ranks.
 
     Raises:
-        UsageError: it has more than one axis. StateError: no mesh is given, and there is no process group.
+        UsageError: the mesh has more than one axis. StateError: no mesh is given, and there is no process group.
     """
     mesh = default_mesh() if mesh is None else mesh
     if mesh.ndim != 1:
@@ -73,15 +73,15 @@ def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
 
 
 def axis_along(mesh: DeviceMesh, dim: int) -> Axis:
-    """This process's axis along one dimension of a mesh."""
+    """Return this process's axis along one dimension of a mesh."""
     group = mesh.get_group(dim)
     return Axis(group, group.size(), group.rank())
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh of all ranks: on the accelerator if there is one and the process group serves it, else on the CPU.
+    """Return a 1D mesh of all ranks: on the accelerator if there is one and the process group serves it, else on the CPU.
 
-    A process group of gloo alone cannot gather on an accelerator.
+    A process group that has only gloo cannot gather on an accelerator.
     """
     if not dist.is_initialized() and "RANK" in os.environ:  # started by torchrun
         dist.init_process_group()
@@ -110,7 +110,7 @@ class Transport:
     A call with `async_op` returns a work to wait for. A call without it blocks the current stream, and returns None.
 
     Attributes:
-        ranks: the W ranks between which bytes move. device: of its buffers.
+        ranks: the W ranks between which bytes move. device: the device of its buffers.
         fqn, module_fqn: the group's names, for errors and instruments (`observer`).
     """
 
@@ -120,16 +120,16 @@ class Transport:
         self.ranks, self.device = ranks, device
 
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer, contents undefined.
+        """Return a flat buffer [numel], contents undefined.
 
         Args:
-            purpose: "all_gather" or "reduce_scatter", for the [W * n] of that collective; "result", for the [n] of a
+            purpose: "all_gather" or "reduce_scatter" for the [W * n] buffer of this collective; "result" for the [n] result of a
                 reduce-scatter.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
-        """Fill `whole` [W * n] with every rank's `part` [n], in rank order; `part` is this rank's place in it."""
+        """Fill `whole` [W * n] with every rank's `part` [n], in rank order. This rank's `part` is a view of its place in `whole`."""
         work: Work | None = dist.all_gather_single(whole, part, group=self.ranks.group, async_op=async_op)
         return work
 

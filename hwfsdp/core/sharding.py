@@ -1,4 +1,4 @@
-"""Which rows belong to which rank: integers only.
+"""The rows that belong to each rank: integers only.
 
 FSDP cuts each parameter along dim 0 into one chunk per rank, as `torch.chunk` does. Every chunk has
 `ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives need equal sizes, so on the wire
@@ -9,7 +9,7 @@ are the parameter.
     rows                             0 1      2 3      4        -
     on the wire (padding: .)         0 1      2 3      4 .      . .
 
-Nothing here touches a tensor, so all of it can be checked by enumeration.
+Nothing here touches a tensor, so tests can check all of it by enumeration.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Extent(NamedTuple):
 
 
 def chunk_length(n: int, world_size: int) -> int:
-    """Rows of a full chunk when `n` rows are cut for `world_size` ranks: `ceil(n / world_size)`."""
+    """Return the number of rows in a full chunk if `n` rows are cut for `world_size` ranks: `ceil(n / world_size)`."""
     return -(-n // world_size)
 
 
 def padded_length(n: int, world_size: int) -> int:
-    """Rows on the wire: the smallest multiple of `world_size` that is not below `n`."""
+    """Return the number of rows on the wire: the smallest multiple of `world_size` that is at least `n`."""
     return chunk_length(n, world_size) * world_size
 
 
 def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
-    """The rows of `rank` when `n` rows are cut for `world_size` ranks, as `torch.chunk` gives them out.
+    """Return the rows of `rank` if `n` rows are cut for `world_size` ranks as `torch.chunk` cuts them.
 
     A rank without rows gets an empty extent that starts at `n`. Every other extent starts before `n`.
     """
@@ -51,20 +51,20 @@ def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
 
 
 def chunk_extents(n: int, world_size: int) -> list[Extent]:
-    """`chunk_extent` of every rank; together they tile `range(n)` in order."""
+    """Return `chunk_extent` of every rank. Together, the extents cover `range(n)` once, in order."""
     return [chunk_extent(n, world_size, rank) for rank in range(world_size)]
 
 
 def local_shape(shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
-    """Shape of the rank's shard of a tensor of this shape, without padding; dim 0 may be 0."""
+    """Return the shape of the rank's shard of a tensor of this shape, without padding. Dim 0 may be 0."""
     return (chunk_extent(shape[0], world_size, rank).length, *shape[1:])
 
 
 def padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Shape of every rank's shard on the wire: a full chunk of rows, padding included."""
+    """Return the shape of every rank's shard on the wire: a full chunk of rows, padding included."""
     return (chunk_length(shape[0], world_size), *shape[1:])
 
 
 def padded_local_numel(shape: Sequence[int], world_size: int) -> int:
-    """Elements of `padded_local_shape`: what one rank contributes to a gather, or gets from a reduction."""
+    """Return the number of elements that one rank contributes to a gather, or gets from a reduction (`padded_local_shape`)."""
     return prod(padded_local_shape(shape, world_size))

@@ -1,34 +1,35 @@
-"""When: the schedule, as hooks around forward and backward.
+"""The schedule: hooks around forward and backward decide when a group gathers, frees and reduces.
 
-Each `fully_shard` call makes one `FSDPState`, which turns four moments of its module into calls of its group:
+Each `fully_shard` call makes one `FSDPState`. At four moments of its module, the state calls its group:
 
     pre-forward    gather, wait, start the next gather, give the module its parameters
-    post-forward   free the parameters (if they are to be freed), note the order
+    post-forward   free the parameters (unless they stay for the backward), note the order
     pre-backward   gather again, wait, start the next gather
     post-backward  free the parameters, reduce the gradients while other groups compute
 
-Three groups A, B, C, time to the right; each line is a stream, and a backward takes two columns:
+An example with three groups A, B, C. Time runs to the right, each line is a stream, and a backward takes two columns:
 
     all-gather      A  B  C        |  C  B     A
     compute            A  B  C     |     C     B     A
     reduce-scatter                 |           C     B     A
 
-Forward hooks are module hooks; those of the backward are in `autograd_hooks`.
+The forward hooks are module hooks. The backward hooks are in `autograd_hooks`.
 
-The first module to run a forward becomes the *root* of all those below it. Its forward begins and ends an iteration.
-Autograd calls `finish_backward` when a backward has executed its last node: it waits for what is still in flight.
+The first module that runs a forward becomes the *root* of all modules below it. Its forward begins and ends an iteration. When a
+backward has executed its last node, autograd calls `finish_backward`, which waits for everything that is still in flight.
 
-An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. An optimizer
-step while parameters are whole leaves them stale. The heart repairs neither; `hwfsdp.features.recovery` does.
+An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. If the
+optimizer steps while parameters are whole, they become stale. The heart repairs neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
     Autograd makes no post-backward call for a module whose inputs need no gradient, such as an embedding of token ids. So
-    `finish_backward` makes the call. It also repeats the call for a group that got gradients after it: the group's module ran
-    twice, and autograd came to one of the runs late.
+    `finish_backward` makes the call. It also repeats the call for a group that got gradients after post-backward. This happens if
+    the group's module ran twice, and autograd reached one of the runs late.
 
 Note [Recomputation]
     Activation checkpointing runs a forward again, inside the backward. The parameters are gathered if pre-backward has not done
-    so yet. They are not freed after that forward, because the backward of the same module follows. And its order is not learned.
+    so yet. They are not freed after that forward, because the backward of the same module follows. The order of such forwards is
+    not learned.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class FSDPState:
 
     Attributes:
         modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; for the root, its class and "".
-        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
-        group: its parameters; None if every parameter below it was claimed by others.
-        auto_reshard: the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and all
-            others free them.
+        root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
+        group: the module's parameters; None if other calls have claimed every parameter below it.
+        auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and
+            all other modules free them.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
-        always_call: whether the hook after forward is called after an exception, too. Seam.
+        always_call: if True, torch calls the hook after forward also after an exception. Seam.
     """
 
     always_call = False
@@ -80,7 +81,7 @@ class FSDPState:
         self.root = RootContext()
         self.phase = Phase.IDLE
         self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
-        # a compiler must not look inside the hooks: they do what it cannot see
+        # a compiler must not trace the hooks, because it cannot see their effects
         self.pre_forward_hook = torch.compiler.disable(self.pre_forward, reason="FSDP hooks")
         self.post_forward_hook = torch.compiler.disable(self.post_forward, reason="FSDP hooks")
         for module in self.modules:
@@ -99,7 +100,7 @@ class FSDPState:
 
         The next gather starts between the wait and the copy-out. Before the wait it would compete with this group's gather; after
         the copy-out it could not overlap with the copy-out. (On a device the wait does not stop the host. There the all-gather
-        stream keeps the gathers in order.) Inputs are cast, and watched, so that autograd calls post-backward.
+        stream keeps the gathers in order.) Inputs are cast. They are also watched, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
             opens = self.opens_forward()
@@ -122,17 +123,17 @@ class FSDPState:
         return args, kwargs
 
     def opens_forward(self) -> bool:
-        """Whether this call begins a forward. It does not if one of this module is running, or during recomputation."""
+        """True if this call begins a forward: no forward of this module is running, and this is not a recomputation."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
-        """Whether the forward that begins now is the outermost one."""
+        """True if the forward that begins now is the outermost one."""
         return self.root.forward_root is None
 
     def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
-        """Start the gathers to hide behind this forward.
+        """Start the gathers that should overlap with this forward.
 
-        Each is a guess. The end of the forward drops unused gathers, because the optimizer will change the parameters.
+        Each group is a guess. The end of the forward drops unused gathers, because the optimizer will change the parameters.
         """
         for group in groups:
             with moment("forward_prefetch", group):
@@ -140,7 +141,7 @@ class FSDPState:
             self.root.guessed.append(group)
 
     def next_in_forward(self) -> list[ParamGroup]:
-        """The groups to gather while this forward computes. A recomputation runs groups in another order; it is not noted."""
+        """Return the groups to gather while this forward computes. Return [] in a recomputation, which runs groups in another order."""
         if not self.group or not self.root.forward_root or compat.in_backward():
             return []
         return self.root.forward_root.forward_order.enter(self.group)
@@ -155,7 +156,7 @@ class FSDPState:
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def end_forward(self, output: Any) -> None:
-        """Free the parameters, if they are to be freed, note the order, and let autograd call before the backward.
+        """Free the parameters unless they stay for the backward, note the order, and let autograd call `pre_backward`.
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
@@ -192,14 +193,14 @@ class FSDPState:
                 self.group.expect_grads()
 
     def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
-        """Start the gathers to hide behind this backward."""
+        """Start the gathers that should overlap with this backward."""
         for group in groups:
             if group.unshard_in_backward:
                 with moment("backward_prefetch", group):
                     group.unshard()
 
     def next_in_backward(self) -> list[ParamGroup]:
-        """The groups to gather while this backward computes."""
+        """Return the groups to gather while this backward computes."""
         before = self.comm_ctx.before(self.group) if self.group else None
         return [before] if before else []
 
@@ -228,7 +229,7 @@ class FSDPState:
                 self.end_iteration()
 
     def finish_states(self) -> None:
-        """Make the calls that autograd did not make (Note [Groups without an input gradient]); all states are idle."""
+        """Make the calls that autograd did not make (Note [Groups without an input gradient]). Afterwards, all states are idle."""
         self.root.forward_root = None  # checkpointing may have cut a recomputation short
         self.root.backwards += 1
         self.root.finish_queued = False
@@ -237,10 +238,10 @@ class FSDPState:
             if state.phase is not Phase.POST_BACKWARD or late:
                 state.post_backward()
             state.phase = Phase.IDLE
-        self.comm_ctx.settle()  # gradients are looked at from here on
+        self.comm_ctx.settle()  # from here on, other code may read gradients
 
     def end_iteration(self) -> None:
-        """Wait for all reductions, hold no buffer, forget the order: the optimizer is next."""
+        """Wait for all reductions, release all buffers, and forget the order. The optimizer comes next."""
         self.comm_ctx.finish_reductions()
         self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
@@ -277,18 +278,18 @@ class FSDPState:
         self.root.guessed.clear()
         if not compat.in_backward():  # a recomputation is a part of the model only
             self.forward_order.finish()
-        if not torch.is_grad_enabled():  # no backward will come and forget it
+        if not torch.is_grad_enabled():  # no backward will come that forgets it
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
         self.comm_ctx.release_gather_buffer()
         self.root.forward_root = None
         return output
 
     def end_with_root(self, output: Any) -> Any:
-        """Return the output of the outermost forward, which is over. Seam: a feature ends here what it began in this state."""
+        """Return the output of the outermost forward, which is over. Seam: here a feature ends the work that it began in this state."""
         return output
 
     def become_root(self) -> None:
-        """At the first forward: take charge of the states below, and name everything after its place in this module."""
+        """Become the root, at the first forward: take charge of the states below, and name everything by its place in this module."""
         self.root.states = self.name_states()
         for state in self.root.states:
             state.root, state.comm_ctx = self.root, self.comm_ctx
@@ -317,6 +318,6 @@ class FSDPState:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that `fully_shard` gave the module; None if it was not called on it."""
+    """Return the state that `fully_shard` gave the module; None if the module has none."""
     state: FSDPState | None = getattr(module, "__dict__", {}).get("_hwfsdp_state")
     return state

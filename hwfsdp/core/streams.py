@@ -1,19 +1,19 @@
-"""Several things at once: streams and events, the same on every device.
+"""Streams and events, with the same interface on every device.
 
 FSDP hides communication behind compute by issuing them on different *streams*. Work on one stream runs in order. Work on
-two streams may overlap. A stream that needs another's result waits for an *event* recorded there. This is the only chapter
-that knows what a stream is made of:
+two streams may overlap. A stream that needs the result of another stream waits for an *event* recorded there. Only this module
+knows how streams work:
 
-- On an accelerator, a device stream and device events. The host issues and goes on.
-- On the CPU there are no streams, but collectives run on threads of their own. A communication stream is a queue of works
-  in flight and of things to do once they end. To wait for an event, the host finishes the queue up to it. Compute is the
-  host itself.
+- On an accelerator, they are device streams and device events. The host issues work and goes on.
+- On the CPU there are no streams, but collectives run on their own threads. A communication stream is a queue of works in
+  flight and of functions to call after them. To wait for an event, the host finishes the queue up to the event. The compute
+  stream is the host itself.
 - A simulation may put another kind of device in their place (`backend`).
 
 Note [What a wait costs]
-    On a device, `wait` makes the *stream* wait and returns at once. On the CPU it blocks the host, since the host is what
-    computes. Both mean the same to the schedule: what is issued on the stream after the wait sees what the other stream
-    wrote before the event. So one schedule serves both: issue early, wait late.
+    On a device, `wait` makes the *stream* wait and returns at once. On the CPU it blocks the host, because the host computes.
+    Both mean the same to the schedule: work that is issued after the wait sees everything that the other stream wrote before the
+    event. So one schedule serves both: issue early, wait late.
 
 Note [Deferred work]
     `Stream.then` takes the work that follows a collective as a function: for example the cast of its result. A device runs the
@@ -41,7 +41,7 @@ class Work(Protocol):
     """A collective in flight: a `torch.distributed.Work`, or an object with the same method."""
 
     def wait(self) -> Any:
-        """Return when it is done."""
+        """Return when the collective is done."""
 
 
 class StreamEvent:
@@ -56,7 +56,7 @@ class StreamEvent:
 
     @property
     def is_over(self) -> bool:
-        """Whether the host knows that all work issued before this event has finished. Always False on a device."""
+        """True once all work issued before this event has finished, as far as the host knows. Always False on a device."""
         return False
 
 
@@ -65,7 +65,7 @@ class Stream(ABC):
 
     Attributes:
         streams: the set that it belongs to.
-        is_host: whether the host runs it. Then a collective is issued asynchronously, and `add` keeps its work.
+        is_host: True if the host runs it. Then a collective is issued asynchronously, and `add` keeps its work.
     """
 
     streams: StreamSet
@@ -97,7 +97,7 @@ class Stream(ABC):
 
     @abstractmethod
     def add(self, work: Work | None) -> None:
-        """Keep the work of a collective that was just issued here. Called inside `run`; None needs no wait."""
+        """Keep the work of a collective that was just issued here; None: there is nothing to wait for. Called inside `run`."""
 
     @abstractmethod
     def then(self, function: Callable[[], None]) -> None:
@@ -143,7 +143,7 @@ class StreamSet:
 
 
 class HostEvent(StreamEvent):
-    """The first `ticket` entries of a host stream's queue are done."""
+    """The point at which the first `ticket` entries of a host stream's queue are done."""
 
     stream: HostStream
 

@@ -5,8 +5,8 @@
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())  # after, so that it sees the shards
 
-Call it bottom up, because each call claims the parameters below its module that no call has claimed before. The module stays the
-same object. Only its class changes, to a subclass that also derives from `FSDPModule`.
+Call it on children before their parents, because each call claims all parameters below its module that no call has claimed
+before. The module stays the same object. Only its class changes, to a subclass that also derives from `FSDPModule`.
 
 This chapter leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
 schedule by hand, checks of arguments, and recovery after an exception. These are in `hwfsdp.features`, built on this heart.
@@ -79,7 +79,7 @@ class Unclaimed(NamedTuple):
 
 
 def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Unclaimed]:
-    """Return the parameters that one call of `fully_shard` makes a group of, frozen ones included.
+    """Return the parameters from which one call of `fully_shard` makes a group, frozen ones included.
 
     They come in the order in which modules and parameters were registered. The order must follow from the model alone, because
     the flat buffers of all ranks must fit together. A *tied* parameter, one object with several names, is listed once, with all
@@ -120,8 +120,10 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
 
 
 def follow_state_dicts(group: ParamGroup) -> None:
-    """Make state dicts hold shards. Hooks register the shards before a save or a load; after a load, the group adopts new
-    ones."""
+    """Make state dicts hold shards.
+
+    Hooks register the shards before a save or a load. After a load, the group adopts new shards.
+    """
 
     def reshard(*_: Any) -> None:
         put_shards_back(group)

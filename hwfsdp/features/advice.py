@@ -2,8 +2,8 @@
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
-- Ranks whose models differ reduce gradients of different parameters into each other, or hang. To compare the models costs a
-  collective. So it is done only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+- Ranks whose models differ add up gradients of different parameters, or hang. Comparing the models costs a collective. So the
+  ranks compare them only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hwfsdp.features.call import Call
 from hwfsdp.features.lookup import claimed_as, replicas_of
 from hwfsdp.observe import events
 
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → calls when it was looked at
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → the value of `_calls` at its check
 _warned: WeakSet[Optimizer] = WeakSet()
 _groups: WeakSet[ParamGroup] = WeakSet()
 _told: WeakSet[ParamGroup] = WeakSet()  # groups that a warning has named since their gradients came
@@ -46,7 +46,7 @@ def choose(call: Call) -> None:
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Remember the groups whose gradients may be left behind."""
+    """Remember the groups, because their gradients may stay unreduced."""
     _groups.update(state.groups)
 
 
@@ -103,10 +103,10 @@ class ComparingState(FSDPState):
 
 
 def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
-    """Warn if another rank of `axis` describes its model by other lines; only under DETAIL debugging.
+    """Warn if another rank of `axis` has other `lines`, which describe its model. Do nothing without DETAIL debugging.
 
     Args:
-        owner: the parameter group to name, should the comparison fail or hang.
+        owner: the parameter group that the error names if the comparison fails or hangs.
     """
     if axis.group is None or not compat.collectives_are_checked():
         return

@@ -16,18 +16,18 @@ from hwfsdp.errors import UsageError
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
-    """dtypes of one module.
+    """The dtypes of one module.
 
     Attributes:
-        param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
-        reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter as set before the first
-            forward, which is its original dtype unless set; with older torch, the dtype of the gradients, that is, the param
-            dtype.
-        output_dtype: floating-point outputs of forward are cast to it. None: left alone.
-        cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
-        param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, so that
-            the parameter stays in it, or None (or `param_dtype`) for `param_dtype`; the same on every rank. torch has this since
-            2.15; here it works with every torch.
+        param_dtype: the dtype of unsharded parameters, and so of gathers and computation. None: the original dtype.
+        reduce_dtype: the dtype of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter as set before
+            the first forward, which is its original dtype unless set; with older torch, the dtype of the gradients, which is the
+            param dtype.
+        output_dtype: floating-point outputs of forward are cast to it. None: no cast.
+        cast_forward_inputs: if True, floating-point inputs of forward are cast to `param_dtype`.
+        param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, which the parameter then
+            keeps, or None (or `param_dtype`) for `param_dtype`. It must return the same on every rank. torch has this since 2.15;
+            here it works with every torch.
     """
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
@@ -45,7 +45,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, sharded gradients and optimizer state live in host memory.
 
     Attributes:
-        pin_memory: page-lock them, so that copies to and from the device overlap with compute.
+        pin_memory: if True, this memory is page-locked, so that copies to and from the device overlap with compute.
     """
 
     pin_memory: bool = True

@@ -27,10 +27,10 @@ from hwfsdp.errors import UnsupportedError
 
 
 def one_axis(mesh: DeviceMesh | None, dims: Any) -> ShardMesh:
-    """The heart's mesh.
+    """Return a mesh with one axis, as the heart does.
 
     Raises:
-        UnsupportedError: `dims` names axes, or the mesh has several.
+        UnsupportedError: `dims` names axes. UsageError: the mesh has several axes.
     """
     if dims is not None:
         raise absent("dp_mesh_dims", "hybrid_sharding")
@@ -43,11 +43,11 @@ class Call:
 
     Attributes:
         modules: the given modules, as a list. `door.fully_shard` describes the other arguments.
-        resolve: a function of a mesh and its data-parallel axes; it says what they are to this process.
-        ranks: over which parameters are sharded.
+        resolve: takes a mesh and its data-parallel axes, and returns the `ShardMesh` of this process.
+        ranks: the ranks over which parameters are sharded.
         found: the parameters to shard.
-        meshes, layouts, policies: of the parameters found. reshard: whether they are freed after forward.
-        home, make_form: for each parameter. make_group: for the group.
+        meshes, layouts, policies: one for each parameter found. reshard: if True, whole parameters are freed after forward.
+        home: where shards live. make_form, make_group: make the form of each parameter, and the group.
         states: classes whose methods run before the methods of the heart's `FSDPState`, the outermost first.
     """
 

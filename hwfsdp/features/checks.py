@@ -1,4 +1,4 @@
-"""Refuse what cannot be sharded or cannot run, before anything is changed. Seams: the door, and the state at the root."""
+"""Refuse modules that cannot be sharded or cannot run, before anything is changed. Seams: the door, and the state at the root."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose(call: Call) -> None:
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Remember that sharded parameters have taken the place of these."""
+    """Mark these parameters: sharded parameters have taken their place."""
     for param, fqn, _ in call.found:
         setattr(param, CLAIMED, fqn)
 
@@ -130,7 +130,7 @@ class CheckedState(FSDPState):
     """A state that checks its model before it runs."""
 
     def before_unshard(self) -> None:
-        """Check, if the user gathers by hand before the first forward, which would have checked."""
+        """Check the groups if the user gathers by hand before the first forward. This forward would have checked them."""
         super().before_unshard()  # type: ignore[misc]
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
@@ -164,7 +164,7 @@ class CheckedState(FSDPState):
             for group in self.root.groups:
                 ask("ready", group)
         except (StateError, UsageError):
-            self.root.states = []  # it has not begun: the user may put it right, and try again
+            self.root.states = []  # the model has not begun: the user may correct it and try again
             raise
 
 
@@ -173,7 +173,7 @@ def ready(group: ParamGroup) -> None:
 
     Raises:
         StateError: a parameter is still on the meta device.
-        UsageError: trainable parameters of several original dtypes.
+        UsageError: trainable parameters have several original dtypes.
     """
     on_meta = [p.fqn for p in group.params if p.sharded_param.is_meta]
     if on_meta:

@@ -30,13 +30,13 @@ _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupA
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Let the group's bytes move by a transport that notes its calls and can be changed."""
+    """Give the group a transport that notes its calls, and whose collectives can be replaced."""
     for group in state.groups:
         group.transport = GroupTransport(group.mesh.shard, group.mesh.device)
 
 
 def transport_of(group: ParamGroup) -> GroupTransport:
-    """The group's transport."""
+    """Return the group's transport."""
     assert isinstance(group.transport, GroupTransport)
     return group.transport
 
@@ -94,7 +94,7 @@ class CustomCollectives(wrap.FSDPModule):
             transport.scatter = GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter(reduce)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Raise UnsupportedError, which names the alternative: this is not built."""
+        """Raise UnsupportedError, because this is not built. The error names alternatives."""
         raise UnsupportedError(
             f"set_symm_mem_for_comm({backend!r})",
             expected="a feature that hwfsdp has",

@@ -1,6 +1,6 @@
 """The door that users call: `fully_shard` with all its arguments.
 
-It does the same as the heart's `fully_shard` (`core.wrap`), with parts that features have chosen from the arguments.
+It does the same as the heart's `fully_shard` (`core.wrap`), but with parts that features choose for these arguments.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def fully_shard(
 ) -> M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
-    Except for the last two arguments, everything is as in `torch.distributed.fsdp.fully_shard` of the installed torch (2.13 to
-    2.15): arguments, defaults and effect.
+    Except for the last two arguments, arguments, defaults and effects are the same as in `torch.distributed.fsdp.fully_shard` of
+    the installed torch (2.13 to 2.15).
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,
@@ -51,14 +51,14 @@ def fully_shard(
         mesh: 1D, or 2D with names: replicated over the first axis, sharded over the second. By default all ranks, on the
             accelerator if there is one. Parameters may be DTensors on other axes of the same mesh.
         reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
-            them. None: False for the root, True for all others. A number, which must divide the number of shards: after forward,
-            keeps them sharded over this many ranks.
-        shard_placement_fn: returns the `Shard` of a parameter, None for `Shard(0)`. Dimensions other than 0 have to be
-            multiples of the number of shards. Or it returns a `ShardPlacementResult`, which also names a mesh for the parameter.
-            The parameters of each mesh then become a group: they are gathered and reduced over this mesh, with the mean over it.
+            them. None: False for the root, True for all others. A number of ranks, which must divide the number of shards, keeps
+            them sharded over this many ranks after forward.
+        shard_placement_fn: returns the `Shard` of a parameter, or None for `Shard(0)`. The size of a dimension other than 0 must
+            be a multiple of the number of shards. Or it returns a `ShardPlacementResult`, which also names a mesh for the
+            parameter. Then the parameters of each mesh become a group: they are gathered and averaged over this mesh.
         mp_policy: dtypes; see `MixedPrecisionPolicy`.
-        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients, and so optimizer states, in host memory; None does
-            not.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients, and so optimizer states, in host memory. None: no
+            offloading.
         ignored_params: stay as they are: neither sharded nor reduced.
         dp_mesh_dims: the data-parallel axes of `mesh`, if `mesh` has the axes of all parallelisms. Then all parameters are
             DTensors on `mesh`, replicated over the data-parallel axes.
@@ -140,8 +140,8 @@ def refuse_absent(call: Call) -> None:
 
 
 def is_extension(param: nn.Parameter) -> bool:
-    """Whether a parameter says how it is gathered."""
+    """True if a parameter defines how it is gathered."""
     return hasattr(local_of(param) if isinstance(param, DTensor) else param.data, "fsdp_pre_all_gather")
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # where torch's has it, for those who look there
+fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's has it, too

@@ -1,13 +1,14 @@
-"""Parameters that travel in a form of their own. Seam: the form.
+"""Parameters that travel in their own form. Seam: the form.
 
-A sharded parameter's local part may be a tensor subclass that says how it is gathered, for example quantized: one tensor of
-int8 values and one of scales in place of one of fp32. It has two methods, which torch's FSDP2 defined:
+A sharded parameter's local part may be a tensor subclass that defines how it is gathered. For example, it may be quantized:
+instead of one fp32 tensor, it gathers one tensor of int8 values and one of scales. It has two methods, which torch's FSDP2
+defined:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
         Returns the tensors to gather. For an unevenly sharded parameter they have the shape of the padded shard. A method
         that takes only `mesh` is called with only that.
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
-        Makes the unsharded tensor of the gathered outputs. Each output has world size times as many rows as its input.
+        Makes the unsharded tensor from the gathered outputs. Each output has world size times as many rows as its input.
         `inner` are tensors with their own memory, which is freed together with the unsharded tensor. Later calls get
         `out`, the tensor that the first call made, to fill it again.
 """
@@ -51,7 +52,7 @@ def make_form(param: FSDPParam, otherwise: Callable[[FSDPParam], Form]) -> Form:
 
 
 def has_methods(local: Tensor, fqn: str) -> bool:
-    """Whether a local part says how it is gathered.
+    """True if a local part defines how it is gathered.
 
     Raises:
         UsageError: it has only one of the two methods.
@@ -73,7 +74,7 @@ def strides_of(shape: torch.Size) -> tuple[int, ...]:
 
 
 class ExtensionForm(Form):
-    """The gathers of one parameter, by the methods of its local part.
+    """The form of a parameter whose local part has the two methods.
 
     Attributes:
         tensors: memory that the gathers write to, one flat tensor per input; it comes and goes.
@@ -135,7 +136,7 @@ class ExtensionForm(Form):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Let the local part make the unsharded tensor, without the padding rows at the first time."""
+        """Let the local part make the unsharded tensor. The first time, cut off the padding rows."""
         param, shape = self.param, self.param.layout.shape
         local: Any = param.local
         with torch.inference_mode(False):

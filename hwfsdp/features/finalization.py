@@ -1,4 +1,4 @@
-"""The caller says when a backward is over. Seam: the state.
+"""Backwards that the caller ends. Seam: the state.
 
     model.set_manual_backward_finalization(True)
     …                                             # any number of forwards and backwards
@@ -56,7 +56,7 @@ class GradientReductionHandle:
 
 
 def reduction_of(state: FSDPState) -> GradientReductionHandle | None:
-    """Return the handle that must still be waited for, of any model that shares the context."""
+    """Return the handle of a reduction that is still in flight, of any model that shares the context; None if there is none."""
     found: GradientReductionHandle | None = vars(state.comm_ctx).get("reduction")
     return found
 
@@ -71,8 +71,8 @@ class FinalizedState(RecoveringState):
     """A state whose backward the caller may end.
 
     Attributes:
-        manual: whether the caller ends backwards; of the root. active: the value of `manual` for the iteration whose backward has
-            begun; else None.
+        manual: True if the caller ends backwards. Only the root's value counts. active: the value of `manual` at the first
+            backward of this iteration; None before.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -88,7 +88,7 @@ class FinalizedState(RecoveringState):
         return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Also called after this error."""
+        """Return `output` as it is if `pre_forward` raised its error: torch calls this hook after the error, too."""
         return output if reduction_of(self) else super().post_forward(module, args, output)
 
     def queue_final_callback(self) -> None:
@@ -99,7 +99,7 @@ class FinalizedState(RecoveringState):
         super().queue_final_callback()
 
     def finish_backward(self) -> None:
-        """Autograd calls this when a backward is over."""
+        """End the iteration, or leave it open if the caller ends it. Autograd calls this when a backward is over."""
         head = self.head
         assert isinstance(head, FinalizedState)
         if head.active:
@@ -111,7 +111,7 @@ class FinalizedState(RecoveringState):
             head.active = None
 
     def leave_open(self) -> None:
-        """Keep the iteration open after a backward: others may come. Groups that autograd left out wait, if they reduce."""
+        """Keep the iteration open, because more backwards may come. Groups that autograd left out wait for `finalize`, if they reduce."""
         self.root.forward_root = None
         self.root.backwards += 1
         for state in self.root.states:
@@ -201,11 +201,11 @@ class FinalizedState(RecoveringState):
     def become_root(self) -> None:
         super().become_root()
         if any(state.manual for state in self.root.states[1:] if isinstance(state, FinalizedState)):
-            self.root.states = []  # it has not begun: the user may put it right
+            self.root.states = []  # the model has not begun: the user may correct it
             raise refused("set_manual_backward_finalization", *_AT_ROOT)
 
     def break_off(self) -> None:
-        """Also called by `reset_iter_state`."""
+        """Break off the iteration, and forget its reduction. `reset_iter_state` calls this, too."""
         reduction = reduction_of(self)
         if reduction and not reduction.is_of(self):
             raise refused("reset_iter_state", *_PENDING)
@@ -234,7 +234,7 @@ class ManualFinalization(wrap.FSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether `finalize_backward` ends backwards, or each backward itself. Set it on the root, before the forward.
 
-        If True, `set_is_last_backward` has no effect, and gradients may be read and cleared only after `finalize_backward`.
+        If True, `set_is_last_backward` has no effect, and you may read and clear gradients only after `finalize_backward`.
 
         Raises:
             StateError: the module is below the root, or a backward has begun that was not finalized yet.
@@ -242,7 +242,7 @@ class ManualFinalization(wrap.FSDPModule):
         self._state().set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since the last call: reduce gradients and free parameters, as is set now. Call it on the root.
+        """End the backwards since the last call: reduce gradients and free parameters, as the settings say now. Call it on the root.
 
         If several backwards belong together, switch `set_requires_gradient_sync` off before them, and on before this call.
         Before the first forward, this does nothing.

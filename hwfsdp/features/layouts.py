@@ -1,8 +1,7 @@
 """Other layouts: parameters that tensor parallelism has cut before, and other dimensions than 0. Seam: the layout.
 
-A plain parameter becomes a DTensor on the data-parallel mesh. A parameter may also be a DTensor before, because tensor
-parallelism (TP) has cut it over other ranks. Then FSDP cuts the part that this rank holds once more, over the ranks that hold
-the same part:
+A plain parameter becomes a DTensor on the data-parallel mesh. A parameter may also be a DTensor already, because tensor
+parallelism (TP) has cut it over other ranks. Then FSDP cuts the part of this rank again, over the ranks that hold the same part:
 
     rows 0…7 of a weight                 tp 0          tp 1
     TP cuts rows over 2 ranks            0 1 2 3       4 5 6 7
@@ -83,7 +82,7 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
 
 @dataclass(frozen=True)
 class MeshPlacements:
-    """A mesh, and what each of its axes does to a tensor."""
+    """A mesh, and a tensor's placement on each of its axes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -93,7 +92,7 @@ class CutLayout(Layout):
     """The layout of a parameter that is cut along `dim`, and that other axes may have cut before.
 
     Attributes:
-        unsharded: where the unsharded parameter lies; None if the unsharded parameter is a plain tensor.
+        unsharded: mesh and placements of the unsharded parameter; None if it is a plain tensor.
     """
 
     def __init__(self, param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> None:
@@ -126,13 +125,13 @@ class CutLayout(Layout):
         return dtensor(whole, grid.mesh, grid.placements, self.global_shape, self.stride)
 
     def whole_grad(self, grad: Tensor) -> Tensor:
-        """The part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
+        """Return the part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
         if not isinstance(grad, DTensor) or self.unsharded is None:
             return grad
         own, dims = self.unsharded, getattr(self.mesh, "dims", None)
         names = (*dims.shard_names, *dims.replicate_names) if dims else ()
         axes = own.mesh.mesh_dim_names or ("",) * own.mesh.ndim
-        # over the data-parallel axes it stays a sum to be made: that is what the reduction is for
+        # over the data-parallel axes, the gradient stays as it is: the group's reduction sums it
         wanted = tuple(
             now if name in names else placement
             for name, now, placement in zip(axes, grad.placements, own.placements, strict=True)
@@ -145,7 +144,7 @@ class CutLayout(Layout):
 def placements_of(
     param: Tensor, dim: int, mesh: ShardMesh, fqn: str
 ) -> tuple[MeshPlacements, MeshPlacements | None]:
-    """Say where `param` will lie, sharded and unsharded, when FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
+    """Return mesh and placements of `param`, sharded and unsharded, if FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
 
     Raises:
         UsageError: `param` is a DTensor whose mesh does not fit `mesh`.
@@ -167,16 +166,16 @@ def placements_of(
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return FSDP's placement if it cuts tensor dim `dim` after other axes have cut: it says how often they cut this dim.
+    """Return the placement of FSDP's axis, which cuts tensor dim `dim` after other axes. It says how they have cut this dim.
 
     Args:
         placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
             number of ranks along its axis.
 
     Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. If `parts`
-        is 1, the tensor dim is still in one piece: then a plain `Shard(dim)`. `compat.is_shard` tells which placements cut.
-        Each of these has a `dim`, which may be another tensor dim.
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts into which these cuts have divided `dim`. If
+        `parts` is 1, `dim` is still in one piece; then a plain `Shard(dim)`. `compat.is_shard` is True for placements that cut.
+        The `dim` of such a placement may be another tensor dim.
     """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
@@ -185,7 +184,7 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Return the placements of a sharded parameter that was a DTensor before, on the joined mesh: data-parallel axes first.
+    """Return the placements on the joined mesh of a sharded parameter that was a DTensor before. Data-parallel axes come first.
 
     Args:
         own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
@@ -220,7 +219,7 @@ def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str
 def _over_all_axes(
     before: MeshPlacements, dim: int, mesh: ShardMesh, axes: DataParallelMeshDims, fqn: str
 ) -> MeshPlacements:
-    """Place a DTensor on the whole mesh that replicates over the data-parallel axes: FSDP cuts over these."""
+    """Place a DTensor that lies on the whole mesh and replicates over the data-parallel axes. FSDP cuts over these axes."""
     names = before.mesh.mesh_dim_names or ()
     dims = (*axes.shard_names, *axes.replicate_names)
     placed = dict(zip(names, before.placements, strict=True)) if names else {}

@@ -13,7 +13,7 @@ from hwfsdp.core.ranks import Axis, ShardMesh
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import UsageError
 
-CLAIMED = "_hwfsdp_claimed"  # the attribute of a parameter that a sharded one has replaced: its name
+CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded one has replaced; holds its name
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
@@ -46,22 +46,22 @@ def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]
 
 
 def claimed_as(param: Any) -> str | None:
-    """The name of the sharded parameter that took the place of this one; None if there is none."""
+    """Return the name of the sharded parameter that has replaced this one; None if there is none."""
     name: str | None = getattr(param, CLAIMED, None)
     return name
 
 
 def replicas_of(mesh: ShardMesh) -> Axis:
-    """The ranks that hold the same rows."""
+    """Return the ranks that hold the same rows."""
     return getattr(mesh, "replicate", Axis())
 
 
 def shard_axis(mesh: ShardMesh) -> DeviceMesh:
-    """The 1D mesh of the ranks that hold different rows."""
+    """Return the 1D mesh of the ranks that hold different rows."""
     names = mesh.mesh.mesh_dim_names
     return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
 
 
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1D mesh of these axes of `mesh`; several axes become one."""
+    """Return the 1D mesh of these axes of `mesh`; several axes become one."""
     return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])

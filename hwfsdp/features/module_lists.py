@@ -23,7 +23,7 @@ from hwfsdp.features.call import Call
 
 
 def check(call: Call) -> None:
-    """Leave out modules that are below others of the list."""
+    """Leave out modules that are below other modules of the list."""
     if not call.modules:
         raise UsageError(
             "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
@@ -64,7 +64,7 @@ class SeveralModules(FSDPState):
             outermost = self.root.forward_root is self
             if not self.to_run:
                 self.end_forward(output)
-            elif outermost or self.root.forward_root is None:  # called by itself
+            elif outermost or self.root.forward_root is None:  # the module was called by itself
                 self.watch_part(output)
             if outermost:
                 output = self.end_iteration_forward(output)
@@ -75,7 +75,7 @@ class SeveralModules(FSDPState):
         self.to_run.clear()
 
     def end_with_root(self, output: Any) -> Any:
-        """End the forward of the group, if some modules have not run: none of them will."""
+        """End the forward of the group if some modules have not run, because they will not run any more."""
         if self.root.forward_root is self or self.phase is not Phase.FORWARD:
             return output
         with moment("post_forward", self):
@@ -83,7 +83,7 @@ class SeveralModules(FSDPState):
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def post_backward(self) -> None:
-        """After the backward of modules that were called by themselves, make compute wait now: no later call would do it."""
+        """After the backward of modules that were called by themselves, make compute wait now, because no later call does it."""
         by_themselves = self.phase is Phase.FORWARD
         super().post_backward()
         if by_themselves:

@@ -1,7 +1,7 @@
 """Shards in host memory. Seam: the home of the shards.
 
 Shards, their gradients, and so optimizer states live on the host. A gather copies them to the device as part of its copy-in. A
-reduced gradient is copied to the host on the stream that made it, and the host waits for all of them when a backward is over.
+reduced gradient is copied to the host on the stream that made it. The host waits for all these copies when a backward is over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostMemory(Home):
 
 
 def is_offloaded(group: ParamGroup) -> bool:
-    """Whether the shards of a group live in host memory."""
+    """True if the shards of a group live in host memory."""
     return any(isinstance(param.home, HostMemory) for param in group.params)
 
 

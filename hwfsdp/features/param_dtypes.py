@@ -1,4 +1,4 @@
-"""Parameters that compute in a dtype of their own, such as norms that stay in fp32 among layers in bf16. Seam: the form.
+"""Parameters that compute in their own dtype, such as norms that stay in fp32 among layers in bf16. Seam: the form.
 
 A group can gather several dtypes in one collective (`core.collectives`). So this feature only needs a policy for each parameter.
 """
@@ -27,7 +27,7 @@ def choose(call: Call) -> None:
 
 
 def policy_of(param: nn.Parameter, fqn: str, policy: Any, override: Callable[[nn.Parameter], Any]) -> Any:
-    """The policy of one parameter."""
+    """Return the policy of one parameter."""
     dtype = override(param)
     if dtype not in (None, policy.param_dtype, param.dtype):
         raise UsageError(

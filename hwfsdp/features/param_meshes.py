@@ -1,15 +1,15 @@
 """Meshes per parameter: one call of `fully_shard`, several groups, such as dense parameters and experts. Seams: the group, the state.
 
-`shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh besides the dimension. Expert parallelism needs this.
-A rank holds only some of the experts, so fewer ranks share an expert than share the dense parameters around it:
+`shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh in addition to the dimension. Expert parallelism
+needs this. A rank holds only some of the experts, so fewer ranks share an expert than share the dense parameters around it:
 
     dense parameters    sharded over ranks 0 1 2 3
     experts 0 and 1     sharded over ranks 0   2
     experts 2 and 3     sharded over ranks   1   3
 
 The parameters of one mesh are a group. `MeshGroups` holds the groups of a call, and takes the place of the heart's one group. So
-the schedule stays the heart's. The order is FSDP2's: gathers go from the first group to the last. Reductions, and the gathers
-that a backward starts ahead, go from the last group to the first.
+the heart's schedule stays the same. The order is the same as in FSDP2: gathers go from the first group to the last. Reductions,
+and the gathers that a backward starts ahead, go from the last group to the first.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def check_params(call: Call) -> None:
     """Ask the user's function once for each parameter, and note the parameter's mesh and placement in the call.
 
     Raises:
-        UsageError: a mesh that does not fit, or memory that parameters on two meshes share.
+        UsageError: a mesh does not fit, or parameters on two meshes share memory.
     """
     ask = call.shard_placement_fn
     if ask is None:
         return
     placements: dict[nn.Parameter, Any] = {}
-    # By id of a mesh's description. The description is kept beside the mesh, so that its id is not given away.
+    # By id of a mesh's description. The description is kept beside the mesh, so that no other object gets its id.
     known: dict[int, tuple[Any, ShardMesh]] = {}
     for index, (param, fqn, _) in enumerate(call.found):
         result = placements[param] = ask(param)
@@ -79,7 +79,7 @@ def choose(call: Call) -> None:
 
 
 def ranks_of(mesh: ShardMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the ranks over which this mesh shards, and those over which it replicates: equal for parameters of one group."""
+    """Return the groups of ranks over which this mesh shards and replicates. Parameters of one group have the same two."""
     return mesh.shard.group, replicas_of(mesh).group
 
 
@@ -90,8 +90,8 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
         info: a DeviceMesh, or an object with the attributes of torch's `FSDPMeshInfo`: `mesh`, `shard_mesh_dim`,
             `replicate_mesh_dim`, and, if `mesh` was taken out of a mesh of all parallelisms, `spmd_mesh` and `dp_mesh_dims`.
 
-        Raises:
-            UsageError: this is not a mesh to shard over, or it does not fit the mesh of the call.
+    Raises:
+        UsageError: this is not a mesh to shard over, or it does not fit the mesh of the call.
     """
     mesh, around = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None), call.ranks
     assert around is not None
@@ -115,7 +115,7 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
 
 
 def has_axes(info: Any, mesh: DeviceMesh) -> bool:
-    """Whether one can shard over this mesh: it is (shard), or (replicate, shard) with names."""
+    """True if parameters can be sharded over this mesh: it is (shard), or (replicate, shard) with names."""
     expected = {1: (None, 0), 2: (0, 1)}.get(mesh.ndim)
     axes = expected if info is mesh else (info.replicate_mesh_dim, info.shard_mesh_dim)
     return expected is not None and axes == expected and (mesh.ndim == 1 or mesh.mesh_dim_names is not None)
@@ -124,7 +124,7 @@ def has_axes(info: Any, mesh: DeviceMesh) -> bool:
 def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
     """Raise UsageError if `mesh` does not fit `around`, the mesh of the call, on this rank.
 
-    Two meshes that are cut from one grid of ranks share a number of ranks that divides the size of both.
+    If two meshes are cut from one grid of ranks, the number of ranks that they share divides the size of each mesh.
     """
     ranks, others = set(mesh.mesh.flatten().tolist()), set(around.mesh.flatten().tolist())
     shared = len(ranks & others)
@@ -191,7 +191,7 @@ def _in_each(method: Callable[[ParamGroup], None]) -> Callable[[MeshGroups], Non
 
 
 class MeshGroups(ParamGroup):
-    """The groups of one call, in place of one group. A call of a method goes on to each of them.
+    """The groups of one call, in place of one group. Each call of a method is passed on to all groups.
 
     Attributes:
         parts: the groups, in the order in which their first parameters were registered. Each has a `label`, which comes after the
@@ -220,7 +220,7 @@ class MeshGroups(ParamGroup):
             part.transport.shards = part.shards = part.mesh.size  # for torch's profiler
 
     def each(self) -> Iterator[ParamGroup]:
-        """Yield the groups, first to last. Work that is done before the next group comes belongs to this group."""
+        """Yield the groups, first to last. For the observer, all work until the next group belongs to this group."""
         for part in self.parts:
             with moment("part", part):
                 yield part
@@ -241,7 +241,7 @@ class MeshGroups(ParamGroup):
         return any(part.has_late_gradients for part in self.parts)
 
     def post_backward(self) -> None:
-        """Start with the last group. The reductions wait for reductions of other modules, not for each other."""
+        """Run post-backward of each group, the last one first. The reductions wait for other modules' reductions, not for each other."""
         comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
         if self.has_late_gradients:
             with moment("post_backward_rs_wait", self):
@@ -265,7 +265,7 @@ def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
 
 
 def parts_of(group: ParamGroup) -> list[ParamGroup]:
-    """The groups behind one group of the schedule; usually only the group itself."""
+    """Return the groups behind one group of the schedule; usually only the group itself."""
     return group.parts if isinstance(group, MeshGroups) else [group]
 
 
@@ -284,7 +284,7 @@ class MeshesState(FSDPState):
         return states
 
     def next_in_backward(self) -> list[ParamGroup]:
-        """All groups of the module before, the last one first. If this module has one group, only the last one of them."""
+        """Return the groups of the module before, the last one first. If this module has one group, return only the last of them."""
         indices = list(self.group.post_forward_indices) if self.group else []
         found = super().next_in_backward()
         if not isinstance(self.group, MeshGroups):

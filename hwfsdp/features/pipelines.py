@@ -36,7 +36,7 @@ class StagedState(FSDPState):
     """A state that checks the stage in which it runs.
 
     Attributes:
-        checked: for each group below, whether it was freed after forward when the stage was checked; None before.
+        checked: for each group below, True if it was freed after forward when the stage was checked. None before the check.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -45,7 +45,7 @@ class StagedState(FSDPState):
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         args, kwargs = super().begin_iteration(args, kwargs)
-        stages = sys.modules.get(_STAGES)  # not imported: there can be none
+        stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
         freed = [group.reshard_after_forward for group in self.root.groups]
         if stages is not None and self.checked != freed and torch.is_grad_enabled():
             self.check_stage(stages)
@@ -97,7 +97,7 @@ class StagedState(FSDPState):
 
 
 def running(home: str, attribute: str) -> Any:
-    """Find the object whose method this thread runs: of a class in the module `home` of torch, with this attribute; else None."""
+    """Return the object of torch's module `home` whose method this thread runs, if it has this attribute; None if there is none."""
     for frame, _ in traceback.walk_stack(None):
         if frame.f_globals.get("__name__") == home:
             found = frame.f_locals.get("self")
@@ -107,6 +107,6 @@ def running(home: str, attribute: str) -> Any:
 
 
 def splits_backwards(schedule: Any) -> bool:
-    """Whether a schedule of torch has a backward for the inputs alone, which torch calls "I"."""
+    """True if a schedule of torch has a backward for the inputs alone, which torch calls "I"."""
     actions = [action for of_rank in (schedule.pipeline_order or {}).values() for action in of_rank]
     return any(action is not None and action.computation_type == "I" for action in actions)

@@ -1,6 +1,6 @@
-"""torch's profiler shows the ranges that FSDP2 shows. Seam: the observer.
+"""The ranges of FSDP2 in torch's profiler. Seam: the observer.
 
-The instrument is in the slot as long as nothing else is. At every moment, it checks whether a profiler is running.
+The instrument is in the slot as long as no other instrument is there. At every moment, it checks whether a profiler is running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.features.call import Call
 
 _NOTHING = nullcontext()
-_NAMES = {  # of moments that FSDP2 calls otherwise
+_NAMES = {  # moments that have another name in FSDP2
     "forward_prefetch": "forward_prefetch for",
     "backward_prefetch": "backward_prefetch for",
     "copy_out": "all_gather_copy_out",
@@ -34,7 +34,7 @@ _OTHERS = (  # FSDP2 does not show them
     "post_backward",
     "part",
 )
-_OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # of states that have one
+_OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # shown if the state has a group
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
 
 
@@ -47,7 +47,7 @@ def choose(call: Call) -> None:
 
 
 def shown(name: str, of: Any) -> AbstractContextManager[Any]:
-    """Return the range of a moment while a profiler is running, and nothing where FSDP2 shows no range."""
+    """Return the range of a moment. Return an empty context if no profiler is running, or if FSDP2 shows no range."""
     if not profiler_is_running() or name in _OTHERS or (isinstance(of, Transport) and of.ranks.size == 1):
         return _NOTHING
     if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):
@@ -55,7 +55,7 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     if name == "post_backward_rs_wait" and not of.comm_ctx.is_full:
         return _NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
-    shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # of one of a module's groups
+    shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
     return profiler_range(_NAMES.get(name, name), "" if nameless else of.module_fqn, shards)
 
 

@@ -1,16 +1,16 @@
-"""Repair what an exception leaves behind. Seam: the state.
+"""Repair the states that an exception leaves behind. Seam: the state.
 
-There is no list of places where an exception may be raised. Two rules are enough. First, a whole parameter is valid until the
-next
-optimizer step: an iteration that begins after a step frees everything that was gathered before it. Second, `break_off` ends
-everything that is unfinished.
+An exception may come from anywhere, so there is no list of places. Two rules are enough. First, a whole parameter is valid until
+the next optimizer step: an iteration that begins after a step frees everything that was gathered before the step. Second,
+`break_off` ends everything that is unfinished.
 
 After an exception in a forward, torch still calls the outermost module's hook, and that hook calls `break_off`. After a
 KeyboardInterrupt torch calls no hook; then the next forward calls it.
 
 Autograd holds the only strong reference to the function that it calls at the end of a backward. `Callbacks` holds a weak one. If
 the function is gone and has never run, an exception ended that backward. The next hook that runs notices this, for all models
-that share the context. A forward inside a backward ends nothing: checkpointing stops it by an exception.
+that share the context. An exception in a forward inside a backward ends nothing, because checkpointing stops a recomputation by
+an exception.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
 
-# Steps that began or ended, of optimizers that hold DTensors. What was gathered before the last one is stale. Other optimizers
-# do not count. They may exist on one rank only, and then only this rank would gather again.
+# The number of steps that began or ended, of optimizers that hold DTensors. Everything that was gathered before the last one is
+# stale. Other optimizers do not count. They may exist on one rank only, and then only this rank would gather again.
 optimizer_steps = 0
 _counting = False
 
@@ -64,13 +64,13 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def callbacks_of(comm_ctx: FSDPCommContext) -> Callbacks:
-    """The functions that the backward in progress will call at its end, for each root or part of a model that it reached."""
+    """Return the functions that the backward in progress calls at its end, for each root or part of a model that it reached."""
     found: Callbacks = vars(comm_ctx).setdefault("callbacks", {})
     return found
 
 
 def backward_broke(comm_ctx: FSDPCommContext) -> bool:
-    """Whether a backward ended without calling the functions that it should call at its end."""
+    """True if a backward ended without calling the functions that it should call at its end."""
     return any(callback() is None for callback in callbacks_of(comm_ctx).values())
 
 
@@ -78,9 +78,9 @@ class RecoveringState(FSDPState):
     """A state that notices an exception of an earlier iteration.
 
     Attributes:
-        steps: how many optimizer steps there had been when the parameters that are whole now were gathered; of the root.
+        steps: the value of `optimizer_steps` when the parameters that are whole now were gathered. Only the root's value counts.
         handled: the id of the exception that was being handled when the forward began; a later exception has another id.
-        accumulated: whether the last backward that ended left gradients that are not reduced over all ranks.
+        accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
     """
 
     always_call = True
@@ -110,14 +110,14 @@ class RecoveringState(FSDPState):
         return super().pre_forward(module, args, kwargs)
 
     def is_left_over(self) -> bool:
-        """Whether the phase, which is not IDLE, was left by a forward or backward that an exception ended."""
+        """True if an exception ended the forward or backward that left this state in its phase, which is not IDLE."""
         if in_backward():
             return backward_broke(self.comm_ctx)
         entered_again = self.phase is Phase.FORWARD and (self.head is self or self.is_stale())
         return bool(callbacks_of(self.comm_ctx)) or (entered_again and not self.is_inside_forward())
 
     def is_inside_forward(self) -> bool:
-        """Whether the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
+        """True if the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
 
         This is slow, because it looks at the stack. So it is called only in unusual cases: a module calls itself, a method calls
         the forward, or an optimizer steps in a forward.
@@ -126,7 +126,7 @@ class RecoveringState(FSDPState):
         return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
-        """Whether an optimizer stepped since the last iteration began. In a backward, it may step for some of the parameters."""
+        """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""
         return self.head.steps != optimizer_steps and not in_backward()
 
     def is_outermost(self) -> bool:
@@ -149,7 +149,7 @@ class RecoveringState(FSDPState):
         return super().begin_iteration(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Called after an exception in the forward, too. If the exception leaves the outermost forward, break off the iteration."""
+        """Break off the iteration if an exception leaves the outermost forward. torch calls this hook after an exception, too."""
         outermost = self.root.forward_root is self
         if outermost and id(sys.exc_info()[1]) != self.handled and not in_backward():
             with moment("post_forward", self):
@@ -167,7 +167,7 @@ class RecoveringState(FSDPState):
                     group.reshard()
 
     def before_unshard(self) -> None:
-        """Called before the user gathers by hand."""
+        """Repair everything unfinished before the user gathers by hand."""
         if backward_broke(self.comm_ctx):
             self.break_off()
         self.free_stale()
@@ -210,7 +210,7 @@ class RecoveringState(FSDPState):
     # --- putting back ---
 
     def reset_iteration(self) -> None:
-        """After an exception in a forward or backward, put every state below the root back to before the iteration.
+        """After an exception in a forward or backward, put every state below the root back to its state before the iteration.
 
         Raises:
             StateError: this is not the root.
@@ -266,7 +266,7 @@ class RecoveringState(FSDPState):
 
 
 def has_accumulated(group: ParamGroup) -> bool:
-    """Whether a group that does not reduce over all ranks still has gradients of a backward."""
+    """True if a group that does not reduce over all ranks still has gradients of a backward."""
     partial = getattr(group.reducer, "partial_grads", {})
     reduces = group.reduce_grads and getattr(group.reducer, "all_reduce_grads", True)
     return not reduces and (bool(partial) or any(p.has_unreduced_grad for p in group.params))
@@ -290,7 +290,7 @@ def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -
     groups = [g for state in states if not getattr(state, "accumulated", False) for g in state.groups]
     dropped = [(param, param.sharded_param) for group in groups for param in group.params]
     with no_autograd():
-        for param, shard in dropped:  # a stand-in without hooks, whose gradient nobody reads
+        for param, shard in dropped:  # a stand-in without hooks; no code reads its gradient
             param.sharded_param = nn.Parameter(shard.detach(), requires_grad=shard.requires_grad)
         try:
             comm_ctx.finish_reductions()

@@ -1,4 +1,4 @@
-"""Sums in place of means, other divisors, hooks on what was reduced, parameters without a gradient. Seam: the reducer."""
+"""Sums instead of means, other divisors, hooks on reduced gradients, parameters without a gradient. Seam: the reducer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SteeredReducer(Reducer):
     """A reducer that does what `FSDPModule`'s setters say.
 
     Attributes:
-        divide_factor: what sums of gradients are divided by; None: the number of ranks.
-        force_sum: the backend only sums, and we divide separately.
-        hook: called with each reduced flat gradient, before the division; may change it. hook_stream: the stream for the hook, if
-            not the all-reduce stream.
-        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
+        divide_factor: the divisor of sums of gradients; None: the number of ranks.
+        force_sum: if True, the backend only sums, and the division is a separate step.
+        hook: called with each reduced flat gradient, before the division; it may change the gradient. hook_stream: the stream of
+            the hook; None: the all-reduce stream.
+        reduce_unused: if True, parameters without a gradient are reduced as zeros, because other ranks may have a gradient.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -50,7 +50,7 @@ class SteeredReducer(Reducer):
         """Set `divide_factor`.
 
         Raises:
-            UsageError: 0, or not a number.
+            UsageError: `factor` is 0, or not a finite number.
         """
         if not isinstance(factor, int | float) or not factor or not math.isfinite(factor):
             raise UsageError(
@@ -68,7 +68,7 @@ class SteeredReducer(Reducer):
         return mean_over(shards, dtype, self.divide_factor, self.force_sum)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """Return zeros for a parameter that is trained and was gathered at least once; otherwise no rank has used it."""
+        """If `reduce_unused`, return zeros for a trained parameter that was gathered at least once. No rank has used other parameters."""
         trained = param.sharded_param.requires_grad and param.unsharded_param is not None
         return self.zeros(param) if self.reduce_unused and trained else None
 
@@ -111,7 +111,7 @@ class ReductionMethods(wrap.FSDPModule):
         """Set the number by which sums of gradients are divided, instead of the number of ranks.
 
         Raises:
-            UsageError: 0, or not a number.
+            UsageError: `factor` is 0, or not a finite number.
         """
         for reducer in self._reducers(recurse=False):
             reducer.divide_by(factor)
@@ -131,7 +131,7 @@ class ReductionMethods(wrap.FSDPModule):
     ) -> None:
         """Choose whether parameters without a gradient are reduced as zeros.
 
-        You need this if ranks take different paths through the model: without it, their reductions do not fit together.
+        You need this if ranks take different paths through the model. Otherwise their reductions do not fit together.
         """
         for reducer in self._reducers(recurse):
             reducer.reduce_unused = reduce_scatter_unused_params

@@ -156,7 +156,7 @@ class LargerShard(Form):
         """Free the whole parameter, except the rows that this rank of `mesh` keeps, which get their own memory.
 
         S, the number of ranks of `mesh`, divides the world size, so S such chunks are never larger than the gathered memory. A
-        DTensor of them is registered, for the user to look at.
+        DTensor of these rows is registered, so that the user can look at it.
         """
         param, shape = self.param, self.param.layout.shape
         assert self.gathered is not None
@@ -178,7 +178,7 @@ class SmallerMeshGroup(ParamGroup):
     """A group whose parameters stay sharded over fewer ranks after forward.
 
     Attributes:
-        smaller: these ranks; None if the user has changed the setting since then.
+        smaller: the mesh of these ranks; None if the user has changed the setting since then.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class SmallerMeshGroup(ParamGroup):
             if param.state is ShardedState.UNSHARDED and isinstance(param.form, LargerShard):
                 param.form.keep(self.smaller)
         streams = self.comm_ctx.streams
-        streams.copy.wait(streams.compute.record())  # it reads those shards
+        streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
 
     def reshard(self) -> None:
         """Wait for a gather that may be reading the larger shards, before they are freed."""

@@ -48,9 +48,10 @@ class SteeredState(FSDPState):
     """A state with settings.
 
     Attributes:
-        forward_prefetch, backward_prefetch: states whose groups to gather next, instead of the expected one; else empty.
-        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute; of the root.
-        max_reductions: how many reductions may be in flight; the largest of a model's states counts.
+        forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
+        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
+            value counts.
+        max_reductions: the number of reductions that may be in flight. The largest number of a model's states counts.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -61,7 +62,7 @@ class SteeredState(FSDPState):
         super().__init__(*args)
 
     def next_in_forward(self) -> list[ParamGroup]:
-        learned = super().next_in_forward()  # also where a list decides
+        learned = super().next_in_forward()  # also if a list decides: this notes the order
         return [group for state in self.forward_prefetch for group in state.groups] or learned
 
     def next_in_backward(self) -> list[ParamGroup]:
@@ -79,7 +80,7 @@ class SteeredState(FSDPState):
         root.post_optim_event = None
         on_compute = StreamEvent(streams.compute, event)
         if observer.slot is not None:
-            # Nobody knows where the user recorded the event. The recording takes it to follow all of compute so far.
+            # The user may have recorded the event anywhere. The recording assumes that it follows all work on compute so far.
             observer.slot.recorded(on_compute)
         streams.copy.wait(on_compute)
 
@@ -91,7 +92,7 @@ class SteeredState(FSDPState):
         self.share_max_reductions()
 
     def share_max_reductions(self) -> None:
-        """Set the limit of the queue of reductions that the groups share: the largest that any of them asks for."""
+        """Set the number of reductions that may be in flight: the largest that any state asks for. All groups share this limit."""
         asked = [getattr(state, "max_reductions", 1) for state in self.root.states if state.groups]
         self.comm_ctx.max_reductions = max(asked, default=1)
 
@@ -159,7 +160,7 @@ class SteeredModule(wrap.FSDPModule):
         self._state().root.is_last_backward = is_last_backward
 
     def reset_iter_state(self) -> None:
-        """Drop everything that an exception in a forward or backward left, also unreduced gradients. Call it on the root.
+        """Drop everything that an exception in a forward or backward left, including unreduced gradients. Call it on the root.
 
         Without this call, the next forward repairs everything except these gradients. Before the next backward, zero the
         gradients that were reduced already.
@@ -222,7 +223,7 @@ class SteeredModule(wrap.FSDPModule):
             param.sharded_param.grad = None
         result = super()._apply(fn, recurse)
         for param, dtype, grad in kept:
-            param.sharded_param.grad_dtype = dtype  # lost with the data
+            param.sharded_param.grad_dtype = dtype  # it was lost with the data
             param.adopt_registered()
             param.sharded_param.grad = None if grad is None else grad.to(param.sharded_param.device)
         return result
@@ -251,7 +252,7 @@ class SteeredModule(wrap.FSDPModule):
 
 
 def has_own_grad_dtype(param: FSDPParam) -> bool:
-    """Whether the user has set the dtype of a parameter's gradient."""
+    """True if the user has set the dtype of a parameter's gradient."""
     return compat.has_grad_dtype(param.sharded_param)
 
 

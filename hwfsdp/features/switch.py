@@ -3,8 +3,8 @@
 In your own program, importing `fully_shard` from hwfsdp is enough. But a library may test `isinstance(module, FSDPModule)` with
 torch's class. Then it does not recognize our modules, and may silently do nothing.
 
-torch's `replicate` uses torch's own FSDP2, and we leave it so. A pipeline stage tests by `isinstance` whether its module is
-sharded, or replicated in this way. So its test gets both classes.
+torch's `replicate` uses torch's own FSDP2, and the switch does not change this. A pipeline stage tests by `isinstance` whether
+its module is sharded, or replicated in this way. So its test gets both classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def install() -> None:
     Raises:
         StateError: modules outside torch hold torch's names already. Then nothing was changed.
     """
-    for pipelines in PIPELINES:  # they would get one name only, imported later
+    for pipelines in PIPELINES:  # imported after this function, they would get our class only
         importlib.import_module(pipelines)
     names = {name: vars(torchs)[name] for name in hwfsdp.__all__ if name in vars(torchs)}
     torch_names = {name: value for name, value in names.items() if value is not getattr(hwfsdp, name)}

@@ -1,16 +1,16 @@
-"""Give torch's pipeline stages, and some programs, what they read of a sharded module, under torch's names. Seam: the state.
+"""torch's names for attributes of sharded modules that its pipeline stages, and some programs, read. Seam: the state.
 
-    fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module, of which are read:
+    fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module. They read of it:
         _mp_policy                                          the policy of the call
-        _comm_ctx                                           what the groups of a model share
+        _comm_ctx                                           the context that the groups of a model share
         _state_ctx.all_states                               the states of all modules below the root
         _root_post_backward_final_callback()                ends a backward, as autograd's last call does
-        _pre_forward, _post_forward                         its forward hooks, and with `_hook_handle` what takes them away
+        _pre_forward, _post_forward                         its forward hooks; with `_hook_handle`, the handles that remove them
         _fsdp_param_groups, _fsdp_param_group               its groups, one for each mesh
             fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param
             pre_backward(), post_backward()                 gather; reduce, or accumulate
 
-This chapter only gives torch's names to things that exist anyway. A stage that recognizes a module as torch's own switches
+This module only gives torch's names to things that exist anyway. If a stage recognizes a module as torch's own, it switches
 reductions off for all of its micro-batches, and reduces once. torch's memory tracker replaces the forward hooks, and two methods
 of a group, by functions of its own. So the schedule calls these by the names that the tracker replaces.
 """
@@ -97,14 +97,14 @@ class ViewedState(FSDPState):
         self.finish_backward()
 
     def pre_backward(self) -> None:
-        """Autograd calls this once per output; the group's method is called once, as torch's is."""
+        """Call the group's method once per backward, as torch does. Autograd calls this once per output."""
         if self.group and self.phase is not Phase.PRE_BACKWARD:
             vars(self.group)["pre_backward"]()
         else:
             super().pre_backward()
 
     def begin_backward(self) -> None:
-        """Do what a group's `pre_backward` does, unless a program has replaced it."""
+        """Do the work of a group's `pre_backward`. A program may replace that method."""
         super().pre_backward()
 
 
@@ -112,7 +112,7 @@ class Viewed(wrap.FSDPModule):
     """A method of sharded modules."""
 
     def _get_fsdp_state(self) -> Any:
-        """Return the module's state, as this chapter describes it.
+        """Return the module's state, as the docstring of this module describes it.
 
         Raises:
             RefusedError: the module has no state.

@@ -93,7 +93,7 @@ def part_of(param: Tensor) -> Part:
 
 
 def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a rank's part of a parameter, row by row. Called while autograd records nothing.
+    """Fill a rank's part of a parameter, row by row. Called with autograd off.
 
     Args:
         fqn: the parameter's. part: the part of this rank, `part.local`, at `part.offset` in the whole (see `part_of`). Fill it
@@ -107,7 +107,7 @@ def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: in
     the whole parameter. Then copy the row into the part. If the part is cut along other dims as well, copy only the elements that
     belong to the part, as `part.offset` and the part's shape say.
 
-    Besides the part, there is never memory for more than one row.
+    At any time, there is memory for the part and for at most one row.
     """
     local, offset = part
     if local.numel() == 0:
@@ -127,9 +127,9 @@ def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
         seed: of the whole model, any integer. fqn: the parameter's name. number: the row's number in the whole parameter.
 
     Returns:
-        A new generator that depends only on these three. It gives the same numbers in every process on every machine, no matter
-        what was drawn before. If any of the three is different, it gives different numbers. Its `manual_seed` takes integers of
-        64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
+        A new generator that depends only on these three arguments. It gives the same numbers in every process on every machine,
+        no matter what was drawn before. If one of the three is different, it gives different numbers. Its `manual_seed` takes
+        integers of 64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
     """
     digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
