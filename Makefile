@@ -45,10 +45,10 @@ demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare
 	$(BIN)/python -m hwfsdp demo
 
 test: setup  ## run the tests that a commit needs, TEST_JOBS files at a time
-	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 test-all: setup  ## run all tests; torch compares the collectives of all ranks
-	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # instructors
 .PHONY: check exercises mutants worth format bench clients gpu

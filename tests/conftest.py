@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
             "these tests compare hwfsdp with torch's FSDP2, whose names are hwfsdp's here: expected a PYTHONPATH without "
             f"hwfsdp's startup folder; got {os.environ.get('PYTHONPATH')!r}. Unset it."
         )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has left out tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the files that take longest, so that no worker has to wait for another one's last file."""
+    from worth import kept
+
+    seconds = kept()["seconds"]
+    of_file: Counter[Path] = Counter()
+    for item in items:
+        of_file[item.path] += seconds.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -of_file[item.path])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

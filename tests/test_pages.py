@@ -42,7 +42,7 @@ SIMULATE = "hwfsdp simulate --model llama3-8b"
 OWN = "hwfsdp train --steps 20"
 LOSS = "2 ranks, 20 steps: loss 5.58"
 SUBMISSIONS = "mkdir submissions; cp -r answers submissions/ada; cp -r answers submissions/bob"
-GRADE = "hwfsdp grade submissions/ --jobs 2 --secret secret.txt --out grades.csv"
+GRADE = "hwfsdp grade submissions/ --secret secret.txt --out grades.csv"
 CLUSTER = (
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id run7"
 )

@@ -167,10 +167,20 @@ def mutated(record: Record, source: str | None = None) -> str:
     from hwfsdp.course.mutants import mutants
 
     original = (ROOT / record["module"]).read_text()
-    mutant = list(mutants(extract(original, record["function"])))[record["number"]]
-    if str(mutant) != record["what"]:
+    same = {
+        number: mutant
+        for number, mutant in enumerate(mutants(extract(original, record["function"])))
+        if change(str(mutant)) == change(record["what"])
+    }
+    if not same:
         raise SystemExit(f"{record['module']} has changed since the mistakes were drawn: draw them again.")
+    mutant = same[min(same, key=lambda number: abs(number - record["number"]))]
     return splice(original if source is None else source, record["function"], mutant.text)
+
+
+def change(what: str) -> str:
+    """What a mistake changes, without its line, which moves when a docstring grows."""
+    return what.partition(", ")[2]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from hwfsdp.errors import UsageError
 
@@ -29,7 +30,7 @@ def grade(args: argparse.Namespace) -> int:
     if policy.rule and deadline is None:
         raise UsageError("--late", expected="a --deadline", got="none", remedy="Give both.")
     settings = Settings(
-        jobs=args.jobs,
+        jobs=args.jobs or os.cpu_count() or 1,
         mine=args.mine,
         seed=args.seed,
         secret=read_secret(args.secret),

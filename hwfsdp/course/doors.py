@@ -147,7 +147,10 @@ class Doors:
             return self._closed_module(found)
         if not isinstance(found, _TOLD):
             return ""
-        home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
+        home = found.__module__ or ""
+        if not home:
+            return ""  # a method of an object that is not written in Python
+        what = f"{home}.{found.__qualname__}"
         if is_below(home, READY_MADE) and found.__name__ not in (*POLICIES, *RECORDS):
             return f"uses {what}"
         if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):

@@ -7,7 +7,7 @@ the text shows nothing. Then `doors` applies the same rules when the code uses t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,8 +82,14 @@ def find_digging(text: str) -> Use | None:
     return min(found, key=lambda use: use.line, default=None)
 
 
-def is_below(name: str, roots: Iterable[str]) -> bool:
+def is_below(name: str, roots: tuple[str, ...]) -> bool:
     """True if a dotted name is one of these roots, or below one of them."""
+    # a learner's own kind of str may say that it equals another, so it must not become a key
+    return _is_below(name, roots) if type(name) is str else _is_below.__wrapped__(name, roots)
+
+
+@lru_cache(maxsize=4096)
+def _is_below(name: str, roots: tuple[str, ...]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 

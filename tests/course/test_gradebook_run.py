@@ -18,6 +18,7 @@ from hwfsdp import UsageError
 from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.gradebook.grading import ClassRun, Progress, Settings, grade_class
 from hwfsdp.course.gradebook.hidden_inputs import draw_inputs, secret_inputs
+from hwfsdp.course.gradebook.jobs import Order, Pool
 from hwfsdp.course.gradebook.journal import Journal, make_folder, remove_folder
 from hwfsdp.course.gradebook.late import LatePolicy, parse_rule
 from hwfsdp.course.gradebook.results import Result
@@ -187,6 +188,21 @@ def test_a_worker_that_dies_is_replaced_and_what_it_did_is_repeated(
     assert "exercise 01 was not graded" in error and "SIGKILL" in error and "out of memory" in error
     assert found["bob"].exercises[0]["status"] == "error"
     assert [check["passed"] for check in found["bob"].exercises[0]["checks"]].count(None) > 0
+
+
+def test_orders_of_one_lane_go_to_one_worker(handed: Path, course: Course, log: Path) -> None:
+    orders = []
+    for name in ("ada", "bob"):
+        hand_in(handed, name, first=f"# {name}")
+        for what in ("01", "02", "03"):
+            message = {"what": what, "folder": str(handed / name), "seed": 3, "repeat": False}
+            orders.append(Order(name, what, message, lane=name))
+    with Pool(course.root, lambda order, message: None, command=fake_worker(log)) as pool:
+        done = [(order.name, order.what) for order, _ in pool.run(iter(orders), 2)]
+    assert sorted(done) == sorted((order.name, order.what) for order in orders)
+    words = [line.split() for line in log.read_text().splitlines() if line.startswith("begin")]
+    ada, bob = ({pid for _, whose, _, pid in words if whose == name} for name in ("ada", "bob"))
+    assert len(ada) == len(bob) == 1 and ada != bob
 
 
 def test_a_timeout_in_a_crowd_is_repeated_alone_before_it_counts(

@@ -208,7 +208,7 @@ class ClassRun:
             "mine": self.settings.mine and not is_station,
             "repeat": self.settings.jobs == 1,
         }
-        return Order(collected.name, what, message)
+        return Order(collected.name, what, message, lane=collected.name if is_station else "")
 
     def _key(self, pending: _Pending, what: str) -> Key:
         """Return the key of a result, made from the graded files, the course and the inputs."""

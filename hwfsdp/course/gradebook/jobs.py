@@ -3,6 +3,11 @@
 Each process is a `worker` with its own server of ranks, because all processes of a server count as one run and are ended with it. Each
 worker gets one order at a time. So if a worker dies, only its current order is lost, and a new worker takes its place.
 
+Note [Lanes]
+    A worker keeps the reports of ranks as long as its orders are about the same file with the same inputs. This is true for all
+    stations of a submission, so they have one lane: one worker takes them, while other workers take the submission's electives,
+    or the next submission.
+
 Note [What a crowd may not cost]
     With several runs on one machine, a right answer may exceed its time limit. So the caller must repeat an order alone (`run` with
     one worker) if its outcome is provisional, or if its worker died.
@@ -18,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,12 +45,15 @@ class Order(NamedTuple):
     Attributes:
         name: the name of the submission. what: the number of an exercise, or the name of an extra.
         message: the message to the worker. again: the order is repeated alone.
+        lane: orders with the same lane go to the same worker, one after the other (Note [Lanes]); "" for an order that any
+            worker may take.
     """
 
     name: str
     what: str
     message: Message
     again: bool = False
+    lane: str = ""
 
 
 class Outcome(NamedTuple):
@@ -89,11 +98,13 @@ class Worker:
         self.input, self.output = self.process.stdin, self.process.stdout
         os.set_blocking(self.output.fileno(), False)
         self.order: Order | None = None
+        self.lane = ""  # of its last order that had one
         self.heard, self._rest = time.monotonic(), b""
 
     def take(self, order: Order) -> None:
         """Send an order to the worker. If the worker is already dead, `messages` reports it."""
         self.order, self.heard = order, time.monotonic()
+        self.lane = order.lane or self.lane
         with suppress(BrokenPipeError):
             self.input.write(json.dumps(order.message).encode() + b"\n")
             self.input.flush()
@@ -168,17 +179,39 @@ class Pool:
 
     def run(self, orders: Iterator[Order], size: int) -> Iterator[tuple[Order, Outcome]]:
         """Send the orders to `size` workers at once. Yield each order with its outcome when it ends."""
-        more = True
-        while more or any(worker.order for worker in self.workers):
-            while more and sum(worker.order is not None for worker in self.workers) < size:
-                order = next(orders, None)
+        postponed: deque[Order] = deque()
+        while True:
+            while sum(worker.order is not None for worker in self.workers) < size:
+                order = self._next(postponed, orders)
                 if order is None:
-                    more = False
-                elif self._is_over():
+                    break
+                if self._is_over():
                     yield order, OVERDUE
                 else:
-                    self._idle().take(order)
+                    (self._owner(order) or self._idle()).take(order)
+            if not any(worker.order for worker in self.workers):
+                return
             yield from self._ended()
+
+    def _next(self, postponed: deque[Order], orders: Iterator[Order]) -> Order | None:
+        """Return the first order that can begin, or None. Postpone the orders before it."""
+        for order in postponed:
+            if self._can_begin(order):
+                postponed.remove(order)
+                return order
+        for order in orders:
+            if self._can_begin(order):
+                return order
+            postponed.append(order)
+        return None
+
+    def _can_begin(self, order: Order) -> bool:
+        owner = self._owner(order)
+        return owner is None or owner.order is None
+
+    def _owner(self, order: Order) -> Worker | None:
+        """Return the worker that had the last order of this lane; None if there is none."""
+        return next((worker for worker in self.workers if order.lane and worker.lane == order.lane), None)
 
     def _is_over(self) -> bool:
         return self.until is not None and time.monotonic() > self.until
