@@ -280,7 +280,7 @@ def test_show_reports_the_multiple_that_accumulation_moves(logs: dict[str, Event
     for op, moved in found.measured[0].items():
         assert moved.bytes == 3 * found.expected[op].bytes
     assert "3 ×" in describe(found, "x")
-    assert "It moves what ZeRO-3 does, all_gather 3 times, reduce_scatter 3 times: " in describe(found, "x")
+    assert "It moves the same bytes as ZeRO-3, all_gather 3 times, reduce_scatter 3 times: " in describe(found, "x")
 
 
 def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: dict[str, EventLog]) -> None:
@@ -288,7 +288,7 @@ def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: d
     events = [e for e in hybrid.events for _ in range(3 if e.op == "all_gather" else 1)]
     found = examine(EventLog(events, hybrid.samples, hybrid.about))
     assert found.multiple == Multiple(["HSDP"], {"all_gather": 3, "all_reduce": 1, "reduce_scatter": 1})
-    assert "It moves what HSDP does, all_gather 3 times: " in describe(found, "x")
+    assert "It moves the same bytes as HSDP, all_gather 3 times: " in describe(found, "x")
     assert examine(hybrid).multiple is None
     uneven = [e for e in events if e.op != "all_gather" or e.seq % 2]
     assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
@@ -371,7 +371,7 @@ def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) 
     assert found.ranks_agree and not found.same_every_step and found.as_expected is False
     assert not any(each.matches for each in found.strategies)
     text = describe(found, "x")
-    assert "Steps differ" in text and "what no strategy does" in text
+    assert "Steps differ" in text and "No strategy moves these bytes" in text
 
 
 # --- Two logs ------------------------------------------------------------------------------------------------

@@ -119,9 +119,8 @@ def _strategy_said(findings: Findings) -> str:
         matching = multiple.strategies
         times = "".join(f", {op} {n} times" for op, n in multiple.times.items() if n > 1)
     if not matching:
-        return "It moves what no strategy does."
-    do = "does" if len(matching) == 1 else "do"
-    return f"It moves what {' and '.join(matching)} {do}{times}: {_SAYS_STRATEGY[matching[-1]]}."
+        return "No strategy moves these bytes."
+    return f"It moves the same bytes as {' and '.join(matching)}{times}: {_SAYS_STRATEGY[matching[-1]]}."
 
 
 def _times(findings: Findings) -> list[str]:
