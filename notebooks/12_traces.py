@@ -104,7 +104,7 @@ expected = {op: moved.bytes for op, moved in examine(healthy).expected.items()}
 plot_traffic(looking, {"closed form": expected})
 
 # %% [markdown]
-# The traffic of gradients is right, but the traffic of parameters is not. The output says: *It moves what no strategy does.*
+# The traffic of gradients is right, but the traffic of parameters is not. The output says: *No strategy moves these bytes.*
 # The extra gathers belong to one more forward. A comparison of two traces also says where they are: it shows the first event
 # that differs between the healthy and the broken run.
 
