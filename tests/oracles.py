@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -291,11 +291,40 @@ def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_l
     training.steps(1, first_seed=99)
 
 
-def clip(training: Training, p: float = 2.0) -> None:
+def backward_twice(training: Training, first: str = "b") -> None:
+    """Steps of one forward and two backwards, the first of which reduces what this says (see `configure`)."""
+    for seed in range(2):
+        loss = training.loss(seed)
+        configure(training, first)
+        loss.backward(retain_graph=True)
+        training.keep_local_grads()
+        configure(training, "b")
+        loss.backward()
+        training.update()
+    training.keep_params()
+
+
+def walk(training: Training, paths: Sequence[tuple[Any, ...]], pattern: str = "b") -> None:
+    """Twice along these paths through the model, a micro-batch each; with the end of the pattern a step ends.
+
+    Args:
+        pattern: what micro-batches reduce (see `configure`), over and over.
+    """
+    for micro, training.model.path in enumerate([*paths, *paths]):
+        place = micro % len(pattern)
+        configure(training, pattern[place])
+        training.loss(micro).backward()
+        training.keep_local_grads()
+        if place == len(pattern) - 1:
+            training.update()
+    training.keep_params()
+
+
+def clip(training: Training) -> None:
     """The norm is over all parameters, wherever they are."""
     for seed in range(2):
         training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05)
         training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
         training.update()
     training.keep_params()
@@ -449,6 +478,30 @@ class Promises:
             frame = self.frames.setdefault((ranks, is_long), Together(ranks, timeout=600))
             frame.add(f"{promise}: {name}", functools.partial(complaints_of, checks[name]), [])
             self.cases.append((suites.long if is_long else pytest.param)(promise, ranks, name))
+
+    def trains(
+        self,
+        promise: str,
+        cases: dict[str, Case],
+        ranks: int = 2,
+        fast: Iterable[str] | None = None,
+        fsdp2: Tolerance | None = None,
+        plain: Tolerance = REGROUPING,
+        not_fsdp2: Iterable[str] = (),
+        not_plain: Iterable[str] = (),
+    ) -> None:
+        """That cases compute what FSDP2 computes and, unless a `policy` rounds them, what PyTorch computes without sharding.
+
+        Args:
+            fsdp2, plain: how much they may differ; from FSDP2 by default not at all where two numbers are added.
+            not_fsdp2, not_plain: cases for which one of the two oracles has no answer.
+        """
+        checks: dict[str, Check] = {}
+        for name, case in cases.items():
+            with_fsdp2 = None if name in not_fsdp2 else fsdp2 or against_fsdp2(ranks)
+            without = None if name in not_plain or case.options.get("policy") else plain
+            checks[name] = functools.partial(compare, case, with_fsdp2, without)
+        self.add(promise, checks, ranks, fast)
 
     def test(self) -> Callable[..., None]:
         """A test for each of the cases: no rank complains."""
