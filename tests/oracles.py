@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -67,8 +68,6 @@ def ours(module: nn.Module, **options: Any) -> nn.Module:
 
 def theirs(module: nn.Module, **options: Any) -> nn.Module:
     """torch's fully_shard."""
-    from torch.distributed import fsdp
-
     return shard(fsdp, module, **options)
 
 
@@ -192,8 +191,6 @@ class Training:
     @property
     def package(self) -> ModuleType:
         """Whose `fully_shard` it is; hwfsdp's functions do nothing to a model that is not sharded."""
-        from torch.distributed import fsdp
-
         return fsdp if self.library is theirs else hwfsdp
 
     def new_optimizer(self) -> torch.optim.Optimizer:
@@ -332,15 +329,26 @@ def clip(training: Training) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped, and what is done with it."""
+    """A model, how it is wrapped, and what is done with it.
+
+    Attributes:
+        sharding: takes a package, hwfsdp or torch's, a module and the options; in place of `shard`.
+    """
 
     build: Callable[[], Model]
     scenario: Scenario = train
     how: str = "blocks"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sharding: Callable[..., nn.Module] | None = None
+
+    def training(self, library: Library) -> Training:
+        """Sharded by this library, or not at all."""
+        if self.sharding and library is not unsharded:
+            library = functools.partial(self.sharding, fsdp if library is theirs else hwfsdp)
+        return Training(self.build, library, self.how, **self.options)
 
     def run(self, library: Library) -> Trace:
-        training = Training(self.build, library, self.how, **self.options)
+        training = self.training(library)
         self.scenario(training)
         return training.trace
 
@@ -435,15 +443,18 @@ def forward_and_backward(training: Training, seed: int) -> None:
 def compare_traffic(
     case: Case, step: Callable[[Training, int], Any] = forward_and_backward, seeds: tuple[int, ...] = (0,)
 ) -> dict[str, list[str]]:
-    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order."""
+    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order.
+
+    All-reduces come last: ours are issued when the reduce-scatter before is over.
+    """
     found = []
     for library in (ours, theirs):
-        training = Training(case.build, library, case.how, **case.options)
-        logs = []
+        training, logs = case.training(library), []
         for seed in range(max(seeds) + 1):
             with hwfsdp.record() as log:
                 step(training, seed)
-            logs.append([(event.op, event.bytes, event.dtype) for event in log.collectives()])
+            moved = [(event.op, event.bytes, event.dtype) for event in log.collectives()]
+            logs.append(sorted(moved, key=lambda event: event[0] == "all_reduce"))
         found.append([logs[seed] if seed == 0 else sorted(logs[seed]) for seed in seeds])
     mine, reference = found
     return {"FSDP2": [] if mine == reference and all(mine) else [f"{mine} instead of {reference}"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,14 +30,12 @@ from hwfsdp.core import compat
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
     Promises,
     Scenario,
     Trace,
     Training,
     accumulate,
-    compare,
     differences,
     fresh,
     objective,
@@ -551,13 +549,11 @@ PROMISES.trains(
         "inference_mode, replicas": case(
             scenario=functools.partial(evaluate, mode=torch.inference_mode, first=False), shape=(2, 1)
         ),
+        "inference_mode first": case(
+            scenario=functools.partial(evaluate, mode=torch.inference_mode, first=True)
+        ),
     },
-)
-inference_first = functools.partial(evaluate, mode=torch.inference_mode, first=True)
-PROMISES.trains(
-    "a model may run in inference mode first",
-    {"blocks": case(scenario=inference_first)},
-    not_fsdp2=["blocks"],  # it cannot train then
+    not_fsdp2=["inference_mode first"],  # it cannot train then
 )
 
 

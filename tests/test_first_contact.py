@@ -139,22 +139,6 @@ def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
     assert [parser.prog for parser in parsers if not parser.description] == []
 
 
-def test_every_verb_names_a_function_that_takes_its_options() -> None:
-    named = [(parser, run) for parser in parsers_below(build_parser()) if (run := running(parser))]
-    assert len(named) > 20
-    for parser, run in named:
-        module, _, name = run.rpartition(".")
-        parameters = set(inspect.signature(getattr(import_module(f"hwfsdp.{module}"), name)).parameters)
-        options = {action.dest for action in parser._actions} - {"help"}
-        by_name = {"as_json" if option == "json" else option for option in options}
-        assert parameters == ({"args"} if module.startswith("cli.") else by_name), run
-
-
-def running(parser: argparse.ArgumentParser) -> str:
-    """What the table says runs this verb; "" for those that only have actions."""
-    return str((parser.get_default("does") or {}).get("run", ""))
-
-
 # --- hwfsdp doctor -----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +26,16 @@ import hwfsdp
 import models
 from hwfsdp import launch, record
 from oracles import (
-    BITS,
-    REGROUPING,
     Case,
-    Library,
     Promises,
     Tolerance,
     Training,
     accumulate,
-    compare,
     compare_traffic,
-    differences,
     fresh,
     objective,
     ours,
+    shard,
     theirs,
     train,
     walk,
@@ -153,25 +150,18 @@ def test_a_member_inside_another_belongs_to_the_outer_one_as_in_fsdp2():
         assert mine["classes"]["blocks.0"] == "FSDPBlock" and mine["classes"]["blocks.0.up"] == "Linear"
 
 
-def list_of_the_root(library: Library, module: nn.Module, **options: Any) -> nn.Module:
-    [root] = library([module], **options)
+def list_of_the_root(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
+    [root] = shard(package, [module], **options)
     return root
 
 
-def compare_lists_of_the_root() -> dict[str, list[str]]:
-    case = Case(models.uneven, train, "root")
-    runs = [case.run(functools.partial(list_of_the_root, library)) for library in LIBRARIES]
-    return {"FSDP2": differences(*runs, *BITS)}
-
-
-PROMISES.add(
+PROMISES.trains(
     "a module listed twice counts once, and a list of one may be the root",
     {
-        "listed twice": functools.partial(
-            compare, grouped_case(train, groups=((0, 1, 0), (2,))), None, REGROUPING
-        ),
-        "the root alone": compare_lists_of_the_root,
+        "listed twice": grouped_case(train, groups=((0, 1, 0), (2,))),
+        "the root alone": Case(models.uneven, how="root", sharding=list_of_the_root),
     },
+    not_fsdp2=["listed twice"],
 )
 
 

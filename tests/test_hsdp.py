@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,25 +30,16 @@ from hwfsdp import Event, EventLog, launch, record
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
-    Check,
-    Library,
     Policy,
     Promises,
     Shape,
-    Trace,
     Training,
     accumulate,
-    against_fsdp2,
     configure,
-    differences,
     grid,
     ours,
     sharded_modules,
-    theirs,
-    train,
-    unsharded,
     walk,
 )
 
@@ -237,29 +228,20 @@ def average_over_replicas(reduced: Tensor) -> None:
     dist.all_reduce(reduced, dist.ReduceOp.AVG, group=grid((2, 2)).get_group("replicate"))
 
 
-def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape, **options: Any) -> nn.Module:
+def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape) -> nn.Module:
     """Plain sharding over the second axis; of the first it knows nothing."""
-    mp_policy = package.MixedPrecisionPolicy(**options.pop("policy", None) or {})
-    return package.fully_shard(module, mesh=grid(shape)["shard"], mp_policy=mp_policy, **options)
+    return package.fully_shard(module, mesh=grid(shape)["shard"])
 
 
-def hand_made(package: ModuleType, case: Case, **options: Any) -> Trace:
+def by_hand(training: Training, pattern: str, on_stream: bool = False) -> None:
     """Hybrid sharding out of plain sharding and a hook."""
-    training = Training(case.build, functools.partial(on_shard_axis, package), case.how, **case.options)
+    options = {"stream": torch.cpu.Stream()} if on_stream else {}
     with_hooks(training, lambda: average_over_replicas, **options)
-    case.scenario(training)
-    return training.trace
+    accumulate(training, pattern)
 
 
-def compare_hand_made(case: Case, streams: bool = False) -> Any:
-    options = {"stream": torch.cpu.Stream()} if streams else {}
-    got, reference = (hand_made(package, case, **options) for package in (hwfsdp, fsdp))
-    return {"FSDP2": differences(got, reference, *BITS)}
-
-
-def hooked(library: Library, case: Case) -> Trace:
+def doubled(training: Training) -> None:
     """Native hybrid sharding; a hook sees what was all-reduced, and doubles it."""
-    training = Training(case.build, library, case.how, **case.options)
     seen: list[Tensor] = []
 
     def double(reduced: Tensor) -> None:
@@ -267,49 +249,39 @@ def hooked(library: Library, case: Case) -> Trace:
         reduced.mul_(2)
 
     with_hooks(training, lambda: double)
-    case.scenario(training)
+    accumulate(training, "ssa")
     for number, reduced in enumerate(seen):  # the order of parameters in it is nobody's business
         training.trace.keep(f"reduced {number} (local)", reduced.flatten().sort().values)
-    return training.trace
 
 
-def compare_hooked(case: Case) -> Any:
-    return {"FSDP2": differences(hooked(ours, case), hooked(theirs, case), *BITS)}
-
-
-def remove_hook() -> Any:
+def remove_hook(training: Training) -> None:
     """A hook that was taken away again is not called; in hybrid sharding it gets no stream of its own."""
-    training = Training(models.stem, ours, shape=(2, 2))
     called: list[Tensor] = []
     with_hooks(training, lambda: called.append)
     with_hooks(training, lambda: None)
     training.steps(1)
+    assert called == []
     with pytest.raises(ValueError, match="stream"):
         training.model.set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
-    return {"calls": [f"called {len(called)} times"] if called else []}
 
 
-def hooked_case(build: Callable[[], models.Model], scenario: Any = train, **options: Any) -> Case:
-    return Case(build, scenario, options={"shape": (2, 2), **options})
+def hooked(scenario: Any, sharding: Any = None, **options: Any) -> Case:
+    return Case(models.uneven, functools.partial(scenario, **options), "blocks", ON_MESH, sharding)
 
 
-HOOKS: dict[str, Check] = {
-    "hand-made, on a stream": functools.partial(compare_hand_made, hooked_case(models.uneven), streams=True),
-    "hand-made, accumulate nna": functools.partial(
-        compare_hand_made, hooked_case(models.uneven, functools.partial(accumulate, pattern="nna"))
-    ),
-    "native, accumulate ssa": functools.partial(
-        compare_hooked, hooked_case(models.uneven, functools.partial(accumulate, pattern="ssa"))
-    ),
-    "removed": remove_hook,
+HOOKS: dict[str, Case] = {
+    "hand-made, on a stream": hooked(by_hand, on_shard_axis, pattern="b", on_stream=True),
+    "hand-made, accumulate nnb": hooked(by_hand, on_shard_axis, pattern="nnb"),
+    "native, accumulate ssa": hooked(doubled),
+    "removed": hooked(remove_hook),
 }
-
-
-PROMISES.add(
+PROMISES.trains(
     "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced",
     HOOKS,
     ranks=4,
     fast=("hand-made, on a stream", "native, accumulate ssa", "removed"),
+    fsdp2=BITS,
+    not_plain=HOOKS,
 )
 
 
@@ -330,24 +302,22 @@ class OnMesh(models.Stem):
         return super().forward(DTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim)).to_local()
 
 
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """A mesh, which of its axes do what, and between how many ranks its longest collectives are."""
+class Axes(NamedTuple):
+    """A mesh, and which of its axes do what."""
 
     shape: Shape
     names: tuple[str, ...]
     dims: dict[str, Any]
-    longest: int
 
 
 R, S = Replicate(), Shard(0)
 NAMED: dict[str, Axes] = {
-    "replicate": Axes((2,), ("r",), {"replicate": "r"}, 2),
-    "shard": Axes((2,), ("s",), {"shard": "s"}, 2),
-    "both": Axes((2, 2), ("r", "s"), {"replicate": "r", "shard": "s"}, 2),
-    "shard both": Axes((2, 2), ("a", "b"), {"shard": ("a", "b")}, 4),
-    "replicate both": Axes((2, 2), ("a", "b"), {"replicate": ("a", "b")}, 4),
-    "replicate one, shard two": Axes((2, 1, 2), ("a", "b", "c"), {"replicate": "a", "shard": ("b", "c")}, 2),
+    "replicate": Axes((2,), ("r",), {"replicate": "r"}),
+    "shard": Axes((2,), ("s",), {"shard": "s"}),
+    "both": Axes((2, 2), ("r", "s"), {"replicate": "r", "shard": "s"}),
+    "shard both": Axes((2, 2), ("a", "b"), {"shard": ("a", "b")}),
+    "replicate both": Axes((2, 2), ("a", "b"), {"replicate": ("a", "b")}),
+    "replicate one, shard two": Axes((2, 1, 2), ("a", "b", "c"), {"replicate": "a", "shard": ("b", "c")}),
 }
 
 
@@ -366,42 +336,46 @@ def shard_by_name(
     return package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, mp_policy=mp_policy, **options)
 
 
-def by_name(package: ModuleType, axes: Axes) -> Library:
-    return functools.partial(shard_by_name, package, axes=axes)
-
-
-def compare_by_name(case: Case, axes: Axes) -> Any:
-    got = case.run(by_name(hwfsdp, axes))
-    found = {"FSDP2": differences(got, case.run(by_name(fsdp, axes)), *against_fsdp2(axes.longest))}
-    if case.scenario is train_briefly and "policy" not in case.options:
-        found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *REGROUPING)
-    return found
-
-
 def train_briefly(training: Training) -> None:
     training.steps(2)
 
 
-NAMED_CASES: dict[str, Case] = {
-    "train": Case(OnMesh, train_briefly),
-    "root": Case(OnMesh, train_briefly, "root"),
-    "bf16, reduce fp32": Case(OnMesh, train_briefly, "blocks", {"policy": BF16_FP32}),
-    "accumulate nsa": Case(OnMesh, functools.partial(accumulate, pattern="nsa")),
-    "accumulate ssa": Case(OnMesh, functools.partial(accumulate, pattern="ssa")),
-}
-NAMED_RUNS = {
-    "replicate": ("train", "bf16, reduce fp32", "accumulate ssa"),
-    "shard": ("train",),
-    "both": ("root", "bf16, reduce fp32", "accumulate nsa"),
-    "shard both": ("train",),
-    "replicate both": ("train",),
-    "replicate one, shard two": ("train",),
-}
+def named(
+    axes: str, scenario: Any = train_briefly, how: str = "blocks", policy: Policy | None = None
+) -> Case:
+    return Case(OnMesh, scenario, how, {"axes": NAMED[axes], "policy": policy}, shard_by_name)
+
+
+accumulate_nsa, accumulate_ssa = (functools.partial(accumulate, pattern=p) for p in ("nsa", "ssa"))
+BY_NAME = "axes given by name train as under FSDP2 and as on a mesh without them"
+PROMISES.trains(
+    BY_NAME,
+    {
+        "train, replicate": named("replicate"),
+        "bf16, reduce fp32, replicate": named("replicate", policy=BF16_FP32),
+        "accumulate ssa, replicate": named("replicate", accumulate_ssa),
+        "train, shard": named("shard"),
+    },
+    fast=("train, replicate", "train, shard"),
+)
+PROMISES.trains(
+    BY_NAME,
+    {
+        "root, both": named("both", how="root"),
+        "bf16, reduce fp32, both": named("both", policy=BF16_FP32),
+        "accumulate nsa, both": named("both", accumulate_nsa),
+        "train, shard both": named("shard both"),
+        "train, replicate both": named("replicate both"),
+        "train, replicate one, shard two": named("replicate one, shard two"),
+    },
+    ranks=4,
+    fast=("accumulate nsa, both", "train, shard both"),
+)
 
 
 def refuse_to_reshard_to_two() -> Any:
     with pytest.raises(NotImplementedError):
-        by_name(hwfsdp, NAMED["shard both"])(OnMesh(), reshard_after_forward=2)
+        shard_by_name(hwfsdp, OnMesh(), axes=NAMED["shard both"], reshard_after_forward=2)
     return {"refused": []}
 
 
@@ -426,7 +400,7 @@ def cut_by_another_axis() -> Any:
 
 def only_reduced() -> Any:
     """Without an axis to shard, a group is all-reduced and never gathered."""
-    training = Training(OnMesh, by_name(hwfsdp, NAMED["replicate"]))
+    training = named("replicate").training(ours)
     with record() as log:
         training.loss(0).backward()
     model = OnMesh()
@@ -462,32 +436,13 @@ def refuse_wrong_axes() -> Any:
     return {"unrefused": unrefused}
 
 
-def named_checks(world_size: int) -> dict[str, Check]:
-    checks: dict[str, Check] = {
-        f"{name}, {axes}": functools.partial(compare_by_name, NAMED_CASES[name], NAMED[axes])
-        for axes, names in NAMED_RUNS.items()
-        if math.prod(NAMED[axes].shape) == world_size
-        for name in names
-    }
-    if world_size == 2:
-        checks["only reduced"] = only_reduced
-        checks["refused"] = refuse_wrong_axes
-    else:
-        checks["no smaller mesh after forward"] = refuse_to_reshard_to_two
-        checks["cut by another axis"] = cut_by_another_axis
-    return checks
-
-
-for _ranks in (2, 4):
-    PROMISES.add(
-        "axes given by name train as under FSDP2 and as on a mesh without them",
-        named_checks(_ranks),
-        _ranks,
-        {
-            2: ("train, replicate", "train, shard", "only reduced", "refused"),
-            4: ("accumulate nsa, both", "train, shard both", "cut by another axis"),
-        }[_ranks],
-    )
+PROMISES.add(BY_NAME, {"only reduced": only_reduced, "refused": refuse_wrong_axes})
+PROMISES.add(
+    BY_NAME,
+    {"no smaller mesh after forward": refuse_to_reshard_to_two, "cut by another axis": cut_by_another_axis},
+    ranks=4,
+    fast=["cut by another axis"],
+)
 
 
 test_a_promise_is_kept = PROMISES.test()

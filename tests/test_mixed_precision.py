@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +24,16 @@ from oracles import (
     BITS,
     ROWS,
     Case,
-    Library,
     Policy,
     Promises,
     Trace,
     Training,
-    compare,
     differences,
     fresh,
     objective,
     ours,
     rank_rows,
-    theirs,
+    shard,
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -148,17 +147,16 @@ INPUTS: dict[str, Policy] = {
 
 
 def shard_by_kind(
-    library: Library, module: nn.Module, *, policies: dict[str, Policy], **options: Any
+    package: ModuleType, module: nn.Module, *, policies: dict[str, Policy], **options: Any
 ) -> nn.Module:
     """The policy is that of the module's hidden width, or of its class."""
     hidden = str(module.up.out_features) if isinstance(module, models.Block) else type(module).__name__
-    return library(module, policy=policies.get(hidden), **options)
+    return shard(package, module, policy=policies.get(hidden), **options)
 
 
 MIXTURES: dict[str, Case] = {
     "every block another": Case(
         models.wandering,
-        how="blocks",
         options={
             "policies": {
                 "4": {"param_dtype": BF16, "output_dtype": FP32},
@@ -166,6 +164,7 @@ MIXTURES: dict[str, Case] = {
                 "8": {"reduce_dtype": FP64},
             }
         },
+        sharding=shard_by_kind,
     ),
     "norms in fp32 in blocks in bf16": Case(
         models.Transformer,
@@ -180,6 +179,7 @@ MIXTURES: dict[str, Case] = {
                 "Transformer": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
             }
         },
+        sharding=shard_by_kind,
     ),
 }
 
@@ -217,19 +217,11 @@ def change_between_steps(training: Training) -> None:
 # --- All of these -------------------------------------------------------------------------------------------
 
 
-def compare_mixture(case: Case) -> Any:
-    runs = [case.run(functools.partial(shard_by_kind, library)) for library in (ours, theirs)]
-    return {"FSDP2": differences(*runs, *BITS)}
-
-
 PROMISES.trains(
     "integers stay integers and inputs are cast as in FSDP2",
     {name: Case(Tabled, name_dtypes, "blocks", {"policy": policy}) for name, policy in INPUTS.items()},
 )
-PROMISES.add(
-    "modules of one model may have policies of their own",
-    {name: functools.partial(compare_mixture, case) for name, case in MIXTURES.items()},
-)
+PROMISES.trains("modules of one model may have policies of their own", MIXTURES, not_plain=MIXTURES)
 PROMISES.trains(
     "a model may change its dtype",
     {**CHANGED, "between steps": Case(models.uneven, change_between_steps)},
