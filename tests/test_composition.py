@@ -231,20 +231,14 @@ class Transport:
 
             def __call__(self, output_tensor, input_tensor, group, async_op=False):
                 calls.append(("all_gather", output_tensor.numel(), input_tensor.numel(), group.size()))
-                parts = [torch.empty_like(input_tensor) for _ in range(group.size())]
-                dist.all_gather(parts, input_tensor.clone(), group=group)
-                output_tensor.copy_(torch.cat(parts))
+                dist.all_gather_single(output_tensor, input_tensor, group=group)
 
         class CountingReduceScatter(api.ReduceScatter):
             kind = "reduce_scatter"
 
             def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
                 calls.append(("reduce_scatter", output_tensor.numel(), input_tensor.numel(), group.size()))
-                total = input_tensor.clone()
-                dist.all_reduce(total, group=group)
-                if op == dist.ReduceOp.AVG:
-                    total /= group.size()
-                output_tensor.copy_(total.chunk(group.size())[group.rank()])
+                dist.reduce_scatter_single(output_tensor, input_tensor, op, group=group)
 
         CountingAllGather.allocate = CountingReduceScatter.allocate = allocate
         CountingAllGather.__abstractmethods__ = CountingReduceScatter.__abstractmethods__ = frozenset()

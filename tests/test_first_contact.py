@@ -6,7 +6,6 @@ Faults are real ones: a namespace without loopback, a module in the way that doe
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 

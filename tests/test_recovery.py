@@ -92,7 +92,7 @@ def after_an_exception_and_a_reset_an_iteration_is_clean() -> list[bool]:
 
 
 two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
-two.add("whatever_follows_what_broke", functools.partial(broken.complaints_of_ways, ours), {})
+two.add("whatever_follows_what_broke", functools.partial(broken.complaints, broken.WAYS, ours), {})
 
 
 @pytest.mark.long

@@ -23,7 +23,6 @@ from unittest import mock
 import pytest
 import pretended
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contenders import world_mesh
