@@ -303,6 +303,16 @@ def another_loss_s_backward(run: Run) -> None:
     run.update()
 
 
+def a_reset(run: Run) -> None:
+    for place in ("in a leaf", "in a block's backward"):
+        with run.broken(place):
+            run.forward(2).backward()
+        if run.shard:
+            run.model.reset_iter_state()
+        run.model.zero_grad()
+        run.update()
+
+
 def a_part_that_was_called_by_itself(run: Run) -> None:
     for error in (KeyError, KeyboardInterrupt):
         run.part_breaks(error)
@@ -462,6 +472,7 @@ def two_models_that_share_the_wire(run: Run) -> None:
 
 WAYS: list[Way] = [
     another_loss_s_backward,
+    a_reset,
     a_part_that_was_called_by_itself,
     unshard_by_hand,
     weights_that_are_loaded,

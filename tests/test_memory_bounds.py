@@ -18,7 +18,7 @@ from hwfsdp import EventLog, FSDPModule, launch, record
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
 from hwfsdp.observe import events
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes, unsharded_bytes
-from oracles import Policy, Training, ours
+from oracles import Policy, Shape, Training, ours
 
 WORLD_SIZE = 3  # nothing divides evenly
 BF16: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -31,6 +31,7 @@ class Setup(NamedTuple):
     how: str = "blocks"
     reshard_after_forward: bool | None = None
     policy: Policy | None = None
+    shape: Shape | None = None
 
     def shapes(self) -> tuple[list[list[torch.Size]], list[torch.Size]]:
         """Shapes of the parameters of each group below the root in forward order, and of the root's own."""
@@ -66,7 +67,8 @@ SETUPS = {
 
 
 def training_of(setup: Setup) -> Training:
-    options: dict[str, Any] = {"reshard_after_forward": setup.reshard_after_forward, "policy": setup.policy}
+    options: dict[str, Any] = {"policy": setup.policy, "shape": setup.shape}
+    options["reshard_after_forward"] = setup.reshard_after_forward
     return Training(setup.build, ours, setup.how, **options)
 
 
@@ -197,6 +199,14 @@ def test_two_gathers_and_one_reduction_are_in_flight_at_most(setup, name):
     gathers = max(map(sum, pairwise(in_order)), default=in_order[0])
     reductions = max(4 * group.padded_numel(WORLD_SIZE) for group in kept + passing)
     assert [found.buffer_peaks[name] for found in ranks()] == [(gathers, reductions)] * WORLD_SIZE
+
+
+@pytest.mark.long
+def test_two_reductions_are_in_flight_at_most_under_hybrid_sharding():
+    setup = Setup(lambda: models.Stem([models.Block(8, 12, 8) for _ in range(5)]), shape=(2, 2))
+    block = sum(param.nbytes for param in setup.build().blocks[0].parameters())
+    for _, reductions in launch(buffer_peaks_of, 4, setup, timeout=60):
+        assert 0 < reductions <= 2 * block
 
 
 def test_whole_gradients_peak_at_the_largest_group(setup, peaks):
