@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_api
@@ -40,6 +39,7 @@ from oracles import (
     fresh,
     objective,
     ours,
+    shard,
     theirs,
     wrap,
 )
@@ -245,26 +245,16 @@ class Transport:
         self.all_gather, self.reduce_scatter = CountingAllGather(), CountingReduceScatter()
 
 
-def custom(training: Training, transports: list[Transport]) -> None:
-    """All modules but the first block get the custom collectives."""
+def custom(training: Training) -> None:
+    """All modules but the first block get the custom collectives; keeps what these were asked for."""
     transport = Transport(training.package)
-    transports.append(transport)
     for module in [training.model, *training.model.blocks[1:]]:
         module.set_custom_all_gather(transport.all_gather)
         module.set_custom_reduce_scatter(transport.reduce_scatter)
     training.steps(2)
-
-
-def check_custom(**options: Any) -> dict[str, list[str]]:
-    """Numbers and calls."""
-    transports: list[Transport] = []
-    asked = case(models.uneven, functools.partial(custom, transports=transports), **options)
-    got, reference = asked.run(ours), asked.run(theirs)
-    here, there = (sorted(map(str, transport.calls)) for transport in transports)
-    return {
-        "FSDP2": differences(got, reference, *BITS),
-        "calls": [] if here == there and here else [f"{here} instead of {there}"],
-    }
+    assert transport.calls
+    for call in sorted(map(str, transport.calls)):
+        training.trace.keep(call, None)
 
 
 def allocate_from_group(training: Training) -> None:
@@ -276,11 +266,13 @@ def allocate_from_group(training: Training) -> None:
         training.steps(1)
 
 
-PROMISES.add(
-    "custom collectives change no number and are asked for what FSDP2 asks them for",
-    {"fp32": check_custom, "bf16": functools.partial(check_custom, policy=BF16_FP32)},
+CUSTOM = {"fp32": case(models.uneven, custom), "bf16": case(models.uneven, custom, policy=BF16_FP32)}
+PROMISES.trains(
+    "custom collectives change no number and are asked for what FSDP2 asks them for", CUSTOM, not_plain=CUSTOM
 )
-PROMISES.trains("buffers of the process group change no number", {"blocks": case(models.uneven, allocate_from_group)})
+PROMISES.trains(
+    "buffers of the process group change no number", {"blocks": case(models.uneven, allocate_from_group)}
+)
 
 
 @two.finds(None)
@@ -292,6 +284,37 @@ def a_transport_refuses_a_collective_that_it_lacks_and_names_the_alternative() -
     model.set_custom_all_gather(Transport(hwfsdp).all_gather)
     with pytest.raises(hwfsdp.StateError, match="CountingAllGather"):
         model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+class Failing(hwfsdp.collectives.DefaultAllGather):
+    """Fails when it is called, or when it is waited for."""
+
+    def __init__(self, cause: Exception, at_once: bool) -> None:
+        super().__init__()
+        self.cause, self.at_once = cause, at_once
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if self.at_once:
+            raise self.cause
+        return self
+
+    def wait(self) -> None:
+        raise self.cause
+
+
+@two.finds(["all_gather of blocks.0: lost by peer"] * 2 + ["a bug"])
+def a_custom_collective_that_fails_is_named_with_its_group_and_other_exceptions_are_not_taken_for_that() -> Any:
+    found = []
+    lost, bug = RuntimeError("lost\n by peer"), KeyError("a bug")
+    for cause, at_once in ((lost, True), (lost, False), (bug, False)):
+        model = wrap(models.stem(), ours)
+        model.blocks[0].set_custom_all_gather(Failing(cause, at_once))
+        with pytest.raises((hwfsdp.CollectiveError, KeyError)) as caught:
+            model(*model.inputs(4, 0))
+        error = caught.value
+        is_bug = isinstance(error, KeyError)
+        found.append(error.args[0] if is_bug else f"{error.collective} of {error.owner}: {error.got}")
+    return found
 
 
 # --- Tensors that travel in a form of their own ------------------------------------------------------------
@@ -554,32 +577,18 @@ PROMISES.trains(
 # --- Offloading --------------------------------------------------------------------------------------------
 
 
-OFFLOADED: dict[str, tuple[Case, bool]] = {  # pinned or not
-    "blocks": (case(models.uneven), True),
-    "bf16": (case(models.uneven, policy=BF16_FP32), True),
-    "accumulated": (case(scenario=accumulated), False),
-}
-
-
-def check_offload(name: str) -> dict[str, list[str]]:
+def offloaded(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
     """FSDP2 can do it without pinning only, where there is no accelerator."""
-    one, pin = OFFLOADED[name]
-    mine = functools.partial(ours, offload_policy=hwfsdp.CPUOffloadPolicy(pin))
-    training = Training(one.build, mine, one.how, **one.options)
-    one.scenario(training)
-    reference = one.run(functools.partial(theirs, offload_policy=fsdp.CPUOffloadPolicy(False)))
-    found = {"FSDP2": differences(training.trace, reference, *BITS), "where": []}
-    training.loss(8).backward()
-    for param_name, param in training.model.named_parameters():
-        for local in (param.to_local(), param.grad.to_local()):
-            if local.device.type != "cpu" or local.is_pinned():
-                found["where"].append(f"{param_name}: {local.device}, pinned: {local.is_pinned()}")
-    return found
+    return shard(package, module, offload_policy=package.CPUOffloadPolicy(package is hwfsdp), **options)
 
 
-PROMISES.add(
+PROMISES.trains(
     "offloading from the CPU to the CPU changes nothing",
-    {name: functools.partial(check_offload, name) for name in OFFLOADED},
+    {
+        "blocks": Case(models.uneven, two_steps, sharding=offloaded),
+        "bf16": Case(models.uneven, two_steps, options={"policy": BF16_FP32}, sharding=offloaded),
+        "accumulated": Case(models.stem, accumulated, sharding=offloaded),
+    },
 )
 
 
