@@ -108,6 +108,20 @@ def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) ->
     return model
 
 
+Shapes = list[torch.Size]
+
+
+def shapes_by_group(model: Model, how: str = "blocks") -> tuple[list[Shapes], Shapes]:
+    """The parameters of each group below the root in forward order, and the root's own, if it is wrapped like that."""
+    below: list[Shapes] = []
+    claimed: set[nn.Parameter] = set()
+    for block in model.blocks if how != "root" else ():
+        for module in block.children() if how == "nested" else (block,):
+            below.append([param.shape for param in module.parameters()])
+            claimed |= set(module.parameters())
+    return below, [param.shape for param in model.parameters() if param not in claimed]
+
+
 # --- What a training leaves behind -------------------------------------------------------------------------
 
 

@@ -168,26 +168,6 @@ PROMISES.trains(
 # --- A head that is called chunk by chunk ------------------------------------------------------------------
 
 
-class Chunked(models.Model):
-    """Its forward ends with the norm; whoever trains it calls the head. Norm and head are one group."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.stem = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([models.Block(8, hidden, 8) for hidden in (5, 12)])
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 9)
-
-    @property
-    def blocks(self) -> list[nn.Module | list[nn.Module]]:
-        return [*self.layers, [self.norm, self.head]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.norm(x)
-
-
 def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterable[Tensor]:
     """The head's loss on one part of the rows after the other; they add up to the loss of all rows."""
     for chunk in hidden.chunk(chunks):
@@ -299,9 +279,9 @@ def accumulate_chunks(training: Training) -> None:
 
 in_turn = functools.partial(run_steps, steps=[head_in_one_piece, *STEPS.values()])
 CHUNKED: dict[str, Case] = {
-    "every way in turn": Case(Chunked, in_turn),
-    "chunk by chunk, evaluated in between": Case(Chunked, evaluate_between),
-    "chunk by chunk, accumulated": Case(Chunked, accumulate_chunks),
+    "every way in turn": Case(models.Chunked, in_turn),
+    "chunk by chunk, evaluated in between": Case(models.Chunked, evaluate_between),
+    "chunk by chunk, accumulated": Case(models.Chunked, accumulate_chunks),
 }
 CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel
 PROMISES.trains(
@@ -313,7 +293,7 @@ PROMISES.trains(
 PROMISES.add(
     "a head called by the trainer moves what it moves under FSDP2 in the first step and the third",
     {
-        name: functools.partial(compare_traffic, Case(Chunked), one, (0, 2))
+        name: functools.partial(compare_traffic, Case(models.Chunked), one, (0, 2))
         for name, one in STEPS.items()
         if name != "before the body"
     },
@@ -339,7 +319,7 @@ def watch_dtypes(training: Training) -> None:
 
 
 PRECISE: dict[str, Case] = {
-    f"{name}, chunk by chunk": Case(Chunked, watch_dtypes, options={"policy": POLICIES[name]})
+    f"{name}, chunk by chunk": Case(models.Chunked, watch_dtypes, options={"policy": POLICIES[name]})
     for name in ("bf16", "inputs not cast")
 }
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import models
 from hwfsdp import EventLog, FSDPModule, launch, record
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
 from hwfsdp.observe import events
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes, unsharded_bytes
-from oracles import Policy, Shape, Training, ours
+from oracles import Policy, Shape, Shapes, Training, ours, shapes_by_group
 
 WORLD_SIZE = 3  # nothing divides evenly
 BF16: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -33,16 +33,8 @@ class Setup(NamedTuple):
     policy: Policy | None = None
     shape: Shape | None = None
 
-    def shapes(self) -> tuple[list[list[torch.Size]], list[torch.Size]]:
-        """Shapes of the parameters of each group below the root in forward order, and of the root's own."""
-        model = self.build()
-        below: list[list[torch.Size]] = []
-        claimed: set[nn.Parameter] = set()
-        for block in model.blocks if self.how != "root" else ():
-            for module in (block.children() if self.how == "nested" else (block,)):
-                below.append([p.shape for p in module.parameters()])
-                claimed |= set(module.parameters())
-        return below, [p.shape for p in model.parameters() if p not in claimed]
+    def shapes(self) -> tuple[list[Shapes], Shapes]:
+        return shapes_by_group(self.build(), self.how)
 
     def groups(self) -> tuple[list[GroupSizes], list[GroupSizes]]:
         """The groups that stay unsharded from forward to backward, and those that pass, in forward order."""

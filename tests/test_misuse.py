@@ -96,6 +96,11 @@ def shard(build: Callable[[], nn.Module] = models.stem, **options: Any) -> tuple
     return model, lambda: fully_shard(model, **options)
 
 
+NONSENSE = {"mesh": "cpu", "mp_policy": None, "reshard_after_forward": "no", "comm_ctx": 3}
+for _argument, _value in NONSENSE.items():
+    MISTAKES[f"nonsense as {_argument}"] = functools.partial(shard, **{_argument: _value}), UsageError, (_argument,)
+
+
 def mesh_of(*shape: int, **options: Any) -> tuple[nn.Module, Action]:
     return shard(mesh=init_device_mesh("cpu", shape, **options))
 
@@ -244,6 +249,13 @@ def forward_prefetch_of_a_plain_module() -> tuple[nn.Module, Action]:
 def set_reshard_to_a_number() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
     return model, lambda: model.set_reshard_after_forward(2)
+
+
+@mistake(StateError, "reset_iter_state", "root")
+def a_reset_below_the_root() -> tuple[nn.Module, Action]:
+    model, action = runs(models.stem())
+    action()
+    return model, model.blocks[0].reset_iter_state
 
 
 @mistake(UsageError, "weight", "DTensor of shape", "Parameter of shape", "state_dict")
