@@ -256,17 +256,6 @@ def run_steps(training: Training, steps: Iterable[Step]) -> None:
     training.keep_params()
 
 
-def evaluate_between(training: Training) -> None:
-    """Before each step the head runs without gradients, in chunks, too."""
-    for seed in range(3):
-        with torch.no_grad():
-            hidden = training.model(*training.batch(10 + seed))
-            training.trace.keep("loss", torch.stack([*chunk_losses(training, hidden)]).sum())
-        training.trace.keep("loss", chunk_by_chunk(training, seed))
-        training.update()
-    training.keep_params()
-
-
 def accumulate_chunks(training: Training) -> None:
     """Of two micro-batches, each in chunks, only the second one reduces."""
     for seed in range(4):
@@ -280,7 +269,6 @@ def accumulate_chunks(training: Training) -> None:
 in_turn = functools.partial(run_steps, steps=[head_in_one_piece, *STEPS.values()])
 CHUNKED: dict[str, Case] = {
     "every way in turn": Case(models.Chunked, in_turn),
-    "chunk by chunk, evaluated in between": Case(models.Chunked, evaluate_between),
     "chunk by chunk, accumulated": Case(models.Chunked, accumulate_chunks),
 }
 CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel

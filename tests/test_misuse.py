@@ -27,13 +27,6 @@ Action = Callable[[], Any]
 Make = Callable[[], tuple[nn.Module, Action]]
 
 MISTAKES: dict[str, tuple[Make, type[Exception], tuple[str, ...]]] = {}
-BUILTIN = {
-    UsageError: ValueError,
-    RefusedError: AssertionError,
-    NoRootError: RuntimeError,
-    UnsupportedError: NotImplementedError,
-    StateError: RuntimeError,
-}
 
 
 def mistake(error: type[Exception], *words: str) -> Callable[[Make], Make]:
@@ -77,7 +70,7 @@ def wrong_with(name: str) -> list[str]:
     found, message, after = caught.value, str(caught.value), snapshot(model)
     said = [found.expected, found.got, found.remedy, *words]
     wrong = [f"not in the message: {word!r}; {message}" for word in said if not word or word not in message]
-    if type(found) is not error or not isinstance(found, BUILTIN[error]):
+    if type(found) is not error:
         wrong.append(f"a {type(found).__name__}")
     if name != "assigning_a_plain_state":  # PyTorch has assigned before anybody is asked
         wrong += [what for what in before if before[what] != after.get(what)]

@@ -57,16 +57,6 @@ def share_streams(training: Training) -> None:
     training.steps()
 
 
-def call_a_part(training: Training) -> None:
-    """Once the root has run, a block can be trained by itself."""
-    training.steps(1)
-    for seed in range(2):
-        x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(seed))
-        objective(training.model.blocks[1](rank_rows(x) if training.is_sharded else x)).backward()
-        training.update()
-    training.steps(1)
-
-
 def reload(training: Training, assign: bool) -> None:
     """One step; a second model takes over the state and trains on, and so does its state in a third."""
     training.steps(1)
@@ -78,17 +68,6 @@ def reload(training: Training, assign: bool) -> None:
         training.model.load_state_dict(state, assign=assign)
         training.optimizer = training.new_optimizer()
         training.steps(1, first_seed=seed)
-
-
-def reload_while_running(training: Training) -> None:
-    """The model itself goes back to an earlier state, between steps and after a forward that kept parameters."""
-    training.steps(1)
-    state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
-    training.steps(1, first_seed=1)
-    with torch.no_grad():
-        training.loss(7)
-    training.model.load_state_dict(state)
-    training.steps(2, first_seed=2)
 
 
 def input_gradient(training: Training) -> None:
@@ -113,18 +92,13 @@ def frozen_in_bf16() -> models.Model:
 
 OUTPUT_IN_FP16 = {"param_dtype": torch.bfloat16, "output_dtype": torch.float16}
 SCENARIOS: dict[str, Case] = {
-    "keep after forward, nested": Case(
-        models.Transformer, how="nested", options={"reshard_after_forward": False}
-    ),
     "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
     "parameters without elements": Case(models.hollow),
     "several roots, one runs twice": Case(models.twice, how="rootless"),
     "several roots, shared streams": Case(models.even, share_streams, how="rootless"),
-    "call a part": Case(models.stem, call_a_part),
     "input gradient": Case(models.even, input_gradient),
     "gradients clipped by their norm": Case(models.uneven, clip),
     "assign a state, recurrent": Case(models.Recurrent, functools.partial(reload, assign=True)),
-    "load while running": Case(models.stem, reload_while_running),
     "checkpoints inside layers, reentrant": Case(
         functools.partial(models.checkpointed_inside, True), how="nested"
     ),

@@ -67,17 +67,6 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 # --- Over fewer ranks: numbers -----------------------------------------------------------------------------
 
 
-def reshard_by_hand(training: Training) -> None:
-    """Between forward and backward every group goes back to its shards."""
-    for seed in range(3):
-        loss = training.loss(seed)
-        for module in sharded_modules(training.model).values():
-            module.reshard()
-        loss.backward()
-        training.update()
-    training.keep_params()
-
-
 def change_between_forward_and_backward(training: Training) -> None:
     """The next step runs with another value; backward finds the parameters as they were left by forward."""
     for seed, reshard in enumerate([True, False, True]):
@@ -98,7 +87,6 @@ def no_unshard_in_backward(training: Training) -> None:
 SCENARIOS: dict[str, Callable[[Training], None]] = {
     "accumulated, stay whole": functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True),
     "evaluated in the middle": evaluate_in_the_middle,
-    "resharded by hand": reshard_by_hand,
     "changed between forward and backward": change_between_forward_and_backward,
 }
 BUILDS: dict[str, Callable[[], models.Model]] = {
