@@ -21,7 +21,6 @@ from hwfsdp.core.streams import DeviceStream, StreamSet, backend
 from models import ZOO
 from oracles import (
     BITS,
-    ROWS,
     Case,
     Promises,
     Training,
@@ -32,7 +31,6 @@ from oracles import (
     fresh,
     objective,
     ours,
-    rank_rows,
     wrap,
 )
 
@@ -105,6 +103,7 @@ SCENARIOS: dict[str, Case] = {
     "bf16, output fp16": Case(models.Structured, options={"policy": OUTPUT_IN_FP16}),
     "frozen in another dtype": Case(frozen_in_bf16, how="root"),
 }
+
 # --- Every model, and every way to train -------------------------------------------------------------------
 
 WRAPPED = {  # by the number of ranks, and by how they are wrapped
