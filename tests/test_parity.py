@@ -107,6 +107,7 @@ SCENARIOS: dict[str, Case] = {
 # --- Every model, and every way to train -------------------------------------------------------------------
 
 WRAPPED = {  # by the number of ranks, and by how they are wrapped
+    1: {"blocks": ("uneven", "transformer", "twice", "recurrent")},
     2: {
         "blocks": tuple(ZOO),
         "root": ("uneven", "structured", "frozen", "unused"),
@@ -114,7 +115,8 @@ WRAPPED = {  # by the number of ranks, and by how they are wrapped
     },
     3: {"blocks": tuple(name for name in ZOO if name != "even")},
 }
-FAST = {
+FAST: dict[int, tuple[str, ...]] = {
+    1: (),
     2: (
         *(*SCENARIOS, "uneven, blocks", "structured, blocks", "twice, blocks"),
         *("frozen, root", "transformer, nested"),
