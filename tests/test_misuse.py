@@ -227,15 +227,12 @@ def a_list_as_root() -> tuple[nn.Module, Action]:
     return model, lambda: forward(model)
 
 
-def prefetch_unsharded(method: str) -> tuple[nn.Module, Action]:
-    model = models.stem()
-    ours(model.blocks[0])
-    return model, lambda: getattr(model.blocks[0], method)([model.blocks[1]])
-
-
 @mistake(UsageError, "set_modules_to_forward_prefetch", "Block", "fully_shard on it")
 def forward_prefetch_of_a_plain_module() -> tuple[nn.Module, Action]:
-    return prefetch_unsharded("set_modules_to_forward_prefetch")
+    model = models.stem()
+    first, second, _ = model.blocks
+    ours(first)
+    return model, lambda: first.set_modules_to_forward_prefetch([second])
 
 
 @mistake(UsageError, "set_reshard_after_forward", "2", "True or False")
