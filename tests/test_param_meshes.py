@@ -384,6 +384,14 @@ def shared_folder() -> str:
     return folder[0]
 
 
+def goes_on_otherwise(second: Training, first: Training) -> list[str]:
+    """Where two more steps of the second differ from those of the first."""
+    for training in (first, second):
+        training.trace = Trace()
+        training.steps(2, first_seed=5)
+    return differences(second.trace, first.trace, *BITS)
+
+
 def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
     """What one library has saved, the other loads, and both go on alike."""
     folder, first, second = shared_folder(), trained(saved_by), trained(loaded_by, steps=2)
@@ -393,11 +401,9 @@ def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
     set_state_dict(
         second.model, second.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    for training in (first, second):
-        training.trace = Trace()
-        training.steps(2, first_seed=5)
+    found = goes_on_otherwise(second, first)
     shutil.rmtree(folder, ignore_errors=True)
-    return {"FSDP2": differences(second.trace, first.trace, *BITS)}
+    return {"FSDP2": found}
 
 
 def through_the_store() -> dict[str, list[str]]:
@@ -409,13 +415,8 @@ def through_the_store() -> dict[str, list[str]]:
     second.optimizer.load_state_dict(state["optimizer"])
     checkpoint.load({"model": plain.state_dict()}, folder, strict=False)
     expected = {name: t.full_tensor() for name, t in first.model.state_dict().items()}
-    for training in (first, second):
-        training.trace = Trace()
-        training.steps(2, first_seed=5)
-    return {
-        "goes on": differences(second.trace, first.trace, *BITS),
-        "unsharded": unequal(dict(plain.state_dict()), expected),
-    }
+    wrong = unequal(dict(plain.state_dict()), expected)
+    return {"goes on": goes_on_otherwise(second, first), "unsharded": wrong}
 
 
 PROMISES.add(
@@ -482,7 +483,6 @@ def refused(
     result: Any = None,
     ranks: Sequence[int] = range(4),
     build: Any = None,
-    reshard: int | None = None,
 ) -> dict[str, list[str]]:
     """On these ranks one error in three parts, which has these words; the model is as before."""
     model = (build or functools.partial(mixtures, (5,)))()
@@ -493,9 +493,8 @@ def refused(
         result = hwfsdp.ShardPlacementResult(None, result)
     if dist.get_rank() not in ranks:
         return {"refused": []}
-    options = {"mesh": mesh, "reshard_after_forward": reshard}
     try:
-        hwfsdp.fully_shard(model, **options, shard_placement_fn=lambda p: result if p in experts else None)
+        hwfsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: result if p in experts else None)
     except hwfsdp.UsageError as error:
         said = str(error)
         missing = [
