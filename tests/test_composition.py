@@ -43,6 +43,7 @@ from oracles import (
     theirs,
     wrap,
 )
+from test_parity import reload
 from together import Together
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -434,19 +435,6 @@ PACKED: dict[str, type[Packed]] = {
 }
 
 
-def load_packed(training: Training) -> None:
-    """A state goes into its own model again after a step, then into another model."""
-    state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
-    training.steps(1)
-    training.model.load_state_dict(state)
-    training.steps(1)
-    state = training.model.state_dict()
-    training.model = wrap(fresh(training.build), training.library, training.how, **training.options)
-    training.model.load_state_dict(state)
-    training.optimizer = training.new_optimizer()
-    training.steps(1)
-
-
 def evaluate_packed(training: Training) -> None:
     """The first forwards and the last are without gradients."""
     for mode in (torch.no_grad, torch.inference_mode):
@@ -479,7 +467,7 @@ PACKED_CASES: dict[str, Case] = {
     "shards and a replica": case(models.even, shape=(1, 2)),
     "accumulated": case(models.even, accumulated),
     "evaluated first": case(models.even, evaluate_packed),
-    "loaded": case(models.even, load_packed),
+    "loaded": case(models.even, functools.partial(reload, assign=False)),
     "bf16": case(models.even, policy=BF16_FP32),
     "uneven": case(models.uneven),
     "uneven, a list": case(models.uneven, how="lists"),
