@@ -36,7 +36,6 @@ from oracles import (
     Training,
     accumulate,
     differences,
-    fresh,
     objective,
     ours,
     shard,
