@@ -450,6 +450,16 @@ def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dic
     return found
 
 
+def recorded_steps(training: Training, number: int = 2) -> hwfsdp.EventLog:
+    """The log of plain training steps."""
+    with hwfsdp.record() as log:
+        for seed in range(number):
+            training.loss(seed).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return log
+
+
 def forward_and_backward(training: Training, seed: int) -> None:
     training.loss(seed).backward()
 

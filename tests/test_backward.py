@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from hwfsdp import EventLog, launch, record
+from hwfsdp import EventLog, launch
 from hwfsdp.errors import UsageError
 from oracles import (
     BF16_FP32,
@@ -37,6 +37,7 @@ from oracles import (
     compare_traffic,
     configure,
     ours,
+    recorded_steps,
     sharded_modules,
     theirs,
     walk,
@@ -407,11 +408,7 @@ def log_with_buffers(number: int | None, recurse: bool) -> EventLog:
     if number is not None:
         where = training.model if recurse else training.model.blocks[3]
         where.set_reduce_scatter_max_input_buffers(number, recurse=recurse)
-    with record() as log:
-        for seed in range(2):
-            training.loss(seed).backward()
-            training.model.zero_grad()
-    return log
+    return recorded_steps(training)
 
 
 IN_FLIGHT = {(None, True): 1, (2, True): 2, (2, False): 2, (100, True): 6}

@@ -39,6 +39,7 @@ from oracles import (
     configure,
     grid,
     ours,
+    recorded_steps,
     sharded_modules,
     walk,
 )
@@ -155,13 +156,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def two_steps(shape: Shape) -> EventLog:
-    training = Training(models.graded, ours, shape=shape)
-    with record() as log:
-        for step in range(2):
-            training.loss(step).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    return log
+    return recorded_steps(Training(models.graded, ours, shape=shape))
 
 
 @functools.cache
