@@ -303,7 +303,9 @@ class Failing(hwfsdp.collectives.DefaultAllGather):
 
 
 @two.finds(["all_gather of blocks.0: lost by peer"] * 2 + ["a bug"])
-def a_custom_collective_that_fails_is_named_with_its_group_and_other_exceptions_are_not_taken_for_that() -> Any:
+def a_custom_collective_that_fails_is_named_with_its_group_and_other_exceptions_are_not_taken_for_that() -> (
+    Any
+):
     found = []
     lost, bug = RuntimeError("lost\n by peer"), KeyError("a bug")
     for cause, at_once in ((lost, True), (lost, False), (bug, False)):

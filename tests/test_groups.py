@@ -454,7 +454,8 @@ def refuse_five_columns() -> dict[str, list[str]]:
 
 PROMISES.add("another dim than the first is cut evenly or not at all", {"five columns": refuse_five_columns})
 PROMISES.trains(
-    "members of a list, and parameters cut along any dim, are cast as under FSDP2", PRECISE | PRECISE_PLACEMENTS
+    "members of a list, and parameters cut along any dim, are cast as under FSDP2",
+    PRECISE | PRECISE_PLACEMENTS,
 )
 
 

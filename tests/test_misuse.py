@@ -91,7 +91,11 @@ def shard(build: Callable[[], nn.Module] = models.stem, **options: Any) -> tuple
 
 NONSENSE = {"mesh": "cpu", "mp_policy": None, "reshard_after_forward": "no", "comm_ctx": 3}
 for _argument, _value in NONSENSE.items():
-    MISTAKES[f"nonsense as {_argument}"] = functools.partial(shard, **{_argument: _value}), UsageError, (_argument,)
+    MISTAKES[f"nonsense as {_argument}"] = (
+        functools.partial(shard, **{_argument: _value}),
+        UsageError,
+        (_argument,),
+    )
 
 
 def mesh_of(*shape: int, **options: Any) -> tuple[nn.Module, Action]:

@@ -300,9 +300,7 @@ class Beyond(NamedTuple):
 
 BEYOND: dict[str, Beyond] = {
     # FSDP2 raises: gradients that were accumulated are in the reduce dtype already, the new one is not
-    "first used": Beyond(
-        models.Branching, (walk("left"), walk("left"), walk("left", "right")), BF16_FP32
-    ),
+    "first used": Beyond(models.Branching, (walk("left"), walk("left"), walk("left", "right")), BF16_FP32),
     # FSDP2 raises: it looks for a gradient of a parameter that was never gathered
     "first run": Beyond(models.wandering, (walk(0), walk(0, 1), walk(0, 1, 2)), BF16_FP32),
     "never run": Beyond(models.wandering, (walk(0), walk(2), walk(0)), BF16_FP32),

@@ -303,7 +303,9 @@ def an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects() -> lis
                 optimizer.step()
         wrong += unequal(contents(mine), contents(optimizers[1]))
     after = [mine.state, mine.param_groups, mine.param_groups[0]["params"]]
-    return wrong + [f"{now} is another object" for was, now in zip(before, after, strict=True) if now is not was]
+    return wrong + [
+        f"{now} is another object" for was, now in zip(before, after, strict=True) if now is not was
+    ]
 
 
 @on_ranks

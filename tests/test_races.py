@@ -153,7 +153,6 @@ def test_an_event_of_another_log_is_in_no_order() -> None:
 # --- Real runs ---------------------------------------------------------------------------------------------
 
 
-
 def evaluate_between(training: Training) -> None:
     for seed in range(2):
         training.loss(seed).backward()
@@ -188,9 +187,7 @@ RUNS: dict[str, Case] = {
     "reentrant checkpointing": Case(functools.partial(models.checkpointed, True)),
     "checkpointing inside": Case(functools.partial(models.checkpointed_inside, False)),
     "a module twice": Case(models.twice),
-    "another order each time": Case(
-        models.wandering, functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1)])
-    ),
+    "another order each time": Case(models.wandering, functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1)])),
     "frozen": Case(models.frozen),
     "accumulation": Case(models.stem, functools.partial(accumulate, pattern="nb")),
     "accumulation of reduced gradients": Case(

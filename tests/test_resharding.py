@@ -262,7 +262,9 @@ def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]
     see("after a backward that keeps")
     training.loss(6)
     see("after a forward that found all whole")
-    for each in parts.values():  # before flags change: FSDP2 cannot leave a smaller mesh it was told to forget
+    for (
+        each
+    ) in parts.values():  # before flags change: FSDP2 cannot leave a smaller mesh it was told to forget
         each.reshard()
     see("all resharded by hand")
     model.set_reshard_after_backward(True)
