@@ -282,7 +282,7 @@ class Branches(nn.Module):
         return sum(getattr(self, branch)(x) for branch in self.used)
 
 
-class Branching(Stem):
+class Branching(Model):
     """Blocks of two branches; `path`: the branches that are used."""
 
     path: Sequence[str] = ("left",)

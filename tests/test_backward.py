@@ -216,7 +216,7 @@ for _ranks, _names, _fast in ((2, tuple(BACKWARDS), FAST), (3, ON_THREE, ())):
         {name: BACKWARDS[name] for name in _names},
         _ranks,
         _fast,
-        not_plain=["accumulate: bbn"],
+        not_plain=["accumulate: bbn", "hooks: accumulate"],
     )
 
 

@@ -257,7 +257,7 @@ def remove_hook(training: Training) -> None:
     training.steps(1)
     assert called == []
     with pytest.raises(ValueError, match="stream"):
-        training.model.set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
+        training.model.blocks[0].set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
 
 
 def hooked(scenario: Any, sharding: Any = None, **options: Any) -> Case:
