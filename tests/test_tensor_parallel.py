@@ -372,7 +372,8 @@ def fake_layouts(shape: Shape) -> list[str]:
         cut_rows(model, mesh["tp"])
         hwfsdp.fully_shard(model, mesh=data_axes(mesh))
         for name, param in model.named_parameters():
-            layout, whole, local = layout_of(param), plain.get_parameter(name), param.to_local()
+            layout = Layout(shape, param.placements, tuple(mesh.get_coordinate() or ()))
+            whole, local = plain.get_parameter(name), param.to_local()
             same_shape = (param.shape, param.stride()) == (whole.shape, whole.stride())
             in_place = param.device_mesh == mesh and local.is_contiguous()
             if not (same_shape and in_place and torch.equal(local, layout.part(whole))):
