@@ -304,12 +304,16 @@ def another_loss_s_backward(run: Run) -> None:
 
 
 def a_reset(run: Run) -> None:
+    """It drops gradients that were not reduced."""
     for place in ("in a leaf", "in a block's backward"):
+        run.sync(False)
+        run.forward().backward()
         with run.broken(place):
             run.forward(2).backward()
         if run.shard:
             run.model.reset_iter_state()
         run.model.zero_grad()
+        run.sync(True)
         run.update()
 
 
