@@ -201,9 +201,31 @@ def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing():
 # --- Several roots, one set of streams ---------------------------------------------------------------------
 
 
+def contexts_of(model: models.Model) -> list[Any]:
+    """The communication contexts of all sharded modules and their groups; there is no public door to them."""
+    states = [module._state() for module in (model, *model.blocks)]
+    return [each.comm_ctx for state in states for each in (state, *state.groups)]
+
+
+@two.finds([True, True])
+def roots_that_share_a_context_have_the_very_same_streams() -> list[bool]:
+    """So do all sharded modules below them, whether they had run before or not. `test_recovery` trains two of them."""
+    found = []
+    for ran in (False, True):
+        pair = [wrap(build(), ours) for build in (models.stem, models.wandering)]
+        if ran:
+            for model in pair:
+                model(*model.inputs(4, 0)).sum().backward()
+        hwfsdp.share_comm_ctx(pair)
+        for model in pair:
+            model(*model.inputs(4, 0)).sum().backward()
+        contexts = [context for model in pair for context in contexts_of(model)]
+        found.append(all(context is contexts[0] for context in contexts))
+    return found
+
+
 @two.finds(None)
 def sharing_with_a_module_that_is_not_sharded_is_an_error() -> None:
-    """That models which share a context share their streams, `test_recovery` and `test_since_2_15` see."""
     assert hwfsdp.share_comm_ctx([]) is None
     model = wrap(models.stem(), ours)
     for modules in ([model, nn.Linear(2, 2)], [nn.Linear(2, 2)]):
