@@ -10,7 +10,7 @@ import contextlib
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -135,8 +135,80 @@ BACKWARD: dict[str, Place] = {
 }
 
 
+def part(tensor: Tensor | None, shards: int) -> Tensor | None:
+    """A copy of this rank's rows, which a DTensor has, and of which a whole tensor has `shards` times as many."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach().clone()
+    return tensor.detach().chunk(shards)[dist.get_rank() % shards].clone()
+
+
+class Run:
+    """A model that has had a step and the gradients of a micro-batch, and what it computed."""
+
+    def __init__(self, shard: Callable[..., Any] | None, **options: Any) -> None:
+        self.shard, self.model, self.loss = shard, build(shard, **options), Loss()
+        self.shards = options["mesh"].size(-1) if "mesh" in options else dist.get_world_size()
+        self.params = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1, weight_decay=0.1)
+        self.kept: list[Any] = []
+        self.update()
+        self.forward().backward()
+
+    def forward(self, seed: int = 1) -> Tensor:
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return self.loss(self.model(batch))
+
+    def sync(self, on: bool) -> None:
+        if self.shard:
+            self.model.set_requires_gradient_sync(on)
+
+    def keep_grads(self) -> None:
+        self.kept += [part(param.grad, self.shards) for param in self.params]
+
+    def update(self, seed: int = 1) -> None:
+        loss = self.forward(seed)
+        loss.backward()
+        self.kept.append(loss.detach().clone())
+        self.keep_grads()
+        self.step()
+        self.kept += [part(param, self.shards) for param in self.params]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def part_breaks(self, error: type[BaseException]) -> None:
+        with self.broken("in a leaf", error):
+            self.model.blocks[1](torch.ones(4, 8))
+
+    @contextmanager
+    def broken(self, place: str, error: type[BaseException] = KeyError) -> Iterator[None]:
+        """Raises once in the block: at the first call, or in the recomputation, which is the last one."""
+        calls = 0
+
+        def fault(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == (2 if place == "in a recomputation" else 1):
+                raise error("broken")
+
+        handle = {**FORWARD, **BACKWARD}[place](self.model, self.loss, fault)
+        try:
+            yield
+            raise AssertionError(f"{place}: nothing was raised")
+        except error:
+            pass
+        finally:
+            handle.remove()
+
+
+Way = Callable[[Run], None]
+
+
 class Case(NamedTuple):
-    """One broken training.
+    """A way to go on after a micro-batch that broke.
 
     Attributes:
         place: of `FORWARD` or `BACKWARD`. error: what is raised there.
@@ -153,115 +225,32 @@ class Case(NamedTuple):
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
     reentrant: bool | None = None
 
+    def __call__(self, run: Run) -> None:
+        run.model.blocks[1].reentrant = self.reentrant
+        run.step()
+        run.sync(self.synced)
+        run.forward(1).backward()
+        with run.broken(self.place, self.error), self.mode():
+            run.forward(2).backward()
+        in_forward = self.place in FORWARD and self.place not in ("at the root's output", "in the loss")
+        if in_forward and self.error is KeyError and run.shard:
+            assert all(isinstance(param, DTensor) for param in run.model.parameters())
+        self.go_on(run)
+        run.sync(True)
+        run.update(3)
+        run.update(4)
 
-@contextmanager
-def armed(model: Net, loss: Loss, case: Case) -> Iterator[None]:
-    """Raises once in the block: at the first call, or in the recomputation, which is the last one."""
-    calls = 0
-
-    def fault(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == (2 if case.place == "in a recomputation" else 1):
-            raise case.error("broken")
-
-    handle = {**FORWARD, **BACKWARD}[case.place](model, loss, fault)
-    try:
-        with case.mode():
-            yield
-        raise AssertionError(f"{case}: nothing was raised")
-    except case.error:
-        pass
-    finally:
-        handle.remove()
-
-
-# --- What is compared --------------------------------------------------------------------------------------
-
-
-def part(tensor: Tensor | None, shards: int) -> Tensor | None:
-    """A copy of this rank's rows, which a DTensor has, and of which a whole tensor has `shards` times as many."""
-    if tensor is None:
-        return None
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach().clone()
-    return tensor.detach().chunk(shards)[dist.get_rank() % shards].clone()
-
-
-def train(model: Net, case: Case, shards: int) -> dict[str, Any]:
-    """Two micro-batches, of which the second breaks, and two steps; what they computed, by name."""
-    kept, params = dict[str, Any](), dict(model.named_parameters())
-    optimizer = torch.optim.SGD(params.values(), lr=0.1, weight_decay=0.1)
-    loss = Loss()
-    model.blocks[1].reentrant = case.reentrant
-
-    def batch(seed: int) -> Tensor:
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-
-    def update(seed: int) -> None:
-        value = loss(model(batch(seed)))
-        value.backward()
-        kept[f"loss {seed}"] = value.detach().clone()
-        for name, param in params.items() if seed == 3 else ():
-            kept[f"gradient of {name}"], kept[name] = part(param.grad, shards), part(param, shards)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def sync(on: bool) -> None:
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(on)
-
-    update(0)
-    sync(case.synced)
-    loss(model(batch(1))).backward()
-    with armed(model, loss, case):
-        loss(model(batch(2))).backward()
-    in_forward = case.place in FORWARD and case.place not in ("at the root's output", "in the loss")
-    if in_forward and case.error is KeyError:
-        kept["parameters that are shards"] = all(
-            isinstance(p, DTensor) for p in model.parameters()
-        ) or not hasattr(model, "unshard")
-    kept["went on"] = go_on(case, model, optimizer, shards)
-    sync(True)
-    update(3)
-    update(4)
-    return kept
-
-
-def go_on(case: Case, model: Net, optimizer: torch.optim.Optimizer, shards: int) -> dict[str, Any]:
-    """What the case says that follows; what was seen meanwhile."""
-    params, kept = optimizer.param_groups[0]["params"], dict[str, Any]()
-    if case.then.startswith("zero"):
-        (optimizer if case.then == "zero" else model).zero_grad()
-        kept["cleared"] = all(p.grad is None for p in params)
-        for param in params:  # so that the step changes the weights
-            param.grad = torch.zeros_like(param)
-    if case.then == "save":
-        return {name: part(value, shards) for name, value in model.state_dict().items()}
-    if case.then:
-        kept |= {f"gradient {number}": part(p.grad, shards) for number, p in enumerate(params)}
-        optimizer.step()
-        optimizer.zero_grad()
-    return kept
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
-
-
-def differences(case: Case, shard: Callable[..., Any], **options: Any) -> list[str]:
-    """What the sharded training computed otherwise than the unsharded one."""
-    mesh = options.get("mesh")
-    shards = mesh.size(-1) if mesh else dist.get_world_size()
-    try:
-        got = train(build(shard, **options), case, shards)
-    except Exception as error:
-        return ["".join(traceback.format_exception(error, limit=-2))]
-    expected = train(build(None), case, shards)
-    return [name for name in expected if not same(got.get(name), expected[name])]
+    def go_on(self, run: Run) -> None:
+        if self.then == "save":
+            run.kept += [part(value, run.shards) for value in run.model.state_dict().values()]
+        elif self.then:
+            if self.then.startswith("zero"):
+                (run.optimizer if self.then == "zero" else run.model).zero_grad()
+                assert all(param.grad is None for param in run.params)
+                for param in run.params:  # so that the step changes the weights
+                    param.grad = torch.zeros_like(param)
+            run.keep_grads()
+            run.step()
 
 
 def few_cases() -> list[Case]:
@@ -301,49 +290,7 @@ def all_cases() -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def complaints(cases: list[Case], shard: Callable[..., Any], **options: Any) -> dict[str, list[str]]:
-    """What differs, of the cases in which something does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps without gradients
-        found = {str(case): differences(case, shard, **options) for case in cases}
-    return {case: names for case, names in found.items() if names}
-
-
 # --- Other ways to go on -----------------------------------------------------------------------------------
-
-
-class Run:
-    """A model that has had a step and the gradients of a micro-batch, and what it computed."""
-
-    def __init__(self, shard: Callable[..., Any] | None) -> None:
-        self.shard, self.model, self.loss = shard, build(shard), Loss()
-        self.shards = dist.get_world_size()
-        self.params = list(self.model.parameters())
-        self.optimizer = torch.optim.SGD(self.params, lr=0.1)
-        self.kept: list[Tensor | None] = []
-        self.update()
-        self.forward().backward()
-
-    def forward(self, seed: int = 1) -> Tensor:
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-        return self.loss(self.model(batch))
-
-    def update(self) -> None:
-        loss = self.forward()
-        loss.backward()
-        self.kept += [loss.detach().clone(), *(part(p.grad, self.shards) for p in self.params)]
-        self.step()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def broken(self, place: str, error: type[BaseException] = KeyError) -> AbstractContextManager[Any]:
-        return armed(self.model, self.loss, Case(place, error))
-
-    def part_breaks(self, error: type[BaseException]) -> None:
-        with self.broken("in a leaf", error):
-            self.model.blocks[1](torch.ones(4, 8))
 
 
 def another_loss_s_backward(run: Run) -> None:
@@ -354,6 +301,20 @@ def another_loss_s_backward(run: Run) -> None:
     second.backward()
     first.backward()
     run.update()
+
+
+def a_reset(run: Run) -> None:
+    """It drops gradients that were not reduced."""
+    for place in ("in a leaf", "in a block's backward"):
+        run.sync(False)
+        run.forward().backward()
+        with run.broken(place):
+            run.forward(2).backward()
+        if run.shard:
+            run.model.reset_iter_state()
+        run.model.zero_grad()
+        run.sync(True)
+        run.update()
 
 
 def a_part_that_was_called_by_itself(run: Run) -> None:
@@ -513,8 +474,9 @@ def two_models_that_share_the_wire(run: Run) -> None:
         run.step()
 
 
-WAYS: list[Callable[[Run], None]] = [
+WAYS: list[Way] = [
     another_loss_s_backward,
+    a_reset,
     a_part_that_was_called_by_itself,
     unshard_by_hand,
     weights_that_are_loaded,
@@ -530,21 +492,30 @@ WAYS: list[Callable[[Run], None]] = [
 ]
 
 
-def complaints_of_ways(shard: Callable[..., Any]) -> dict[str, str]:
+# --- What is compared --------------------------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+
+
+def complaints(ways: Iterable[Way], shard: Callable[..., Any], **options: Any) -> dict[str, str]:
     """What differs from the unsharded model, for those ways to go on after which something does."""
     found = {}
-    for way in WAYS:
-        runs = Run(shard), Run(None)
+    for way in ways:
+        name = getattr(way, "__name__", str(way))
         try:
-            for run in runs:
-                way(run)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of steps without gradients
+                runs = Run(shard, **options), Run(None, **options)
+                for run in runs:
+                    way(run)
         except Exception as error:
-            found[way.__name__] = "".join(traceback.format_exception(error, limit=-3))
+            found[name] = "".join(traceback.format_exception(error, limit=-3))
             continue
         pairs = list(zip(runs[0].kept, runs[1].kept, strict=True))
         wrong = [number for number, pair in enumerate(pairs) if not same(*pair)]
         if wrong:
-            found[way.__name__] = (
-                f"{len(wrong)} of {len(pairs)} differ, the first {wrong[0]}: {pairs[wrong[0]]}"
-            )
+            found[name] = f"{len(wrong)} of {len(pairs)} differ, the first {wrong[0]}: {pairs[wrong[0]]}"
     return found

@@ -282,6 +282,65 @@ class Branches(nn.Module):
         return sum(getattr(self, branch)(x) for branch in self.used)
 
 
+class Branching(Model):
+    """Blocks of two branches; `path`: the branches that are used."""
+
+    path: Sequence[str] = ("left",)
+
+    def __init__(self) -> None:
+        super().__init__([Branches() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.used = self.path
+        return super().forward(x)
+
+
+class Grouped(Model):
+    """Runs its layers in the order given by `path`. The entries of `blocks` are lists, each of which is one group."""
+
+    groups: Sequence[tuple[int, ...]] = ((0, 1), (2,))
+    path: tuple[int, ...] = (0, 1, 2)
+    reentrant: bool | None = None  # None: no activation checkpointing
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([Block(8, hidden, 8) for hidden in (5, 12, 7)])
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [[self.layers[number] for number in group] for group in self.groups]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number in self.path:
+            layer = self.layers[number]
+            out = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = x + out
+        return self.head(x)
+
+
+class Chunked(Model):
+    """Its forward ends with the norm; whoever trains it calls the head. Norm and head are one group."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Block(8, hidden, 8) for hidden in (5, 12)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 9)
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [*self.layers, [self.norm, self.head]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+
 def frozen() -> Stem:
     """One block is frozen, and one parameter in each of the others and in the root."""
     model = stem()

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -67,8 +68,6 @@ def ours(module: nn.Module, **options: Any) -> nn.Module:
 
 def theirs(module: nn.Module, **options: Any) -> nn.Module:
     """torch's fully_shard."""
-    from torch.distributed import fsdp
-
     return shard(fsdp, module, **options)
 
 
@@ -107,6 +106,20 @@ def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) ->
     if how != "rootless":
         library(model, **options)
     return model
+
+
+Shapes = list[torch.Size]
+
+
+def shapes_by_group(model: Model, how: str = "blocks") -> tuple[list[Shapes], Shapes]:
+    """The parameters of each group below the root in forward order, and the root's own, if it is wrapped like that."""
+    below: list[Shapes] = []
+    claimed: set[nn.Parameter] = set()
+    for block in model.blocks if how != "root" else ():
+        for module in block.children() if how == "nested" else (block,):
+            below.append([param.shape for param in module.parameters()])
+            claimed |= set(module.parameters())
+    return below, [param.shape for param in model.parameters() if param not in claimed]
 
 
 # --- What a training leaves behind -------------------------------------------------------------------------
@@ -192,8 +205,6 @@ class Training:
     @property
     def package(self) -> ModuleType:
         """Whose `fully_shard` it is; hwfsdp's functions do nothing to a model that is not sharded."""
-        from torch.distributed import fsdp
-
         return fsdp if self.library is theirs else hwfsdp
 
     def new_optimizer(self) -> torch.optim.Optimizer:
@@ -291,11 +302,40 @@ def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_l
     training.steps(1, first_seed=99)
 
 
-def clip(training: Training, p: float = 2.0) -> None:
+def backward_twice(training: Training, first: str = "b") -> None:
+    """Steps of one forward and two backwards, the first of which reduces what this says (see `configure`)."""
+    for seed in range(2):
+        loss = training.loss(seed)
+        configure(training, first)
+        loss.backward(retain_graph=True)
+        training.keep_local_grads()
+        configure(training, "b")
+        loss.backward()
+        training.update()
+    training.keep_params()
+
+
+def walk(training: Training, paths: Sequence[tuple[Any, ...]], pattern: str = "b") -> None:
+    """Twice along these paths through the model, a micro-batch each; with the end of the pattern a step ends.
+
+    Args:
+        pattern: what micro-batches reduce (see `configure`), over and over.
+    """
+    for micro, training.model.path in enumerate([*paths, *paths]):
+        place = micro % len(pattern)
+        configure(training, pattern[place])
+        training.loss(micro).backward()
+        training.keep_local_grads()
+        if place == len(pattern) - 1:
+            training.update()
+    training.keep_params()
+
+
+def clip(training: Training) -> None:
     """The norm is over all parameters, wherever they are."""
     for seed in range(2):
         training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05)
         training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
         training.update()
     training.keep_params()
@@ -303,15 +343,26 @@ def clip(training: Training, p: float = 2.0) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped, and what is done with it."""
+    """A model, how it is wrapped, and what is done with it.
+
+    Attributes:
+        sharding: takes a package, hwfsdp or torch's, a module and the options; in place of `shard`.
+    """
 
     build: Callable[[], Model]
     scenario: Scenario = train
     how: str = "blocks"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sharding: Callable[..., nn.Module] | None = None
+
+    def training(self, library: Library) -> Training:
+        """Sharded by this library, or not at all."""
+        if self.sharding and library is not unsharded:
+            library = functools.partial(self.sharding, fsdp if library is theirs else hwfsdp)
+        return Training(self.build, library, self.how, **self.options)
 
     def run(self, library: Library) -> Trace:
-        training = Training(self.build, library, self.how, **self.options)
+        training = self.training(library)
         self.scenario(training)
         return training.trace
 
@@ -399,6 +450,16 @@ def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dic
     return found
 
 
+def recorded_steps(training: Training, number: int = 2) -> hwfsdp.EventLog:
+    """The log of plain training steps."""
+    with hwfsdp.record() as log:
+        for seed in range(number):
+            training.loss(seed).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return log
+
+
 def forward_and_backward(training: Training, seed: int) -> None:
     training.loss(seed).backward()
 
@@ -406,15 +467,18 @@ def forward_and_backward(training: Training, seed: int) -> None:
 def compare_traffic(
     case: Case, step: Callable[[Training, int], Any] = forward_and_backward, seeds: tuple[int, ...] = (0,)
 ) -> dict[str, list[str]]:
-    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order."""
+    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order.
+
+    All-reduces come last: ours are issued when the reduce-scatter before is over.
+    """
     found = []
     for library in (ours, theirs):
-        training = Training(case.build, library, case.how, **case.options)
-        logs = []
+        training, logs = case.training(library), []
         for seed in range(max(seeds) + 1):
             with hwfsdp.record() as log:
                 step(training, seed)
-            logs.append([(event.op, event.bytes, event.dtype) for event in log.collectives()])
+            moved = [(event.op, event.bytes, event.dtype) for event in log.collectives()]
+            logs.append(sorted(moved, key=lambda event: event[0] == "all_reduce"))
         found.append([logs[seed] if seed == 0 else sorted(logs[seed]) for seed in seeds])
     mine, reference = found
     return {"FSDP2": [] if mine == reference and all(mine) else [f"{mine} instead of {reference}"]}
@@ -449,6 +513,30 @@ class Promises:
             frame = self.frames.setdefault((ranks, is_long), Together(ranks, timeout=600))
             frame.add(f"{promise}: {name}", functools.partial(complaints_of, checks[name]), [])
             self.cases.append((suites.long if is_long else pytest.param)(promise, ranks, name))
+
+    def trains(
+        self,
+        promise: str,
+        cases: dict[str, Case],
+        ranks: int = 2,
+        fast: Iterable[str] | None = None,
+        fsdp2: Tolerance | None = None,
+        plain: Tolerance = REGROUPING,
+        not_fsdp2: Iterable[str] = (),
+        not_plain: Iterable[str] = (),
+    ) -> None:
+        """That cases compute what FSDP2 computes and, unless a `policy` rounds them, what PyTorch computes without sharding.
+
+        Args:
+            fsdp2, plain: how much they may differ; from FSDP2 by default not at all where two numbers are added.
+            not_fsdp2, not_plain: cases for which one of the two oracles has no answer.
+        """
+        checks: dict[str, Check] = {}
+        for name, case in cases.items():
+            with_fsdp2 = None if name in not_fsdp2 else fsdp2 or against_fsdp2(ranks)
+            without = None if name in not_plain or case.options.get("policy") else plain
+            checks[name] = functools.partial(compare, case, with_fsdp2, without)
+        self.add(promise, checks, ranks, fast)
 
     def test(self) -> Callable[..., None]:
         """A test for each of the cases: no rank complains."""

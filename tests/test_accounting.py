@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
@@ -34,7 +33,7 @@ from hwfsdp.observe.accounting import (
 )
 from hwfsdp.observe.memory import Ledger
 from models import Convolution, Model, even, stem, uneven
-from oracles import fresh, objective, wrap
+from oracles import fresh, objective, shapes_by_group, wrap
 
 BF16_IN_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(torch.bfloat16)
@@ -78,16 +77,11 @@ CASES_OF = {1: {"stem": CASES["stem"]}, 3: CASES, 4: REPLICATED}  # by world siz
 
 def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
     """The groups of the blocks, and that of the root if anything is left to it, read off the plain model."""
-    model, reshard = case.build(), case.options.get("reshard_after_forward")
-    blocks = [] if case.how == "root" else [list(block.parameters()) for block in model.blocks]
-    claimed = {param for block in blocks for param in block}
-    rest = [param for param in model.parameters() if param not in claimed]
-
-    def group(params: list[nn.Parameter], resharded: bool) -> GroupSizes:
-        return GroupSizes([tuple(p.shape) for p in params], case.gathered, case.reduced, resharded)
-
-    of_blocks = [group(params, reshard is not False) for params in blocks]
-    return of_blocks, [group(rest, reshard is True)] if rest else []
+    below, root = shapes_by_group(case.build(), case.how)
+    reshard = case.options.get("reshard_after_forward")
+    sizes = functools.partial(GroupSizes, gather_itemsize=case.gathered, reduce_itemsize=case.reduced)
+    of_blocks = [sizes(shapes, resharded_after_forward=reshard is not False) for shapes in below]
+    return of_blocks, [sizes(root, resharded_after_forward=reshard is True)] if root else []
 
 
 def step(case: Case) -> tuple[dict[str, Any], StateBytes]:

@@ -110,17 +110,8 @@ REPLICATES: dict[str, Callable[..., Any]] = {
 }
 
 
-def three_steps(library: ModuleType, replicate: Callable[..., Any], replicated_root: bool) -> Trace:
-    """A block is replicated in a sharded model, or blocks are sharded in a replicated one."""
-    model, trace = fresh(models.even), Trace()
-    options = {"mesh": init_device_mesh("cpu", (2,))} if isinstance(replicate, functools.partial) else {}
-    if replicated_root:
-        library.fully_shard(model.blocks[0], mesh=cpu_mesh())
-        replicate(model, **options)
-    else:
-        replicate(model.blocks[1], **options)
-        library.fully_shard(model.blocks[0], mesh=cpu_mesh())
-        library.fully_shard(model, mesh=cpu_mesh())
+def trained(model: models.Model) -> Trace:
+    trace = Trace()
     for step in range(3):
         (rows,) = model.inputs(12, step)
         objective(model(rank_rows(rows))).backward()
@@ -130,8 +121,22 @@ def three_steps(library: ModuleType, replicate: Callable[..., Any], replicated_r
     return trace
 
 
+def steps_of_both(library: ModuleType, replicate: Callable[..., Any], replicated_root: bool) -> Trace:
+    """A block is replicated in a sharded model, or blocks are sharded in a replicated one."""
+    model = fresh(models.even)
+    options = {"mesh": init_device_mesh("cpu", (2,))} if isinstance(replicate, functools.partial) else {}
+    if replicated_root:
+        library.fully_shard(model.blocks[0], mesh=cpu_mesh())
+        replicate(model, **options)
+    else:
+        replicate(model.blocks[1], **options)
+        library.fully_shard(model.blocks[0], mesh=cpu_mesh())
+        library.fully_shard(model, mesh=cpu_mesh())
+    return trained(model)
+
+
 def composed(replicate: Callable[..., Any], replicated_root: bool) -> list[str]:
-    ours, theirs = (three_steps(library, replicate, replicated_root) for library in LIBRARIES)
+    ours, theirs = (steps_of_both(library, replicate, replicated_root) for library in LIBRARIES)
     return differences(ours, theirs, *BITS)
 
 
@@ -142,17 +147,12 @@ for _name, _replicate in REPLICATES.items():
 
 def steps_of_a_wrapped_block(library: ModuleType) -> Trace:
     """torch's checkpoint wrapper answers with the attributes of the module in it: what was applied there, too."""
-    model, trace = fresh(models.even), Trace()
+    model = fresh(models.even)
     library.fully_shard(model.blocks[0], mesh=cpu_mesh())
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     library.fully_shard(model.blocks[0], mesh=cpu_mesh())
     library.fully_shard(model, mesh=cpu_mesh())
-    for step in range(2):
-        (rows,) = model.inputs(12, step)
-        objective(model(rank_rows(rows))).backward()
-    for name, param in model.named_parameters():
-        trace.keep(f"grad {name}", param.grad)
-    return trace
+    return trained(model)
 
 
 @two.finds([])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_api
@@ -30,21 +29,20 @@ from hwfsdp.core import compat
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
     Promises,
     Scenario,
     Trace,
     Training,
     accumulate,
-    compare,
     differences,
-    fresh,
     objective,
     ours,
+    shard,
     theirs,
     wrap,
 )
+from test_parity import reload
 from together import Together
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -89,15 +87,6 @@ PROMISES = Promises()
 two = Together(2)
 
 
-def promise(text: str, cases: dict[str, Case], fast: Iterable[str] | None = None) -> None:
-    """That these cases compute what FSDP2 computes, and, but for rounding in 16 bits, PyTorch without sharding."""
-    checks = {
-        name: functools.partial(compare, one, BITS, None if "policy" in one.options else REGROUPING)
-        for name, one in cases.items()
-    }
-    PROMISES.add(text, checks, fast=fast)
-
-
 # --- Activation checkpointing ------------------------------------------------------------------------------
 
 
@@ -110,7 +99,7 @@ def wrapped(model: models.Model, impl: CheckpointImpl) -> None:
 wrapped_once = functools.partial(wrapped, impl=CheckpointImpl.NO_REENTRANT)
 wrapped_reentrant = functools.partial(wrapped, impl=CheckpointImpl.REENTRANT)
 # without torch's wrapper: `test_parity`, `test_groups` and `test_resharding`
-promise(
+PROMISES.trains(
     "activations are recomputed with gathered parameters",
     {
         "wrapper, then sharded; a list over shards and a replica": case(
@@ -180,7 +169,7 @@ def by_methods(training: Training) -> None:
         training.loss(9)
 
 
-promise(
+PROMISES.trains(
     "a registered method gathers like forward",
     {"blocks": case(Methodical, by_methods), "bf16": case(Methodical, by_methods, policy=BF16_FP32)},
 )
@@ -212,43 +201,36 @@ def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing():
 # --- Several roots, one set of streams ---------------------------------------------------------------------
 
 
-def contexts_of(module: Any) -> list[Any]:
-    """The communication contexts of a sharded module and its groups; there is no public door to them."""
-    state = module._state()
-    return [state.comm_ctx, *(group.comm_ctx for group in state.groups)]
+def contexts_of(model: models.Model) -> list[Any]:
+    """The communication contexts of all sharded modules and their groups; there is no public door to them."""
+    states = [module._state() for module in (model, *model.blocks)]
+    return [each.comm_ctx for state in states for each in (state, *state.groups)]
 
 
-@two.finds([False, True, False, True])
+@two.finds([True, True])
 def roots_that_share_a_context_have_the_very_same_streams() -> list[bool]:
     """So do all sharded modules below them, whether they had run before or not. `test_recovery` trains two of them."""
     found = []
     for ran in (False, True):
-        first, second = (wrap(build(), ours) for build in (models.stem, models.wandering))
+        pair = [wrap(build(), ours) for build in (models.stem, models.wandering)]
         if ran:
-            step(first, second)
-        found.append(contexts_of(first)[0] is contexts_of(second)[0])
-        hwfsdp.share_comm_ctx([first, second])
-        step(first, second)
-        parts = (part for model in (first, second) for part in (model, *model.blocks))
-        contexts = [context for part in parts for context in contexts_of(part)]
+            for model in pair:
+                model(*model.inputs(4, 0)).sum().backward()
+        hwfsdp.share_comm_ctx(pair)
+        for model in pair:
+            model(*model.inputs(4, 0)).sum().backward()
+        contexts = [context for model in pair for context in contexts_of(model)]
         found.append(all(context is contexts[0] for context in contexts))
     return found
 
 
-def step(*models_: models.Model) -> None:
-    for model in models_:
-        model(*model.inputs(4, 0)).sum().backward()
-
-
-@two.finds(True)
-def sharing_with_a_module_that_is_not_sharded_is_an_error() -> bool:
+@two.finds(None)
+def sharing_with_a_module_that_is_not_sharded_is_an_error() -> None:
     assert hwfsdp.share_comm_ctx([]) is None
     model = wrap(models.stem(), ours)
-    before = contexts_of(model)
     for modules in ([model, nn.Linear(2, 2)], [nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match="Linear|FSDPModule"):
             hwfsdp.share_comm_ctx(modules)
-    return contexts_of(model) == before
 
 
 # --- Transport ---------------------------------------------------------------------------------------------
@@ -271,46 +253,30 @@ class Transport:
 
             def __call__(self, output_tensor, input_tensor, group, async_op=False):
                 calls.append(("all_gather", output_tensor.numel(), input_tensor.numel(), group.size()))
-                parts = [torch.empty_like(input_tensor) for _ in range(group.size())]
-                dist.all_gather(parts, input_tensor.clone(), group=group)
-                output_tensor.copy_(torch.cat(parts))
+                dist.all_gather_single(output_tensor, input_tensor, group=group)
 
         class CountingReduceScatter(api.ReduceScatter):
             kind = "reduce_scatter"
 
             def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
                 calls.append(("reduce_scatter", output_tensor.numel(), input_tensor.numel(), group.size()))
-                total = input_tensor.clone()
-                dist.all_reduce(total, group=group)
-                if op == dist.ReduceOp.AVG:
-                    total /= group.size()
-                output_tensor.copy_(total.chunk(group.size())[group.rank()])
+                dist.reduce_scatter_single(output_tensor, input_tensor, op, group=group)
 
         CountingAllGather.allocate = CountingReduceScatter.allocate = allocate
         CountingAllGather.__abstractmethods__ = CountingReduceScatter.__abstractmethods__ = frozenset()
         self.all_gather, self.reduce_scatter = CountingAllGather(), CountingReduceScatter()
 
 
-def custom(training: Training, transports: list[Transport]) -> None:
-    """All modules but the first block get the custom collectives."""
+def custom(training: Training) -> None:
+    """All modules but the first block get the custom collectives; keeps what these were asked for."""
     transport = Transport(training.package)
-    transports.append(transport)
     for module in [training.model, *training.model.blocks[1:]]:
         module.set_custom_all_gather(transport.all_gather)
         module.set_custom_reduce_scatter(transport.reduce_scatter)
     training.steps(2)
-
-
-def check_custom(**options: Any) -> dict[str, list[str]]:
-    """Numbers and calls."""
-    transports: list[Transport] = []
-    asked = case(models.uneven, functools.partial(custom, transports=transports), **options)
-    got, reference = asked.run(ours), asked.run(theirs)
-    here, there = (sorted(map(str, transport.calls)) for transport in transports)
-    return {
-        "FSDP2": differences(got, reference, *BITS),
-        "calls": [] if here == there and here else [f"{here} instead of {there}"],
-    }
+    assert transport.calls
+    for call in sorted(map(str, transport.calls)):
+        training.trace.keep(call, None)
 
 
 def allocate_from_group(training: Training) -> None:
@@ -322,11 +288,13 @@ def allocate_from_group(training: Training) -> None:
         training.steps(1)
 
 
-PROMISES.add(
-    "custom collectives change no number and are asked for what FSDP2 asks them for",
-    {"fp32": check_custom, "bf16": functools.partial(check_custom, policy=BF16_FP32)},
+CUSTOM = {"fp32": case(models.uneven, custom), "bf16": case(models.uneven, custom, policy=BF16_FP32)}
+PROMISES.trains(
+    "custom collectives change no number and are asked for what FSDP2 asks them for", CUSTOM, not_plain=CUSTOM
 )
-promise("buffers of the process group change no number", {"blocks": case(models.uneven, allocate_from_group)})
+PROMISES.trains(
+    "buffers of the process group change no number", {"blocks": case(models.uneven, allocate_from_group)}
+)
 
 
 @two.finds(None)
@@ -338,6 +306,39 @@ def a_transport_refuses_a_collective_that_it_lacks_and_names_the_alternative() -
     model.set_custom_all_gather(Transport(hwfsdp).all_gather)
     with pytest.raises(hwfsdp.StateError, match="CountingAllGather"):
         model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+class Failing(hwfsdp.collectives.DefaultAllGather):
+    """Fails when it is called, or when it is waited for."""
+
+    def __init__(self, cause: Exception, at_once: bool) -> None:
+        super().__init__()
+        self.cause, self.at_once = cause, at_once
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if self.at_once:
+            raise self.cause
+        return self
+
+    def wait(self) -> None:
+        raise self.cause
+
+
+@two.finds(["all_gather of blocks.0: lost by peer"] * 2 + ["a bug"])
+def a_custom_collective_that_fails_is_named_with_its_group_and_other_exceptions_are_not_taken_for_that() -> (
+    Any
+):
+    found = []
+    lost, bug = RuntimeError("lost\n by peer"), KeyError("a bug")
+    for cause, at_once in ((lost, True), (lost, False), (bug, False)):
+        model = wrap(models.stem(), ours)
+        model.blocks[0].set_custom_all_gather(Failing(cause, at_once))
+        with pytest.raises((hwfsdp.CollectiveError, KeyError)) as caught:
+            model(*model.inputs(4, 0))
+        error = caught.value
+        is_bug = isinstance(error, KeyError)
+        found.append(error.args[0] if is_bug else f"{error.collective} of {error.owner}: {error.got}")
+    return found
 
 
 # --- Tensors that travel in a form of their own ------------------------------------------------------------
@@ -457,19 +458,6 @@ PACKED: dict[str, type[Packed]] = {
 }
 
 
-def load_packed(training: Training) -> None:
-    """A state goes into its own model again after a step, then into another model."""
-    state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
-    training.steps(1)
-    training.model.load_state_dict(state)
-    training.steps(1)
-    state = training.model.state_dict()
-    training.model = wrap(fresh(training.build), training.library, training.how, **training.options)
-    training.model.load_state_dict(state)
-    training.optimizer = training.new_optimizer()
-    training.steps(1)
-
-
 def evaluate_packed(training: Training) -> None:
     """The first forwards and the last are without gradients."""
     for mode in (torch.no_grad, torch.inference_mode):
@@ -502,7 +490,7 @@ PACKED_CASES: dict[str, Case] = {
     "shards and a replica": case(models.even, shape=(1, 2)),
     "accumulated": case(models.even, accumulated),
     "evaluated first": case(models.even, evaluate_packed),
-    "loaded": case(models.even, load_packed),
+    "loaded": case(models.even, functools.partial(reload, assign=False)),
     "bf16": case(models.even, policy=BF16_FP32),
     "uneven": case(models.uneven),
     "uneven, a list": case(models.uneven, how="lists"),
@@ -580,7 +568,7 @@ def evaluate(training: Training, mode: Callable[[], Any], first: bool) -> None:
         training.steps(1, first_seed=seed)
 
 
-promise(
+PROMISES.trains(
     "evaluation between steps gives the outputs of FSDP2 and changes no step",
     {
         "no_grad first, a list": case(
@@ -589,44 +577,29 @@ promise(
         "inference_mode, replicas": case(
             scenario=functools.partial(evaluate, mode=torch.inference_mode, first=False), shape=(2, 1)
         ),
+        "inference_mode first": case(
+            scenario=functools.partial(evaluate, mode=torch.inference_mode, first=True)
+        ),
     },
-)
-inference_first = functools.partial(evaluate, mode=torch.inference_mode, first=True)
-PROMISES.add(
-    "a model may run in inference mode first",  # FSDP2 cannot train then
-    {"blocks": functools.partial(compare, case(scenario=inference_first), None, REGROUPING)},
+    not_fsdp2=["inference_mode first"],  # it cannot train then
 )
 
 
 # --- Offloading --------------------------------------------------------------------------------------------
 
 
-OFFLOADED: dict[str, tuple[Case, bool]] = {  # pinned or not
-    "blocks": (case(models.uneven), True),
-    "bf16": (case(models.uneven, policy=BF16_FP32), True),
-    "accumulated": (case(scenario=accumulated), False),
-}
-
-
-def check_offload(name: str) -> dict[str, list[str]]:
+def offloaded(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
     """FSDP2 can do it without pinning only, where there is no accelerator."""
-    one, pin = OFFLOADED[name]
-    mine = functools.partial(ours, offload_policy=hwfsdp.CPUOffloadPolicy(pin))
-    training = Training(one.build, mine, one.how, **one.options)
-    one.scenario(training)
-    reference = one.run(functools.partial(theirs, offload_policy=fsdp.CPUOffloadPolicy(False)))
-    found = {"FSDP2": differences(training.trace, reference, *BITS), "where": []}
-    training.loss(8).backward()
-    for param_name, param in training.model.named_parameters():
-        for local in (param.to_local(), param.grad.to_local()):
-            if local.device.type != "cpu" or local.is_pinned():
-                found["where"].append(f"{param_name}: {local.device}, pinned: {local.is_pinned()}")
-    return found
+    return shard(package, module, offload_policy=package.CPUOffloadPolicy(package is hwfsdp), **options)
 
 
-PROMISES.add(
+PROMISES.trains(
     "offloading from the CPU to the CPU changes nothing",
-    {name: functools.partial(check_offload, name) for name in OFFLOADED},
+    {
+        "blocks": Case(models.uneven, two_steps, sharding=offloaded),
+        "bf16": Case(models.uneven, two_steps, options={"policy": BF16_FP32}, sharding=offloaded),
+        "accumulated": Case(models.stem, accumulated, sharding=offloaded),
+    },
 )
 
 

@@ -9,7 +9,9 @@ import pytest
 from hwfsdp.errors import (
     CollectiveError,
     FSDPError,
+    NoRootError,
     RankError,
+    RefusedError,
     StateError,
     UnsupportedError,
     UsageError,
@@ -32,6 +34,8 @@ def test_a_message_is_one_line_with_subject_and_three_answers(kind: type[FSDPErr
         (UsageError, ValueError),
         (UnsupportedError, NotImplementedError),
         (StateError, RuntimeError),
+        (RefusedError, AssertionError),
+        (NoRootError, RuntimeError),
         (CollectiveError, RuntimeError),
         (RankError, RuntimeError),
     ],

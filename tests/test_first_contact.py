@@ -6,7 +6,6 @@ Faults are real ones: a namespace without loopback, a module in the way that doe
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +135,6 @@ def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
     helps = [parser.format_help() for parser in parsers]
     assert [line for text in helps for line in text.splitlines() if len(line) > 80] == []
     assert [parser.prog for parser in parsers if not parser.description] == []
-
-
-def test_every_verb_names_a_function_that_takes_its_options() -> None:
-    named = [(parser, run) for parser in parsers_below(build_parser()) if (run := running(parser))]
-    assert len(named) > 20
-    for parser, run in named:
-        module, _, name = run.rpartition(".")
-        parameters = set(inspect.signature(getattr(import_module(f"hwfsdp.{module}"), name)).parameters)
-        options = {action.dest for action in parser._actions} - {"help"}
-        by_name = {"as_json" if option == "json" else option for option in options}
-        assert parameters == ({"args"} if module.startswith("cli.") else by_name), run
-
-
-def running(parser: argparse.ArgumentParser) -> str:
-    """What the table says runs this verb; "" for those that only have actions."""
-    return str((parser.get_default("does") or {}).get("run", ""))
 
 
 # --- hwfsdp doctor -----------------------------------------------------------------------------------------

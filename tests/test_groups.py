@@ -14,35 +14,31 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 import hwfsdp
 import models
 from hwfsdp import launch, record
 from oracles import (
-    BITS,
-    REGROUPING,
     Case,
-    Library,
     Promises,
     Tolerance,
     Training,
     accumulate,
-    against_fsdp2,
-    compare,
     compare_traffic,
-    differences,
     fresh,
     objective,
     ours,
+    shard,
     theirs,
     train,
+    walk,
     wrap,
 )
 from test_parity import reload
@@ -52,24 +48,6 @@ LIBRARIES = (ours, theirs)
 
 
 PROMISES = Promises()
-
-
-def promise(
-    text: str,
-    cases: dict[str, Case],
-    ranks: int = 2,
-    plain: Tolerance = REGROUPING,
-    fast: Iterable[str] | None = None,
-) -> None:
-    """That these cases compute what FSDP2 computes, and the model that is not sharded."""
-    checks = {
-        name: functools.partial(compare, case, against_fsdp2(ranks), plain) for name, case in cases.items()
-    }
-    PROMISES.add(text, checks, ranks, fast)
-
-
-def chosen(names: Iterable[str], cases: dict[str, Case]) -> dict[str, Case]:
-    return {name: cases[name] for name in names}
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
@@ -82,46 +60,6 @@ def kinds(model: nn.Module) -> dict[str, str]:
 # --- A list of modules is one group ------------------------------------------------------------------------
 
 
-class Grouped(models.Model):
-    """Runs its layers in the order given by `path`; they are sharded in lists, by number."""
-
-    groups: tuple[tuple[int, ...], ...] = ((0, 1), (2,))
-    path: tuple[int, ...] = (0, 1, 2)
-    reentrant: bool | None = None  # None: no activation checkpointing
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.layers = nn.ModuleList([models.Block(8, hidden, 8) for hidden in (5, 12, 7)])
-
-    @property
-    def blocks(self) -> list[list[nn.Module]]:
-        return [[self.layers[number] for number in group] for group in self.groups]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for number in self.path:
-            layer = self.layers[number]
-            out = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-            x = x + out
-        return self.head(x)
-
-
-def grouped(**attributes: Any) -> Grouped:
-    model = Grouped()
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return model
-
-
-def walk(training: Training, path: Iterable[tuple[int, ...]]) -> None:
-    """A step along each of these paths."""
-    for seed, training.model.path in enumerate(path):
-        training.loss(seed).backward()
-        training.update()
-    training.keep_params()
-
-
 PATHS: dict[str, tuple[int, ...]] = {
     "in order": (0, 1, 2),
     "twice, apart": (0, 1, 2, 0, 1),
@@ -130,13 +68,19 @@ PATHS: dict[str, tuple[int, ...]] = {
 
 
 def grouped_case(scenario: Callable[[Training], None], **attributes: Any) -> Case:
-    return Case(functools.partial(grouped, **attributes), scenario)
+    def grouped() -> models.Grouped:
+        model = models.Grouped()
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        return model
+
+    return Case(grouped, scenario)
 
 
 LISTS: dict[str, Case] = {
     **{f"members run {name}": grouped_case(train, path=path) for name, path in PATHS.items()},
     "another path each step": grouped_case(
-        functools.partial(walk, path=[(0, 1, 2), (2, 0, 1), (0, 2), (1, 0, 2), (0, 1, 2)])
+        functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1), (0, 2), (1, 0, 2), (0, 1, 2)])
     ),
     "accumulated, stay whole": grouped_case(
         functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True)
@@ -146,7 +90,7 @@ LISTS: dict[str, Case] = {
 }
 
 
-class Nested(Grouped):
+class Nested(models.Grouped):
     """One layer of a member is a group of its own, one member lies inside another, and the root takes what is left."""
 
     groups = ()
@@ -160,18 +104,19 @@ class Nested(Grouped):
 LISTS["nested"] = Case(Nested, train)
 
 
-LISTED = "a group of several modules trains as under FSDP2 and as without sharding"
-FAST_LISTS = (
-    *("members run in order", "members run the first one left out", "nested", "another path each step"),
-    "accumulated, stay whole",
+PROMISES.trains(
+    "a group of several modules trains as under FSDP2 and as without sharding",
+    LISTS,
+    fast=(
+        *("members run in order", "members run the first one left out", "nested", "another path each step"),
+        "accumulated, stay whole",
+    ),
 )
-promise(LISTED, LISTS, fast=FAST_LISTS)
-promise(LISTED, chosen(("members run in order", "nested"), LISTS), ranks=3, fast=())
 
 
 def test_collectives_of_a_list_have_one_owner_and_unsharding_two_members_gathers_once():
     def on_a_rank() -> Any:
-        training = Training(Grouped, ours)
+        training = Training(models.Grouped, ours)
         with record() as log:
             training.loss(0).backward()
         with record() as by_hand:
@@ -205,49 +150,22 @@ def test_a_member_inside_another_belongs_to_the_outer_one_as_in_fsdp2():
         assert mine["classes"]["blocks.0"] == "FSDPBlock" and mine["classes"]["blocks.0.up"] == "Linear"
 
 
-def list_of_the_root(library: Library, module: nn.Module, **options: Any) -> nn.Module:
-    [root] = library([module], **options)
+def list_of_the_root(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
+    [root] = shard(package, [module], **options)
     return root
 
 
-def compare_lists_of_the_root() -> dict[str, list[str]]:
-    case = Case(models.uneven, train, "root")
-    runs = [case.run(functools.partial(list_of_the_root, library)) for library in LIBRARIES]
-    return {"FSDP2": differences(*runs, *BITS)}
-
-
-PROMISES.add(
+PROMISES.trains(
     "a module listed twice counts once, and a list of one may be the root",
     {
-        "listed twice": functools.partial(
-            compare, grouped_case(train, groups=((0, 1, 0), (2,))), None, REGROUPING
-        ),
-        "the root alone": compare_lists_of_the_root,
+        "listed twice": grouped_case(train, groups=((0, 1, 0), (2,))),
+        "the root alone": Case(models.uneven, how="root", sharding=list_of_the_root),
     },
+    not_fsdp2=["listed twice"],
 )
 
 
 # --- A head that is called chunk by chunk ------------------------------------------------------------------
-
-
-class Chunked(models.Model):
-    """Its forward ends with the norm; whoever trains it calls the head. Norm and head are one group."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.stem = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([models.Block(8, hidden, 8) for hidden in (5, 12)])
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 9)
-
-    @property
-    def blocks(self) -> list[nn.Module | list[nn.Module]]:
-        return [*self.layers, [self.norm, self.head]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.norm(x)
 
 
 def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterable[Tensor]:
@@ -338,17 +256,6 @@ def run_steps(training: Training, steps: Iterable[Step]) -> None:
     training.keep_params()
 
 
-def evaluate_between(training: Training) -> None:
-    """Before each step the head runs without gradients, in chunks, too."""
-    for seed in range(3):
-        with torch.no_grad():
-            hidden = training.model(*training.batch(10 + seed))
-            training.trace.keep("loss", torch.stack([*chunk_losses(training, hidden)]).sum())
-        training.trace.keep("loss", chunk_by_chunk(training, seed))
-        training.update()
-    training.keep_params()
-
-
 def accumulate_chunks(training: Training) -> None:
     """Of two micro-batches, each in chunks, only the second one reduces."""
     for seed in range(4):
@@ -361,22 +268,20 @@ def accumulate_chunks(training: Training) -> None:
 
 in_turn = functools.partial(run_steps, steps=[head_in_one_piece, *STEPS.values()])
 CHUNKED: dict[str, Case] = {
-    "every way in turn": Case(Chunked, in_turn),
-    "chunk by chunk, evaluated in between": Case(Chunked, evaluate_between),
-    "chunk by chunk, accumulated": Case(Chunked, accumulate_chunks),
+    "every way in turn": Case(models.Chunked, in_turn),
+    "chunk by chunk, accumulated": Case(models.Chunked, accumulate_chunks),
 }
 CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel
-HEADS = "a head called by the trainer trains as under FSDP2 and as without sharding"
-FAST_HEADS = ("every way in turn", "chunk by chunk, accumulated")
-promise(HEADS, CHUNKED, plain=CANCELLING, fast=FAST_HEADS)
-
-promise(HEADS, chosen(["every way in turn"], CHUNKED), ranks=3, plain=CANCELLING, fast=())
-
-
+PROMISES.trains(
+    "a head called by the trainer trains as under FSDP2 and as without sharding",
+    CHUNKED,
+    fast=("every way in turn", "chunk by chunk, accumulated"),
+    plain=CANCELLING,
+)
 PROMISES.add(
     "a head called by the trainer moves what it moves under FSDP2 in the first step and the third",
     {
-        name: functools.partial(compare_traffic, Case(Chunked), one, (0, 2))
+        name: functools.partial(compare_traffic, Case(models.Chunked), one, (0, 2))
         for name, one in STEPS.items()
         if name != "before the body"
     },
@@ -393,25 +298,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def watch_dtypes(training: Training, one: Step) -> None:
-    """Keeps what every member of the list is given and what it returns; dtypes are part of what is compared."""
-
-    def keep(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        training.trace.keep(f"input of {name} (local)", args[0])
-
-    for name in ("norm", "head"):
-        getattr(training.model, name).register_forward_hook(functools.partial(keep, name), prepend=True)
+def watch_dtypes(training: Training) -> None:
+    """Keeps what the members of the list return; dtypes are part of what is compared."""
     training.trace.keep("hidden (local)", training.model(*training.batch(7)))
     training.trace.keep("head alone (local)", training.model.head(training.batch(8)[0]))
     training.call("reset_iter_state")
-    run_steps(training, [one] * 3)
+    run_steps(training, [chunk_by_chunk] * 3)
 
 
 PRECISE: dict[str, Case] = {
-    f"{policy}, {way}": Case(
-        Chunked, functools.partial(watch_dtypes, one=STEPS[way]), options={"policy": POLICIES[policy]}
-    )
-    for policy, way in (("bf16", "chunk by chunk"), ("inputs not cast", "chunk by chunk"))
+    f"{name}, chunk by chunk": Case(models.Chunked, watch_dtypes, options={"policy": POLICIES[name]})
+    for name in ("bf16", "inputs not cast")
 }
 
 
@@ -451,9 +348,7 @@ TIED: dict[str, Case] = {
     "over a list, state loaded": Case(Tied, functools.partial(reload, assign=False)),
     "inside a module": Case(TiedInside),
 }
-TIES = "a tied parameter with uneven rows trains as under FSDP2 and as without sharding"
-promise(TIES, TIED)
-promise(TIES, chosen(("over a list", "inside a module"), TIED), ranks=3, fast=())
+PROMISES.trains("a tied parameter with uneven rows trains as under FSDP2 and as without sharding", TIED)
 
 
 # --- Parameters left out -----------------------------------------------------------------------------------
@@ -483,12 +378,11 @@ def without_some(training: Training) -> None:
     training.steps()
 
 
-PROMISES.add(
+IGNORED = {how: Case(models.stem, without_some, how) for how in ("root", "nested")}
+PROMISES.trains(
     "ignored parameters are neither touched nor reduced, as in FSDP2",
-    {
-        how: functools.partial(compare, Case(models.stem, without_some, how), BITS, None)
-        for how in ("root", "blocks", "nested")
-    },
+    IGNORED,
+    not_plain=IGNORED,  # each rank has its own gradients of them
 )
 
 
@@ -545,12 +439,7 @@ PRECISE_PLACEMENTS: dict[str, Case] = {
         Kernels, by_kernel_rows, policy=POLICIES["bf16, reduce fp32, output fp32"]
     ),
 }
-CUTTING = "parameters cut along any dim train as under FSDP2 and as without sharding"
-FAST_CUTS = ("by the longest dim", "kernels, by rows of the kernel", "tied, by columns", "state assigned")
-promise(CUTTING, PLACEMENTS, fast=FAST_CUTS)
-promise(
-    CUTTING, chosen(("by the longest dim", "kernels, by rows of the kernel"), PLACEMENTS), ranks=4, fast=()
-)
+PROMISES.trains("parameters cut along any dim train as under FSDP2 and as without sharding", PLACEMENTS)
 
 
 def refuse_five_columns() -> dict[str, list[str]]:
@@ -564,12 +453,9 @@ def refuse_five_columns() -> dict[str, list[str]]:
 
 
 PROMISES.add("another dim than the first is cut evenly or not at all", {"five columns": refuse_five_columns})
-PROMISES.add(
+PROMISES.trains(
     "members of a list, and parameters cut along any dim, are cast as under FSDP2",
-    {
-        name: functools.partial(compare, case, BITS, None)
-        for name, case in (PRECISE | PRECISE_PLACEMENTS).items()
-    },
+    PRECISE | PRECISE_PLACEMENTS,
 )
 
 

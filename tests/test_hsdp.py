@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,30 +30,19 @@ from hwfsdp import Event, EventLog, launch, record
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
-    Check,
-    Library,
     Policy,
     Promises,
     Shape,
-    Trace,
     Training,
     accumulate,
-    against_fsdp2,
-    compare,
     configure,
-    differences,
     grid,
     ours,
+    recorded_steps,
     sharded_modules,
-    theirs,
-    train,
-    unsharded,
+    walk,
 )
-
-SHAPES: list[Shape] = [(2, 2), (2, 1), (1, 2)]  # ranks that replicate, ranks that shard
-
 
 # --- Numbers -----------------------------------------------------------------------------------------------
 
@@ -88,196 +77,77 @@ def forget_sums(training: Training) -> None:
     training.steps(2, first_seed=1)
 
 
-def not_the_last(training: Training) -> None:
-    """Two backwards follow at once, the first with reductions left in flight."""
-    for seed in range(2):
-        for micro in range(2):
-            training.call("set_is_last_backward", micro == 1)
-            training.loss(10 * seed + micro).backward()
-        training.update()
-    training.keep_params()
+def accumulated(pattern: str, **options: bool) -> Case:
+    return Case(models.uneven, functools.partial(accumulate, pattern=pattern, **options))
 
 
-def cases(shape: Shape) -> dict[str, Case]:
-    """What is trained on a mesh of this shape."""
-    mesh = {"shape": shape}
-    mixed = mesh | {"policy": BF16_FP32}
-
-    patterns = {pattern: functools.partial(accumulate, pattern=pattern) for pattern in PATTERNS}
-    everywhere = {
-        "uneven": Case(models.uneven, train, "blocks", mesh),
-        "bf16, reduce fp32": Case(models.uneven, train, "blocks", mixed),
-        "accumulate nsa": Case(models.uneven, patterns["nsa"], "blocks", mesh),
-        "accumulate ssa": Case(models.uneven, patterns["ssa"], "blocks", mesh),
-    }
-    if shape != (2, 2):
-        return everywhere
-    return everywhere | {
-        "not the last": Case(models.stem, not_the_last, "blocks", mesh),
-        "sums left for the next step": Case(models.stem, leave_sums_for_the_next_step, "blocks", mesh),
-        "sums forgotten": Case(models.stem, forget_sums, "blocks", mesh),
-        "a block accumulates": Case(models.stem, accumulate_in_a_block, "blocks", mesh),
-    }
-
-
-PATTERNS = ("nsa", "ssa")
-NOT_AS_UNSHARDED = {  # by design: rounded on purpose, or with gradients of their own
-    *("bf16, reduce fp32", "sums left for the next step", "sums forgotten")
+EVERYWHERE: dict[str, Case] = {
+    "uneven": Case(models.uneven),
+    "bf16, reduce fp32": Case(models.uneven, options={"policy": BF16_FP32}),
+    "accumulate nsa": accumulated("nsa"),
+    "accumulate ssa": accumulated("ssa"),
 }
-ON_ONE_AXIS = Case(models.uneven, functools.partial(accumulate, pattern="sa"), options={"shape": (2,)})
+ON_FOUR: dict[str, Case] = {
+    "not the last": accumulated("bb", say_last=True),
+    "sums left for the next step": Case(models.stem, leave_sums_for_the_next_step),
+    "sums forgotten": Case(models.stem, forget_sums),
+    "a block accumulates": Case(models.stem, accumulate_in_a_block),
+}
 
 
-def number_checks(world_size: int) -> dict[str, Check]:
-    checks: dict[str, Check] = {
-        f"{name} on {shape}": functools.partial(
-            compare, case, BITS, None if name in NOT_AS_UNSHARDED else REGROUPING
-        )
-        for shape in SHAPES
-        if math.prod(shape) == world_size
-        for name, case in cases(shape).items()
+def on_mesh(shape: Shape, cases: dict[str, Case]) -> dict[str, Case]:
+    return {
+        f"{name} on {shape}": dataclasses.replace(case, options={"shape": shape, **case.options})
+        for name, case in cases.items()
     }
-    if world_size == 2:
-        checks["no all-reduce to leave out on one axis"] = functools.partial(
-            compare, ON_ONE_AXIS, BITS, REGROUPING
-        )
-    return checks
 
 
-FAST = {
-    2: ("uneven on (2, 1)", "accumulate ssa on (2, 1)"),
-    4: (
+TRAINS = "on a 2D mesh training goes as under FSDP2 and as without sharding"
+PROMISES = Promises()
+PROMISES.trains(
+    TRAINS,
+    {
+        **on_mesh((2, 1), EVERYWHERE),
+        **on_mesh((1, 2), EVERYWHERE),
+        **on_mesh((2,), {"no all-reduce to leave out": accumulated("sa")}),
+    },
+    fast=("uneven on (2, 1)", "accumulate ssa on (2, 1)"),
+)
+PROMISES.trains(
+    TRAINS,
+    on_mesh((2, 2), EVERYWHERE | ON_FOUR),
+    ranks=4,
+    fast=(
         *("uneven on (2, 2)", "bf16, reduce fp32 on (2, 2)", "accumulate nsa on (2, 2)"),
         *("sums left for the next step on (2, 2)", "a block accumulates on (2, 2)"),
     ),
-}
-PROMISES = Promises()
-for _ranks in (2, 4):
-    PROMISES.add(
-        "on a 2D mesh training goes as under FSDP2 and as without sharding",
-        number_checks(_ranks),
-        _ranks,
-        FAST[_ranks],
-    )
+    fsdp2=BITS,  # no group has more than two ranks
+    # gradients of their own, by design
+    not_plain=("sums left for the next step on (2, 2)", "sums forgotten on (2, 2)"),
+)
 
 
 # --- Where torch 2.13 has no answer ------------------------------------------------------------------------
 
 
-def branches() -> models.Stem:
-    return models.Stem([models.Branches() for _ in range(2)])
-
-
-def branch_off(training: Training, path: Sequence[Sequence[str]], pattern: str) -> None:
-    """Every micro-batch takes other branches."""
-    for step in range(2):
-        for micro, (used, reduces) in enumerate(zip(path, pattern, strict=True)):
-            for block in training.model.blocks:
-                block.used = used
-            configure(training, reduces)
-            training.loss(10 * step + micro).backward()
-        training.update()
-    training.keep_params()
-
-
-def leave_a_block_out(training: Training) -> None:
-    """A block is reduced among the ranks that shard, and takes no part in the micro-batch that all-reduces."""
-    for step in range(2):
-        for micro, (training.model.path, reduces) in enumerate([((0, 1, 2), "s"), ((0, 2), "a")]):
-            configure(training, reduces)
-            training.loss(10 * step + micro).backward()
-        training.update()
-    training.keep_params()
-
-
-LEFT, RIGHT = "left", "right"
-BRANCHING = {
-    "another one": (((LEFT,), (RIGHT,)), "sa"),
-    "other ones each time": (((LEFT,), (RIGHT,), (LEFT,), (RIGHT,)), "ssna"),
-}
-
-
 ON_MESH = {"shape": (2, 2)}
-BRANCHED = {
-    name: Case(branches, functools.partial(branch_off, path=path, pattern=pattern), options=ON_MESH)
-    for name, (path, pattern) in BRANCHING.items()
+PATHS: dict[str, tuple[Any, list[Any], str]] = {
+    "another branch": (models.Branching, [("left",), ("right",)], "sa"),
+    "other branches each time": (models.Branching, [("left",), ("right",)] * 2, "ssna"),
+    "a block left out": (models.wandering, [(0, 1, 2), (0, 2)], "sa"),
 }
-BRANCHED["left out"] = Case(models.wandering, leave_a_block_out, options=ON_MESH)
+SUMS = {
+    name: Case(build, functools.partial(walk, paths=paths, pattern=pattern), options=ON_MESH)
+    for name, (build, paths, pattern) in PATHS.items()
+}
 # FSDP2 keeps one flat sum per group: it raises if the next has another size, and waits for a block left out
-PROMISES.add(
+PROMISES.trains(
     "sums that are not all-reduced yet may be of other parameters",
-    {name: functools.partial(compare, case, None, REGROUPING) for name, case in BRANCHED.items()},
+    SUMS,
     ranks=4,
-    fast=("other ones each time", "left out"),
+    fast=("other branches each time", "a block left out"),
+    not_fsdp2=SUMS,
 )
-
-
-# --- Placements and traffic --------------------------------------------------------------------------------
-
-POLICIES: dict[str, Policy | None] = {
-    "fp32": None,
-    "bf16, reduce fp32": BF16_FP32,
-    "reduce bf16": {"reduce_dtype": torch.bfloat16},
-}
-
-
-def log_of(
-    shape: Shape,
-    build: Callable[[], models.Model] = models.uneven,
-    steps: int = 1,
-    policy: Policy | None = None,
-) -> EventLog:
-    """On a rank: the log of training steps."""
-    training = Training(build, ours, shape=shape, policy=policy)
-    with record() as log:
-        for step in range(steps):
-            training.loss(step).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    return log
-
-
-def measure(world_size: int) -> dict[Any, Any]:
-    """On a rank: placements and logs on all meshes of this size."""
-    found: dict[Any, Any] = {}
-    for shape in SHAPES:
-        if math.prod(shape) == world_size:
-            found[shape, "two steps"] = log_of(shape, models.graded, steps=2)
-            for name, policy in POLICIES.items():
-                found[shape, name] = log_of(shape, policy=policy)
-    return found
-
-
-@functools.cache
-def measured(world_size: int) -> Any:
-    return launch(measure, world_size, world_size, timeout=200)
-
-
-def logs_of(shape: Shape, what: str) -> list[EventLog]:
-    """By rank."""
-    return [found[shape, what] for found in measured(math.prod(shape))]
-
-
-def chunk_bytes(module: nn.Module, ranks: int, itemsize: int = 4) -> int:
-    """Bytes of one rank's chunks of all parameters, padding included."""
-    return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) * itemsize for p in module.parameters())
-
-
-def bytes_of(log: EventLog, op: str) -> list[int]:
-    return [event.bytes for event in log.select(op)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_replicas_all_reduce_shards_and_shard_ranks_exchange_whole_groups(shape):
-    """With one replica there is nobody to all-reduce with, with one shard nobody to gather from."""
-    blocks = models.uneven().blocks
-    for policy in POLICIES:
-        itemsize = 2 if policy == "reduce bf16" else 4
-        shards = [chunk_bytes(block, shape[1], itemsize) for block in reversed(blocks) if shape[0] > 1]
-        assert [bytes_of(log, "all_reduce") for log in logs_of(shape, policy)] == [shards] * math.prod(shape)
-    wholes = [shape[1] * chunk_bytes(block, shape[1]) for block in blocks if shape[1] > 1]
-    for log in logs_of(shape, "fp32"):
-        assert bytes_of(log, "reduce_scatter") == wholes[::-1]
-        assert bytes_of(log, "all_gather") == wholes + wholes[::-1]
 
 
 # --- What overlaps: the events of hwfsdp -------------------------------------------------------------------
@@ -285,10 +155,19 @@ def test_replicas_all_reduce_shards_and_shard_ranks_exchange_whole_groups(shape)
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
+def two_steps(shape: Shape) -> EventLog:
+    return recorded_steps(Training(models.graded, ours, shape=shape))
+
+
+@functools.cache
+def logs_of(shape: Shape) -> list[EventLog]:
+    """Of two training steps, by rank."""
+    return launch(two_steps, math.prod(shape), shape, timeout=200)
+
+
 @pytest.fixture(params=[(2, 2), (2, 1)], ids=str)
 def logs(request) -> list[EventLog]:
-    """Of two training steps, by rank."""
-    return logs_of(request.param, "two steps")
+    return logs_of(request.param)
 
 
 def one(log: EventLog, op: str, owner: str, step: int) -> Event:
@@ -319,7 +198,7 @@ def test_neither_a_later_backward_nor_the_next_copy_in_waits_for_an_all_reduce(l
 
 
 def test_an_all_reduce_follows_the_reduce_scatter_of_its_group():
-    for log, owner, step in itertools.product(logs_of((2, 2), "two steps"), BLOCKS, (0, 1)):
+    for log, owner, step in itertools.product(logs_of((2, 2)), BLOCKS, (0, 1)):
         scatter, reduction = (one(log, op, owner, step) for op in ("reduce_scatter", "all_reduce"))
         assert log.happens_before(scatter, reduction), (owner, step)
 
@@ -344,29 +223,20 @@ def average_over_replicas(reduced: Tensor) -> None:
     dist.all_reduce(reduced, dist.ReduceOp.AVG, group=grid((2, 2)).get_group("replicate"))
 
 
-def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape, **options: Any) -> nn.Module:
+def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape) -> nn.Module:
     """Plain sharding over the second axis; of the first it knows nothing."""
-    mp_policy = package.MixedPrecisionPolicy(**options.pop("policy", None) or {})
-    return package.fully_shard(module, mesh=grid(shape)["shard"], mp_policy=mp_policy, **options)
+    return package.fully_shard(module, mesh=grid(shape)["shard"])
 
 
-def hand_made(package: ModuleType, case: Case, **options: Any) -> Trace:
+def by_hand(training: Training, pattern: str, on_stream: bool = False) -> None:
     """Hybrid sharding out of plain sharding and a hook."""
-    training = Training(case.build, functools.partial(on_shard_axis, package), case.how, **case.options)
+    options = {"stream": torch.cpu.Stream()} if on_stream else {}
     with_hooks(training, lambda: average_over_replicas, **options)
-    case.scenario(training)
-    return training.trace
+    accumulate(training, pattern)
 
 
-def compare_hand_made(case: Case, streams: bool = False) -> Any:
-    options = {"stream": torch.cpu.Stream()} if streams else {}
-    got, reference = (hand_made(package, case, **options) for package in (hwfsdp, fsdp))
-    return {"FSDP2": differences(got, reference, *BITS)}
-
-
-def hooked(library: Library, case: Case) -> Trace:
+def doubled(training: Training) -> None:
     """Native hybrid sharding; a hook sees what was all-reduced, and doubles it."""
-    training = Training(case.build, library, case.how, **case.options)
     seen: list[Tensor] = []
 
     def double(reduced: Tensor) -> None:
@@ -374,49 +244,39 @@ def hooked(library: Library, case: Case) -> Trace:
         reduced.mul_(2)
 
     with_hooks(training, lambda: double)
-    case.scenario(training)
+    accumulate(training, "ssa")
     for number, reduced in enumerate(seen):  # the order of parameters in it is nobody's business
         training.trace.keep(f"reduced {number} (local)", reduced.flatten().sort().values)
-    return training.trace
 
 
-def compare_hooked(case: Case) -> Any:
-    return {"FSDP2": differences(hooked(ours, case), hooked(theirs, case), *BITS)}
-
-
-def remove_hook() -> Any:
+def remove_hook(training: Training) -> None:
     """A hook that was taken away again is not called; in hybrid sharding it gets no stream of its own."""
-    training = Training(models.stem, ours, shape=(2, 2))
     called: list[Tensor] = []
     with_hooks(training, lambda: called.append)
     with_hooks(training, lambda: None)
     training.steps(1)
+    assert called == []
     with pytest.raises(ValueError, match="stream"):
-        training.model.set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
-    return {"calls": [f"called {len(called)} times"] if called else []}
+        training.model.blocks[0].set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
 
 
-def hooked_case(build: Callable[[], models.Model], scenario: Any = train, **options: Any) -> Case:
-    return Case(build, scenario, options={"shape": (2, 2), **options})
+def hooked(scenario: Any, sharding: Any = None, **options: Any) -> Case:
+    return Case(models.uneven, functools.partial(scenario, **options), "blocks", ON_MESH, sharding)
 
 
-HOOKS: dict[str, Check] = {
-    "hand-made, on a stream": functools.partial(compare_hand_made, hooked_case(models.uneven), streams=True),
-    "hand-made, accumulate nna": functools.partial(
-        compare_hand_made, hooked_case(models.uneven, functools.partial(accumulate, pattern="nna"))
-    ),
-    "native, accumulate ssa": functools.partial(
-        compare_hooked, hooked_case(models.uneven, functools.partial(accumulate, pattern="ssa"))
-    ),
-    "removed": remove_hook,
+HOOKS: dict[str, Case] = {
+    "hand-made, on a stream": hooked(by_hand, on_shard_axis, pattern="b", on_stream=True),
+    "hand-made, accumulate nnb": hooked(by_hand, on_shard_axis, pattern="nnb"),
+    "native, accumulate ssa": hooked(doubled),
+    "removed": hooked(remove_hook),
 }
-
-
-PROMISES.add(
+PROMISES.trains(
     "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced",
     HOOKS,
     ranks=4,
     fast=("hand-made, on a stream", "native, accumulate ssa", "removed"),
+    fsdp2=BITS,
+    not_plain=HOOKS,
 )
 
 
@@ -437,24 +297,22 @@ class OnMesh(models.Stem):
         return super().forward(DTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim)).to_local()
 
 
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """A mesh, which of its axes do what, and between how many ranks its longest collectives are."""
+class Axes(NamedTuple):
+    """A mesh, and which of its axes do what."""
 
     shape: Shape
     names: tuple[str, ...]
     dims: dict[str, Any]
-    longest: int
 
 
 R, S = Replicate(), Shard(0)
 NAMED: dict[str, Axes] = {
-    "replicate": Axes((2,), ("r",), {"replicate": "r"}, 2),
-    "shard": Axes((2,), ("s",), {"shard": "s"}, 2),
-    "both": Axes((2, 2), ("r", "s"), {"replicate": "r", "shard": "s"}, 2),
-    "shard both": Axes((2, 2), ("a", "b"), {"shard": ("a", "b")}, 4),
-    "replicate both": Axes((2, 2), ("a", "b"), {"replicate": ("a", "b")}, 4),
-    "replicate one, shard two": Axes((2, 1, 2), ("a", "b", "c"), {"replicate": "a", "shard": ("b", "c")}, 2),
+    "replicate": Axes((2,), ("r",), {"replicate": "r"}),
+    "shard": Axes((2,), ("s",), {"shard": "s"}),
+    "both": Axes((2, 2), ("r", "s"), {"replicate": "r", "shard": "s"}),
+    "shard both": Axes((2, 2), ("a", "b"), {"shard": ("a", "b")}),
+    "replicate both": Axes((2, 2), ("a", "b"), {"replicate": ("a", "b")}),
+    "replicate one, shard two": Axes((2, 1, 2), ("a", "b", "c"), {"replicate": "a", "shard": ("b", "c")}),
 }
 
 
@@ -473,42 +331,46 @@ def shard_by_name(
     return package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, mp_policy=mp_policy, **options)
 
 
-def by_name(package: ModuleType, axes: Axes) -> Library:
-    return functools.partial(shard_by_name, package, axes=axes)
-
-
-def compare_by_name(case: Case, axes: Axes) -> Any:
-    got = case.run(by_name(hwfsdp, axes))
-    found = {"FSDP2": differences(got, case.run(by_name(fsdp, axes)), *against_fsdp2(axes.longest))}
-    if case.scenario is train_briefly and "policy" not in case.options:
-        found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *REGROUPING)
-    return found
-
-
 def train_briefly(training: Training) -> None:
     training.steps(2)
 
 
-NAMED_CASES: dict[str, Case] = {
-    "train": Case(OnMesh, train_briefly),
-    "root": Case(OnMesh, train_briefly, "root"),
-    "bf16, reduce fp32": Case(OnMesh, train_briefly, "blocks", {"policy": BF16_FP32}),
-    "accumulate nsa": Case(OnMesh, functools.partial(accumulate, pattern="nsa")),
-    "accumulate ssa": Case(OnMesh, functools.partial(accumulate, pattern="ssa")),
-}
-NAMED_RUNS = {
-    "replicate": ("train", "bf16, reduce fp32", "accumulate ssa"),
-    "shard": ("train",),
-    "both": ("root", "bf16, reduce fp32", "accumulate nsa"),
-    "shard both": ("train",),
-    "replicate both": ("train",),
-    "replicate one, shard two": ("train",),
-}
+def named(
+    axes: str, scenario: Any = train_briefly, how: str = "blocks", policy: Policy | None = None
+) -> Case:
+    return Case(OnMesh, scenario, how, {"axes": NAMED[axes], "policy": policy}, shard_by_name)
+
+
+accumulate_nsa, accumulate_ssa = (functools.partial(accumulate, pattern=p) for p in ("nsa", "ssa"))
+BY_NAME = "axes given by name train as under FSDP2 and as on a mesh without them"
+PROMISES.trains(
+    BY_NAME,
+    {
+        "train, replicate": named("replicate"),
+        "bf16, reduce fp32, replicate": named("replicate", policy=BF16_FP32),
+        "accumulate ssa, replicate": named("replicate", accumulate_ssa),
+        "train, shard": named("shard"),
+    },
+    fast=("train, replicate", "train, shard"),
+)
+PROMISES.trains(
+    BY_NAME,
+    {
+        "root, both": named("both", how="root"),
+        "bf16, reduce fp32, both": named("both", policy=BF16_FP32),
+        "accumulate nsa, both": named("both", accumulate_nsa),
+        "train, shard both": named("shard both"),
+        "train, replicate both": named("replicate both"),
+        "train, replicate one, shard two": named("replicate one, shard two"),
+    },
+    ranks=4,
+    fast=("accumulate nsa, both", "train, shard both"),
+)
 
 
 def refuse_to_reshard_to_two() -> Any:
     with pytest.raises(NotImplementedError):
-        by_name(hwfsdp, NAMED["shard both"])(OnMesh(), reshard_after_forward=2)
+        shard_by_name(hwfsdp, OnMesh(), axes=NAMED["shard both"], reshard_after_forward=2)
     return {"refused": []}
 
 
@@ -531,49 +393,16 @@ def cut_by_another_axis() -> Any:
     return {"FSDP2": different}
 
 
-def named_checks(world_size: int) -> dict[str, Check]:
-    checks: dict[str, Check] = {
-        f"{name}, {axes}": functools.partial(compare_by_name, NAMED_CASES[name], NAMED[axes])
-        for axes, names in NAMED_RUNS.items()
-        if math.prod(NAMED[axes].shape) == world_size
-        for name in names
-    }
-    if world_size == 4:
-        checks["no smaller mesh after forward"] = refuse_to_reshard_to_two
-        checks["cut by another axis"] = cut_by_another_axis
-    return checks
-
-
-for _ranks in (2, 4):
-    PROMISES.add(
-        "axes given by name train as under FSDP2 and as on a mesh without them",
-        named_checks(_ranks),
-        _ranks,
-        {
-            2: ("train, replicate", "train, shard"),
-            4: ("accumulate nsa, both", "train, shard both", "cut by another axis"),
-        }[_ranks],
-    )
-
-
-test_a_promise_is_kept = PROMISES.test()
-
-
-def test_without_an_axis_to_shard_a_group_is_all_reduced_and_never_gathered():
-    def on_a_rank() -> list[tuple[str, int]]:
-        training = Training(OnMesh, by_name(hwfsdp, NAMED["replicate"]))
-        with record() as log:
-            training.loss(0).backward()
-        return [(event.op, event.bytes) for event in log.collectives()]
-
+def only_reduced() -> Any:
+    """Without an axis to shard, a group is all-reduced and never gathered."""
+    training = named("replicate").training(ours)
+    with record() as log:
+        training.loss(0).backward()
     model = OnMesh()
     groups = (*reversed(model.blocks), nn.ModuleList([model.stem, model.head]))
-    assert (
-        launch(on_a_rank, 2, timeout=60) == [[("all_reduce", chunk_bytes(group, 1)) for group in groups]] * 2
-    )
-
-
-# --- Refused -----------------------------------------------------------------------------------------------
+    expected = [("all_reduce", sum(param.nbytes for param in group.parameters())) for group in groups]
+    found = [(event.op, event.bytes) for event in log.collectives()]
+    return {"collectives": [] if found == expected else [f"{found} instead of {expected}"]}
 
 
 def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
@@ -582,7 +411,7 @@ def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
     return linear
 
 
-def refuse_wrong_axes() -> list[str]:
+def refuse_wrong_axes() -> Any:
     """Each of these is a mistake, which FSDP2 refuses, too."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
@@ -599,11 +428,19 @@ def refuse_wrong_axes() -> list[str]:
             unrefused.append(mistake)
         except ValueError:
             pass
-    return unrefused
+    return {"unrefused": unrefused}
 
 
-def test_named_axes_that_do_not_fit_are_refused():
-    assert launch(refuse_wrong_axes, 2, timeout=60) == [[], []]
+PROMISES.add(BY_NAME, {"only reduced": only_reduced, "refused": refuse_wrong_axes})
+PROMISES.add(
+    BY_NAME,
+    {"no smaller mesh after forward": refuse_to_reshard_to_two, "cut by another axis": cut_by_another_axis},
+    ranks=4,
+    fast=["cut by another axis"],
+)
+
+
+test_a_promise_is_kept = PROMISES.test()
 
 
 def test_named_axes_have_the_fields_of_fsdp2_and_are_at_least_one():

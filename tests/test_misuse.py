@@ -27,13 +27,6 @@ Action = Callable[[], Any]
 Make = Callable[[], tuple[nn.Module, Action]]
 
 MISTAKES: dict[str, tuple[Make, type[Exception], tuple[str, ...]]] = {}
-BUILTIN = {
-    UsageError: ValueError,
-    RefusedError: AssertionError,
-    NoRootError: RuntimeError,
-    UnsupportedError: NotImplementedError,
-    StateError: RuntimeError,
-}
 
 
 def mistake(error: type[Exception], *words: str) -> Callable[[Make], Make]:
@@ -77,7 +70,7 @@ def wrong_with(name: str) -> list[str]:
     found, message, after = caught.value, str(caught.value), snapshot(model)
     said = [found.expected, found.got, found.remedy, *words]
     wrong = [f"not in the message: {word!r}; {message}" for word in said if not word or word not in message]
-    if type(found) is not error or not isinstance(found, BUILTIN[error]):
+    if type(found) is not error:
         wrong.append(f"a {type(found).__name__}")
     if name != "assigning_a_plain_state":  # PyTorch has assigned before anybody is asked
         wrong += [what for what in before if before[what] != after.get(what)]
@@ -94,6 +87,15 @@ def shard(build: Callable[[], nn.Module] = models.stem, **options: Any) -> tuple
     model = build()
     options.setdefault("mesh", cpu_mesh())
     return model, lambda: fully_shard(model, **options)
+
+
+NONSENSE = {"mesh": "cpu", "mp_policy": None, "reshard_after_forward": "no", "comm_ctx": 3}
+for _argument, _value in NONSENSE.items():
+    MISTAKES[f"nonsense as {_argument}"] = (
+        functools.partial(shard, **{_argument: _value}),
+        UsageError,
+        (_argument,),
+    )
 
 
 def mesh_of(*shape: int, **options: Any) -> tuple[nn.Module, Action]:
@@ -229,21 +231,25 @@ def a_list_as_root() -> tuple[nn.Module, Action]:
     return model, lambda: forward(model)
 
 
-def prefetch_unsharded(method: str) -> tuple[nn.Module, Action]:
-    model = models.stem()
-    ours(model.blocks[0])
-    return model, lambda: getattr(model.blocks[0], method)([model.blocks[1]])
-
-
 @mistake(UsageError, "set_modules_to_forward_prefetch", "Block", "fully_shard on it")
 def forward_prefetch_of_a_plain_module() -> tuple[nn.Module, Action]:
-    return prefetch_unsharded("set_modules_to_forward_prefetch")
+    model = models.stem()
+    first, second, _ = model.blocks
+    ours(first)
+    return model, lambda: first.set_modules_to_forward_prefetch([second])
 
 
 @mistake(UsageError, "set_reshard_after_forward", "2", "True or False")
 def set_reshard_to_a_number() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
     return model, lambda: model.set_reshard_after_forward(2)
+
+
+@mistake(StateError, "reset_iter_state", "root")
+def a_reset_below_the_root() -> tuple[nn.Module, Action]:
+    model, action = runs(models.stem())
+    action()
+    return model, model.blocks[0].reset_iter_state
 
 
 @mistake(UsageError, "weight", "DTensor of shape", "Parameter of shape", "state_dict")

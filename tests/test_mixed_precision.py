@@ -8,7 +8,9 @@ in the reduce dtype, and the mean over the ranks is taken in that, too.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +22,18 @@ from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
-    ROUNDING,
     ROWS,
     Case,
-    Library,
     Policy,
     Promises,
-    Tolerance,
     Trace,
     Training,
-    against_fsdp2,
-    compare,
     differences,
     fresh,
     objective,
     ours,
     rank_rows,
-    theirs,
+    shard,
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -47,41 +43,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 ORIGINALS = (FP32, FP64, BF16)
 CHOICES = (None, FP16, BF16, FP32, FP64)
-
-
-class Combination(NamedTuple):
-    """dtypes of the original parameters, and those of the policy."""
-
-    orig: torch.dtype
-    param: torch.dtype | None
-    reduce: torch.dtype | None
-    output: torch.dtype | None
-
-    def __str__(self) -> str:
-        return "{}, param {}, reduce {}, output {}".format(*self).replace("torch.", "")
-
-    @property
-    def case(self) -> Case:
-        policy = {"param_dtype": self.param, "reduce_dtype": self.reduce, "output_dtype": self.output}
-        return Case(functools.partial(uneven_in, self.orig), run_dtypes, "root", {"policy": policy})
-
-    def tolerance(self, world_size: int) -> Tolerance:
-        """Some steps of the coarsest dtype that sums are made in or cast to."""
-        dtypes = (self.orig, self.reduce or self.param or self.orig)
-        if world_size <= 2:
-            return BITS
-        if BF16 in dtypes:
-            return Tolerance(3e-2, 1e-3)
-        return Tolerance(4e-3, 1e-4) if FP16 in dtypes else ROUNDING
-
-
-def combinations(world_size: int) -> list[Combination]:
-    """Every two of the four dtypes meet; at the three world sizes together, so do the first three dtypes."""
-    return [
-        Combination(ORIGINALS[(i + j + world_size) % 3], CHOICES[i], CHOICES[j], CHOICES[(i - j) % 5])
-        for i in range(5)
-        for j in range(5)
-    ]
 
 
 def uneven_in(dtype: torch.dtype) -> models.Model:
@@ -104,14 +65,21 @@ def run_dtypes(training: Training) -> None:
         training.trace.keep(f"param {name} (local)", param.to_local())
 
 
+def combined(
+    orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None
+) -> tuple[str, Case]:
+    """A name, and a case: the dtype of the original parameters, and those of the policy."""
+    policy = {"param_dtype": param, "reduce_dtype": reduce, "output_dtype": output}
+    name = f"{orig}, param {param}, reduce {reduce}, output {output}".replace("torch.", "")
+    return name, Case(functools.partial(uneven_in, orig), run_dtypes, "root", {"policy": policy})
+
+
+COMBINATIONS = [  # every two of the four dtypes meet
+    combined(ORIGINALS[(i + j) % 3], CHOICES[i], CHOICES[j], CHOICES[(i - j) % 5])
+    for i, j in itertools.product(range(5), repeat=2)
+]
 PROMISES = Promises()
-for _ranks in (1, 2, 3):
-    PROMISES.add(
-        "dtypes are combined as in FSDP2",
-        {str(c): functools.partial(compare, c.case, c.tolerance(_ranks), None) for c in combinations(_ranks)},
-        _ranks,
-        None if _ranks == 2 else (),
-    )
+PROMISES.trains("dtypes are combined as in FSDP2", dict(COMBINATIONS))
 
 
 # --- What goes into a forward, and what does not change ----------------------------------------------------
@@ -179,17 +147,16 @@ INPUTS: dict[str, Policy] = {
 
 
 def shard_by_kind(
-    library: Library, module: nn.Module, *, policies: dict[str, Policy], **options: Any
+    package: ModuleType, module: nn.Module, *, policies: dict[str, Policy], **options: Any
 ) -> nn.Module:
     """The policy is that of the module's hidden width, or of its class."""
     hidden = str(module.up.out_features) if isinstance(module, models.Block) else type(module).__name__
-    return library(module, policy=policies.get(hidden), **options)
+    return shard(package, module, policy=policies.get(hidden), **options)
 
 
 MIXTURES: dict[str, Case] = {
     "every block another": Case(
         models.wandering,
-        how="blocks",
         options={
             "policies": {
                 "4": {"param_dtype": BF16, "output_dtype": FP32},
@@ -197,6 +164,7 @@ MIXTURES: dict[str, Case] = {
                 "8": {"reduce_dtype": FP64},
             }
         },
+        sharding=shard_by_kind,
     ),
     "norms in fp32 in blocks in bf16": Case(
         models.Transformer,
@@ -211,6 +179,7 @@ MIXTURES: dict[str, Case] = {
                 "Transformer": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
             }
         },
+        sharding=shard_by_kind,
     ),
 }
 
@@ -248,31 +217,16 @@ def change_between_steps(training: Training) -> None:
 # --- All of these -------------------------------------------------------------------------------------------
 
 
-def compare_mixture(case: Case) -> Any:
-    runs = [case.run(functools.partial(shard_by_kind, library)) for library in (ours, theirs)]
-    return {"FSDP2": differences(*runs, *BITS)}
-
-
-PROMISES.add(
+PROMISES.trains(
     "integers stay integers and inputs are cast as in FSDP2",
-    {
-        name: functools.partial(compare, Case(Tabled, name_dtypes, "blocks", {"policy": policy}), BITS, None)
-        for name, policy in INPUTS.items()
-    },
+    {name: Case(Tabled, name_dtypes, "blocks", {"policy": policy}) for name, policy in INPUTS.items()},
 )
-PROMISES.add(
-    "modules of one model may have policies of their own",
-    {name: functools.partial(compare_mixture, case) for name, case in MIXTURES.items()},
-)
-PROMISES.add(
+PROMISES.trains("modules of one model may have policies of their own", MIXTURES, not_plain=MIXTURES)
+PROMISES.trains(
     "a model may change its dtype",
-    {
-        **{f"to {name}": functools.partial(compare, case, BITS, None) for name, case in CHANGED.items()},
-        # FSDP2 raises after that: it has noted the dtypes in the first forward
-        "between steps": functools.partial(
-            compare, Case(models.uneven, change_between_steps), None, REGROUPING
-        ),
-    },
+    {**CHANGED, "between steps": Case(models.uneven, change_between_steps)},
+    not_fsdp2=["between steps"],  # it has noted the dtypes in the first forward
+    not_plain=CHANGED,
 )
 
 
@@ -281,19 +235,7 @@ PROMISES.add(
 MicroBatch = Callable[[models.Model], None]  # what is switched on a model before its forward
 
 
-def branches() -> models.Model:
-    return models.Model([models.Branches() for _ in range(2)])
-
-
-def use(*branches: str) -> MicroBatch:
-    def switch(model: models.Model) -> None:
-        for block in model.blocks:
-            block.used = branches
-
-    return switch
-
-
-def walk(*path: int) -> MicroBatch:
+def walk(*path: Any) -> MicroBatch:
     def switch(model: models.Model) -> None:
         model.path = path
 
@@ -358,7 +300,7 @@ class Beyond(NamedTuple):
 
 BEYOND: dict[str, Beyond] = {
     # FSDP2 raises: gradients that were accumulated are in the reduce dtype already, the new one is not
-    "first used": Beyond(branches, (use("left"), use("left"), use("left", "right")), BF16_FP32),
+    "first used": Beyond(models.Branching, (walk("left"), walk("left"), walk("left", "right")), BF16_FP32),
     # FSDP2 raises: it looks for a gradient of a parameter that was never gathered
     "first run": Beyond(models.wandering, (walk(0), walk(0, 1), walk(0, 1, 2)), BF16_FP32),
     "never run": Beyond(models.wandering, (walk(0), walk(2), walk(0)), BF16_FP32),
@@ -373,18 +315,14 @@ BEYOND: dict[str, Beyond] = {
 
 
 def compare_beyond(case: Beyond) -> Any:
-    exact = against_fsdp2(dist.get_world_size())
     got = Case(case.build, case.train, options={"policy": case.policy}).run(ours)
-    return {"unsharded": differences(got.gathered(), case.unsharded(), *exact)}
+    return {"unsharded": differences(got.gathered(), case.unsharded(), *BITS)}
 
 
-for _ranks in (2, 3):
-    PROMISES.add(
-        "parameters that come into use one by one are reduced in their dtypes",
-        {name: functools.partial(compare_beyond, case) for name, case in BEYOND.items()},
-        _ranks,
-        None if _ranks == 2 else (),
-    )
+PROMISES.add(
+    "parameters that come into use one by one are reduced in their dtypes",
+    {name: functools.partial(compare_beyond, case) for name, case in BEYOND.items()},
+)
 
 
 test_a_promise_is_kept = PROMISES.test()

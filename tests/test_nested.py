@@ -164,13 +164,6 @@ def test_a_value_that_is_not_a_container_is_a_leaf() -> None:
         assert map_tensors(add_ten, [leaf, one()])[0] is leaf
 
 
-def test_only_the_part_that_changed_is_rebuilt() -> None:
-    integers = [torch.tensor([1]), {"a": torch.tensor([2])}]
-    mapped = map_tensors(lambda t: t.half() if t.is_floating_point() else t, (integers, [one()]))
-    assert mapped[0] is integers
-    assert mapped[1][0].dtype == torch.half
-
-
 # --- What is particular to one kind ------------------------------------------------------------------------
 
 
@@ -185,9 +178,8 @@ def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() ->
     assert [t.item() for t in (mapped.logits, *mapped.hidden)] == [11, 12, 13]
 
 
-@pytest.mark.parametrize("kind", [Plain, Frozen, Slotted])
-def test_dataclasses_keep_their_other_fields(kind: type) -> None:
-    mapped = map_tensors(add_ten, kind(one(), label="mine"))
+def test_a_dataclass_with_slots_keeps_its_other_fields() -> None:
+    mapped = map_tensors(add_ten, Slotted(one(), label="mine"))
     assert (mapped.hidden.item(), mapped.label) == (11, "mine")
 
 

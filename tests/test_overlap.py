@@ -14,21 +14,11 @@ import pytest
 import models
 from hwfsdp import Event, EventLog, launch, record
 from hwfsdp.observe.races import find_races
-from oracles import Training, ours
+from oracles import Training, ours, recorded_steps
 
 FIRST, SECOND = 0, 1  # steps
 BLOCKS = (0, 1, 2)
 MODELS = {"blocks only": models.graded, "root with parameters": models.wandering}
-
-
-def steps_of(model: str) -> EventLog:
-    training = Training(MODELS[model], ours)
-    with record() as log:
-        for seed in range(2):
-            training.loss(seed).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    return log
 
 
 def one_backward(is_last: bool) -> EventLog:
@@ -44,7 +34,8 @@ def logs() -> list[dict[str | bool, EventLog]]:
     """Of each rank: two training steps of three blocks by model, and a backward by whether it is the last one."""
 
     def on_a_rank() -> dict[str | bool, EventLog]:
-        return {m: steps_of(m) for m in MODELS} | {last: one_backward(last) for last in (True, False)}
+        found = {m: recorded_steps(Training(MODELS[m], ours)) for m in MODELS}
+        return found | {last: one_backward(last) for last in (True, False)}
 
     return launch(on_a_rank, 2, timeout=60)
 

@@ -27,13 +27,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hwfsdp
 import models
-from hwfsdp import EventLog, checkpoint, features
+from hwfsdp import EventLog, checkpoint
 from hwfsdp.observe.findings import examine
 from hwfsdp.observe.lifetimes import find_lifetimes
 from oracles import (
     BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
     Check,
     Library,
@@ -41,7 +40,9 @@ from oracles import (
     Trace,
     Training,
     accumulate,
+    compare_traffic,
     differences,
+    forward_and_backward,
     grid,
     train,
     unequal,
@@ -245,22 +246,13 @@ ours, theirs = (functools.partial(on_meshes, package) for package in (hwfsdp, fs
 # --- It computes what FSDP2 computes -----------------------------------------------------------------------
 
 
-def parity(case: Case) -> dict[str, list[str]]:
-    return {"FSDP2": differences(case.run(ours), case.run(theirs), *BITS)}
-
-
-def parity_with_unsharded(case: Case) -> dict[str, list[str]]:
-    found = differences(case.run(ours).whole(), case.run(unsharded).whole(), *REGROUPING)
-    return {**parity(case), "unsharded": found}
-
-
 def case(
     scenario: Any = train, sizes: Sequence[int] = (5, 6, 3), how: str = "blocks", **options: Any
 ) -> Case:
     attributes = {
         name: options.pop(name) for name in ("experts_first", "path", "recomputes") if name in options
     }
-    return Case(functools.partial(mixtures, sizes, **attributes), scenario, how, options)
+    return Case(functools.partial(mixtures, sizes, **attributes), scenario, how, options, on_meshes)
 
 
 def prefetch_by_lists(model: Mixtures) -> None:
@@ -307,55 +299,40 @@ PARALLEL: dict[str, Case] = {
     "uneven experts in parallel": case(sizes=(6, 4, 2), parallel=True),
     "experts in parallel, axes by name": case(sizes=(4, 8, 4), parallel=True, by_axes=True),
 }
-PROMISES.add(
+PROMISES.trains(
     "groups on several meshes train as FSDP2's do",
-    {name: functools.partial(parity, c) for name, c in CASES.items()},
+    CASES,
     ranks=4,
     fast=["meshes: two of four", "meshes: hybrid experts", "kept after forward", "accumulate nb"],
+    fsdp2=BITS,
+    not_plain=CASES,
 )
-PROMISES.add(
+PROMISES.trains(
     "experts in parallel train as FSDP2's do, and as the model that is not sharded",
-    {name: functools.partial(parity_with_unsharded, c) for name, c in PARALLEL.items()},
+    PARALLEL,
     ranks=4,
     fast=["uneven experts in parallel"],
+    fsdp2=BITS,
 )
 
 
 # --- What is moved -----------------------------------------------------------------------------------------
 
 
-def moved(case: Case, library: Library) -> list[list[tuple[str, int, str]]]:
-    """Of each of three steps, the collectives in the order in which they were issued, all-reduces at the end.
-
-    Ours are issued when the reduce-scatter before is over.
-    """
-    training, logs = Training(case.build, library, case.how, **case.options), []
-    if case.scenario is prefetching:
+def step_with_lists(training: Training, seed: int) -> None:
+    if seed == 0:
         prefetch_by_lists(training.model)
-    for seed in range(3):
-        with hwfsdp.record() as log:
-            training.loss(seed).backward()
-        found = [(event.op, event.bytes, event.dtype) for event in log.collectives()]
-        logs.append(sorted(found, key=lambda event: event[0] == "all_reduce"))
-        training.model.zero_grad()
-    return logs
-
-
-def same_traffic(case: Case) -> dict[str, list[str]]:
-    mine, reference = moved(case, ours), moved(case, theirs)
-    found = [
-        f"step {i}: {a} instead of {b}" for i, (a, b) in enumerate(zip(mine, reference)) if a != b or not a
-    ]
-    return {"FSDP2": found}
+    training.loss(seed).backward()
 
 
 MOVES_LESS = ("kept by two ranks after forward",)  # uneven rows: FSDP2 gathers more padding from fewer ranks
+STEPS_THAT_MOVE = {train: forward_and_backward, prefetching: step_with_lists}
 PROMISES.add(
     "collectives are FSDP2's, in FSDP2's order",
     {
-        name: functools.partial(same_traffic, c)
+        name: functools.partial(compare_traffic, c, STEPS_THAT_MOVE[c.scenario], (0, 1, 2))
         for name, c in (CASES | PARALLEL).items()
-        if c.scenario in (train, prefetching) and name not in MOVES_LESS
+        if c.scenario in STEPS_THAT_MOVE and name not in MOVES_LESS
     },
     ranks=4,
     fast=["meshes: two of four"],
@@ -407,8 +384,12 @@ def shared_folder() -> str:
     return folder[0]
 
 
-def state_dicts() -> dict[str, list[str]]:
-    return {"FSDP2": unequal(state_of_all(trained(ours)), state_of_all(trained(theirs)))}
+def goes_on_otherwise(second: Training, first: Training) -> list[str]:
+    """Where two more steps of the second differ from those of the first."""
+    for training in (first, second):
+        training.trace = Trace()
+        training.steps(2, first_seed=5)
+    return differences(second.trace, first.trace, *BITS)
 
 
 def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
@@ -420,11 +401,9 @@ def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
     set_state_dict(
         second.model, second.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    for training in (first, second):
-        training.trace = Trace()
-        training.steps(2, first_seed=5)
+    found = goes_on_otherwise(second, first)
     shutil.rmtree(folder, ignore_errors=True)
-    return {"FSDP2": differences(second.trace, first.trace, *BITS)}
+    return {"FSDP2": found}
 
 
 def through_the_store() -> dict[str, list[str]]:
@@ -436,25 +415,19 @@ def through_the_store() -> dict[str, list[str]]:
     second.optimizer.load_state_dict(state["optimizer"])
     checkpoint.load({"model": plain.state_dict()}, folder, strict=False)
     expected = {name: t.full_tensor() for name, t in first.model.state_dict().items()}
-    for training in (first, second):
-        training.trace = Trace()
-        training.steps(2, first_seed=5)
-    return {
-        "goes on": differences(second.trace, first.trace, *BITS),
-        "unsharded": unequal(dict(plain.state_dict()), expected),
-    }
+    wrong = unequal(dict(plain.state_dict()), expected)
+    return {"goes on": goes_on_otherwise(second, first), "unsharded": wrong}
 
 
 PROMISES.add(
     "state dicts and checkpoints hold the parameters of all meshes",
     {
-        "state dicts": state_dicts,
         "DCP, from FSDP2": functools.partial(through_dcp, theirs, ours),
         "DCP, to FSDP2": functools.partial(through_dcp, ours, theirs),
         "hwfsdp's own": through_the_store,
     },
     ranks=4,
-    fast=["state dicts", "hwfsdp's own"],
+    fast=["DCP, from FSDP2", "hwfsdp's own"],
 )
 
 
@@ -510,7 +483,6 @@ def refused(
     result: Any = None,
     ranks: Sequence[int] = range(4),
     build: Any = None,
-    reshard: int | None = None,
 ) -> dict[str, list[str]]:
     """On these ranks one error in three parts, which has these words; the model is as before."""
     model = (build or functools.partial(mixtures, (5,)))()
@@ -521,9 +493,8 @@ def refused(
         result = hwfsdp.ShardPlacementResult(None, result)
     if dist.get_rank() not in ranks:
         return {"refused": []}
-    options = {"mesh": mesh, "reshard_after_forward": reshard}
     try:
-        hwfsdp.fully_shard(model, **options, shard_placement_fn=lambda p: result if p in experts else None)
+        hwfsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: result if p in experts else None)
     except hwfsdp.UsageError as error:
         said = str(error)
         missing = [
@@ -555,15 +526,6 @@ def of_one_mesh_only() -> dict[str, list[str]]:
             except ValueError:
                 pass
     return {"refused": found}
-
-
-def without_the_feature() -> dict[str, list[str]]:
-    every = features.FEATURES
-    features.FEATURES = tuple(name for name in every if name != "param_meshes")  # type: ignore[assignment]
-    try:
-        return refused("a Shard", result=lambda: expert_grid()["efsdp"])
-    finally:
-        features.FEATURES = every
 
 
 MISTAKES: dict[str, Check] = {
@@ -599,7 +561,6 @@ MISTAKES: dict[str, Check] = {
         build=tied,
     ),
     "of one mesh only": of_one_mesh_only,
-    "without the feature": without_the_feature,
 }
 PROMISES.add("what does not fit is refused", MISTAKES, ranks=4)
 

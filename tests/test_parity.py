@@ -21,20 +21,16 @@ from hwfsdp.core.streams import DeviceStream, StreamSet, backend
 from models import ZOO
 from oracles import (
     BITS,
-    REGROUPING,
-    ROWS,
     Case,
     Promises,
     Training,
     accumulate,
-    against_fsdp2,
+    backward_twice,
     clip,
     compare,
     fresh,
-    leaves,
     objective,
     ours,
-    rank_rows,
     wrap,
 )
 
@@ -59,34 +55,6 @@ def share_streams(training: Training) -> None:
     training.steps()
 
 
-def two_forwards_two_backwards(training: Training) -> None:
-    for seed in range(2):
-        first, second = training.loss(seed), training.loss(10 + seed)
-        second.backward()
-        first.backward()
-        training.update()
-    training.keep_params()
-
-
-def backward_twice(training: Training) -> None:
-    for seed in range(2):
-        loss = training.loss(seed)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        training.update()
-    training.keep_params()
-
-
-def call_a_part(training: Training) -> None:
-    """Once the root has run, a block can be trained by itself."""
-    training.steps(1)
-    for seed in range(2):
-        x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(seed))
-        objective(training.model.blocks[1](rank_rows(x) if training.is_sharded else x)).backward()
-        training.update()
-    training.steps(1)
-
-
 def reload(training: Training, assign: bool) -> None:
     """One step; a second model takes over the state and trains on, and so does its state in a third."""
     training.steps(1)
@@ -100,17 +68,6 @@ def reload(training: Training, assign: bool) -> None:
         training.steps(1, first_seed=seed)
 
 
-def reload_while_running(training: Training) -> None:
-    """The model itself goes back to an earlier state, between steps and after a forward that kept parameters."""
-    training.steps(1)
-    state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
-    training.steps(1, first_seed=1)
-    with torch.no_grad():
-        training.loss(7)
-    training.model.load_state_dict(state)
-    training.steps(2, first_seed=2)
-
-
 def input_gradient(training: Training) -> None:
     """The batch itself gets a gradient."""
     for seed in range(2):
@@ -122,85 +79,64 @@ def input_gradient(training: Training) -> None:
     training.keep_params()
 
 
+def frozen_in_bf16() -> models.Model:
+    """One group with parameters of two dtypes, which is allowed as long as those that train have one."""
+    model = models.Transformer()
+    model.blocks[0].requires_grad_(False).to(torch.bfloat16)
+    model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+    model.blocks[0].register_forward_hook(lambda _, args, out: out.to(torch.float32))
+    return model
+
+
+OUTPUT_IN_FP16 = {"param_dtype": torch.bfloat16, "output_dtype": torch.float16}
 SCENARIOS: dict[str, Case] = {
-    "keep after forward, nested": Case(
-        models.Transformer, how="nested", options={"reshard_after_forward": False}
-    ),
     "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
     "parameters without elements": Case(models.hollow),
     "several roots, one runs twice": Case(models.twice, how="rootless"),
     "several roots, shared streams": Case(models.even, share_streams, how="rootless"),
-    "two forwards, two backwards": Case(models.stem, two_forwards_two_backwards),
-    "call a part": Case(models.stem, call_a_part),
     "input gradient": Case(models.even, input_gradient),
     "gradients clipped by their norm": Case(models.uneven, clip),
     "assign a state, recurrent": Case(models.Recurrent, functools.partial(reload, assign=True)),
-    "load while running": Case(models.stem, reload_while_running),
     "checkpoints inside layers, reentrant": Case(
         functools.partial(models.checkpointed_inside, True), how="nested"
     ),
-}
-NOT_AS_FSDP2 = {"parameters without elements"}  # it cannot train those
-NOT_AS_UNSHARDED = {
-    "normalized, blocks",  # batch normalization sees the rows of its own rank only
-    "several roots, one runs twice",  # its stem and head are nobody's, and see the rows of their own rank only
+    "bf16, output fp16": Case(models.Structured, options={"policy": OUTPUT_IN_FP16}),
+    "frozen in another dtype": Case(frozen_in_bf16, how="root"),
 }
 
 # --- Every model, and every way to train -------------------------------------------------------------------
 
-AT_TWO_RANKS = {  # by how they are wrapped
-    "blocks": tuple(ZOO),
-    "root": ("uneven", "structured", "frozen", "unused"),
-    "nested": ("uneven", "transformer", "twice", "frozen"),
-}
-WRAPPED = {
+WRAPPED = {  # by the number of ranks, and by how they are wrapped
     1: {"blocks": ("uneven", "transformer", "twice", "recurrent")},
-    2: AT_TWO_RANKS,
+    2: {
+        "blocks": tuple(ZOO),
+        "root": ("uneven", "structured", "frozen", "unused"),
+        "nested": ("uneven", "transformer", "twice", "frozen"),
+    },
     3: {"blocks": tuple(name for name in ZOO if name != "even")},
 }
-
-
-def training_cases(world_size: int) -> dict[str, Case]:
-    """Two ranks run every scenario; three ranks run the scenarios of a model with uneven rows."""
-    wrapped = {
-        f"{name}, {how}": Case(ZOO[name], how=how)
-        for how, names in WRAPPED[world_size].items()
-        for name in names
-    }
-    return wrapped | {
-        name: case
-        for name, case in SCENARIOS.items()
-        if world_size == 2 or (world_size == 3 and case.build is models.uneven)
-    }
-
-
 FAST: dict[int, tuple[str, ...]] = {
     1: (),
     2: (
-        *SCENARIOS,
-        "uneven, blocks",
-        "structured, blocks",
-        "twice, blocks",
-        "frozen, root",
-        "transformer, nested",
+        *(*SCENARIOS, "uneven, blocks", "structured, blocks", "twice, blocks"),
+        *("frozen, root", "transformer, nested"),
     ),
     3: ("uneven, blocks", "unused, blocks"),
 }
 PROMISES = Promises()
-for _ranks in WRAPPED:
-    PROMISES.add(
+for _ranks, _wrapped in WRAPPED.items():
+    _cases = {f"{name}, {how}": Case(ZOO[name], how=how) for how in _wrapped for name in _wrapped[how]}
+    PROMISES.trains(
         "a model trains as under FSDP2 and as without sharding",
-        {
-            name: functools.partial(
-                compare,
-                case,
-                None if name in NOT_AS_FSDP2 else against_fsdp2(_ranks),
-                None if name in NOT_AS_UNSHARDED else REGROUPING,
-            )
-            for name, case in training_cases(_ranks).items()
-        },
+        _cases | SCENARIOS if _ranks == 2 else _cases,
         _ranks,
         FAST[_ranks],
+        not_fsdp2=("parameters without elements",),  # it cannot train those
+        not_plain=(
+            "frozen in another dtype",  # which rounds
+            "normalized, blocks",  # batch normalization sees the rows of its own rank only
+            "several roots, one runs twice",  # its stem and head are nobody's, and see the rows of their own rank only
+        ),
     )
 
 
@@ -226,47 +162,7 @@ IN_PLACE: dict[str, Case] = {
         "view", "nested", backward_twice, rounds=2
     ),
 }
-PROMISES.add(
-    "what a module returned may be changed in place",
-    {name: functools.partial(compare, case, None, REGROUPING) for name, case in IN_PLACE.items()},
-)
-
-
-# --- Mixed precision ---------------------------------------------------------------------------------------
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def run_dtypes(training: Training) -> None:
-    """Two plain steps and two accumulated ones; keeps the output, whose dtype is part of the policy."""
-    training.trace.keep(
-        "output (local)", torch.cat([t.flatten() for t in leaves(training.model(*training.batch(9)))])
-    )
-    training.steps(2)
-    accumulate(training, "nnb")
-
-
-def frozen_in_bf16() -> models.Model:
-    """One group with parameters of two dtypes, which is allowed as long as those that train have one."""
-    model = models.Transformer()
-    model.blocks[0].requires_grad_(False).to(BF16)
-    model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].to(BF16),))
-    model.blocks[0].register_forward_hook(lambda _, args, out: out.to(FP32))
-    return model
-
-
-STRUCTURED = Case(
-    models.Structured, run_dtypes, options={"policy": {"param_dtype": BF16, "output_dtype": FP16}}
-)
-PROMISES.add(
-    "mixed precision is that of FSDP2",
-    {
-        "bf16, output fp16, structured": functools.partial(compare, STRUCTURED, BITS, None),
-        "frozen in another dtype": functools.partial(
-            compare, Case(frozen_in_bf16, run_dtypes, "root"), BITS, None
-        ),
-    },
-)
+PROMISES.trains("what a module returned may be changed in place", IN_PLACE, not_fsdp2=IN_PLACE)
 
 
 # --- The streams of a device -------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,26 +41,6 @@ def forward(order: ForwardOrder[Group], *entered: Group) -> str:
 
 
 # --- Forward -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("learned", "taken", "targets"),
-    [
-        ([A, B, C], [A, B, C], "BC-"),
-        ([A, B, C], [A, B, C, A], "BC--"),
-        ([A, B, C], [B], "-"),
-        ([A, B, A, C], [A, B, A, C], "BAC-"),
-        ([], [A], "-"),
-        ([A, B, C], [A, C], "B-"),
-        ([A, B, C], [A, B, C, D], "BC--"),
-        ([A, B, C], [A, C, B], "B--"),
-        ([A, C, B, D], [A, B, B, D], "C-D-"),
-    ],
-)
-def test_a_forward_that_takes_another_path_guesses_only_where_the_paths_agree(learned, taken, targets):
-    order: ForwardOrder[Group] = ForwardOrder()
-    forward(order, *learned)
-    assert forward(order, *taken) == targets
 
 
 def test_only_the_last_forward_that_ended_counts_and_two_models_learn_apart() -> None:

@@ -48,18 +48,6 @@ def test_fully_shard_takes_what_torchs_takes_in_the_same_order() -> None:
             assert ours[name].default == theirs[name].default
 
 
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
-def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
-    ours, theirs = getattr(hwfsdp, name)(), getattr(torch_fsdp, name)()
-    assert {"param_dtype_override_fn": None, **vars(theirs)} == {
-        "param_dtype_override_fn": None,
-        **vars(ours),
-    }
-    if vars(ours):
-        with pytest.raises(AttributeError):
-            setattr(ours, next(iter(vars(ours))), None)
-
-
 def methods_of(library: ModuleType) -> set[str]:
     found = inspect.getmembers(library.FSDPModule, inspect.isfunction)
     return {name for name, _ in found if not name.startswith("_")}

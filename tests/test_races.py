@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import models
 import suites
-from hwfsdp import EventLog, fully_shard, launch, record
+from hwfsdp import EventLog, launch, record
 from hwfsdp.observe.events import STREAMS, Event
 from hwfsdp.observe.races import Order, find_races
-from oracles import Training, ours
+from oracles import BF16_FP32, Case, Training, accumulate, ours, walk
 
 # --- The oracle: all paths, one by one ---------------------------------------------------------------------
 
@@ -155,32 +152,6 @@ def test_an_event_of_another_log_is_in_no_order() -> None:
 
 # --- Real runs ---------------------------------------------------------------------------------------------
 
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-def plain(training: Training) -> None:
-    for seed in range(3):
-        training.loss(seed).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
-
-def accumulate(training: Training) -> None:
-    for seed in range(4):
-        training.model.set_requires_gradient_sync(seed % 2 == 1)
-        training.loss(seed).backward()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    training.loss(0).backward()
-
-
-def reduce_each_time(training: Training) -> None:
-    for seed in range(3):
-        training.model.set_is_last_backward(seed == 2)
-        training.loss(seed).backward()
-    training.optimizer.step()
-    training.loss(0).backward()
-
 
 def evaluate_between(training: Training) -> None:
     for seed in range(2):
@@ -192,12 +163,10 @@ def evaluate_between(training: Training) -> None:
 
 
 def unshard_by_hand(training: Training) -> None:
-    plain(training)
-    handle = training.model.unshard(async_op=True)
-    assert handle is not None
-    handle.wait()
+    training.steps()
+    training.model.unshard(async_op=True).wait()
     training.model.reshard()
-    plain(training)
+    training.steps()
 
 
 def prefetch_by_hand(training: Training) -> None:
@@ -205,43 +174,37 @@ def prefetch_by_hand(training: Training) -> None:
     for block, following in zip(blocks, blocks[1:], strict=False):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
-    plain(training)
+    training.steps()
 
 
-def hybrid(module: nn.Module, *, policy: Any = None, **options: Any) -> nn.Module:
-    """Sharded over half of the ranks, replicated over the rest; over one of two, replicated only."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    return fully_shard(module, mesh=mesh, **options)
-
-
-Scenario = Callable[[Training], None]
-RUNS: dict[str, tuple[Callable[[], models.Model], Scenario, dict[str, Any]]] = {
-    "blocks": (models.graded, plain, {}),
-    "uneven": (models.uneven, plain, {}),
-    "root with parameters": (models.stem, plain, {}),
-    "whole after forward": (models.stem, plain, {"reshard_after_forward": False}),
-    "bf16": (models.stem, plain, {"policy": BF16}),
-    "checkpointing": (functools.partial(models.checkpointed, False), plain, {}),
-    "reentrant checkpointing": (functools.partial(models.checkpointed, True), plain, {}),
-    "checkpointing inside": (functools.partial(models.checkpointed_inside, False), plain, {}),
-    "a module twice": (models.twice, plain, {}),
-    "another order each time": (models.wandering, plain, {}),
-    "frozen": (models.frozen, plain, {}),
-    "accumulation": (models.stem, accumulate, {}),
-    "accumulation of reduced gradients": (models.stem, reduce_each_time, {}),
-    "evaluation in between": (models.stem, evaluate_between, {}),
-    "unsharded by hand": (models.stem, unshard_by_hand, {}),
-    "prefetch by hand": (models.stem, prefetch_by_hand, {}),
-    "replicated": (models.stem, plain, {"library": hybrid}),
+RUNS: dict[str, Case] = {
+    "blocks": Case(models.graded),
+    "uneven": Case(models.uneven),
+    "root with parameters": Case(models.stem),
+    "whole after forward": Case(models.stem, options={"reshard_after_forward": False}),
+    "bf16": Case(models.stem, options={"policy": BF16_FP32}),
+    "checkpointing": Case(functools.partial(models.checkpointed, False)),
+    "reentrant checkpointing": Case(functools.partial(models.checkpointed, True)),
+    "checkpointing inside": Case(functools.partial(models.checkpointed_inside, False)),
+    "a module twice": Case(models.twice),
+    "another order each time": Case(models.wandering, functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1)])),
+    "frozen": Case(models.frozen),
+    "accumulation": Case(models.stem, functools.partial(accumulate, pattern="nb")),
+    "accumulation of reduced gradients": Case(
+        models.stem, functools.partial(accumulate, pattern="bbb", say_last=True)
+    ),
+    "evaluation in between": Case(models.stem, evaluate_between),
+    "unsharded by hand": Case(models.stem, unshard_by_hand),
+    "prefetch by hand": Case(models.stem, prefetch_by_hand),
+    "replicated": Case(models.stem, options={"shape": (2, 1)}),
 }
 
 
-def recorded(name: str) -> EventLog:
+def recorded(case: Case) -> EventLog:
     """One run on a rank."""
-    build, scenario, options = RUNS[name]
-    training = Training(build, **{"library": ours, **options})
+    training = case.training(ours)
     with record() as log:
-        scenario(training)
+        case.scenario(training)
     return log
 
 
@@ -250,19 +213,14 @@ FAST = ("blocks", "root with parameters", "accumulation", "checkpointing")
 
 @functools.cache
 def logs_of_runs(names: tuple[str, ...]) -> dict[str, EventLog]:
-    ranks = launch(lambda: {name: recorded(name) for name in names}, 2, timeout=120)
+    ranks = launch(lambda: {name: recorded(RUNS[name]) for name in names}, 2, timeout=120)
     return {name: EventLog.merge(rank[name] for rank in ranks) for name in names}
 
 
 @functools.cache
 def hybrid_log() -> EventLog:
-    def on_a_rank() -> EventLog:
-        training = Training(models.graded, hybrid)
-        with record() as log:
-            plain(training)
-        return log
-
-    return EventLog.merge(launch(on_a_rank, 4, timeout=120))
+    hybrid = Case(models.graded, options={"shape": (2, 2)})
+    return EventLog.merge(launch(recorded, 4, hybrid, timeout=120))
 
 
 def log_of_run(name: str) -> EventLog:

@@ -162,19 +162,6 @@ def test_ranks_hang_for_sure_if_they_wait_for_each_other_and_none_wakes(waiting,
         assert not caller._is_deadlock(found, stands)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the turns of a process")
-def test_the_count_of_turns_of_a_process_changes_only_when_it_was_awake() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        before = caller._turns(process.pid)
-        process.stdin.write(b"x")
-        process.stdin.flush()
-        assert process.stdout.read(1) == b"x"  # it has been awake, and then waits again
-        process.stdin.close()
-        assert before is not None and before != caller._turns(process.pid)
-    assert caller._turns(process.pid) is None
-
-
 def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) -> None:
     def part() -> None:
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -26,9 +26,10 @@ import hwfsdp
 import models
 import suites
 from hwfsdp import launch, record
+from hwfsdp.core.sharding import padded_local_numel
 from oracles import (
+    BF16_FP32,
     BITS,
-    REGROUPING,
     Case,
     Library,
     Promises,
@@ -37,13 +38,11 @@ from oracles import (
     accumulate,
     against_fsdp2,
     by_columns,
-    compare,
     ours,
     theirs,
     train,
     wrap,
 )
-from test_groups import Grouped
 from test_parity import evaluate_in_the_middle
 
 LIBRARIES = (ours, theirs)
@@ -68,17 +67,6 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 # --- Over fewer ranks: numbers -----------------------------------------------------------------------------
 
 
-def reshard_by_hand(training: Training) -> None:
-    """Between forward and backward every group goes back to its shards."""
-    for seed in range(3):
-        loss = training.loss(seed)
-        for module in sharded_modules(training.model).values():
-            module.reshard()
-        loss.backward()
-        training.update()
-    training.keep_params()
-
-
 def change_between_forward_and_backward(training: Training) -> None:
     """The next step runs with another value; backward finds the parameters as they were left by forward."""
     for seed, reshard in enumerate([True, False, True]):
@@ -96,18 +84,15 @@ def no_unshard_in_backward(training: Training) -> None:
     training.steps()
 
 
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 SCENARIOS: dict[str, Callable[[Training], None]] = {
     "accumulated, stay whole": functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True),
     "evaluated in the middle": evaluate_in_the_middle,
-    "resharded by hand": reshard_by_hand,
     "changed between forward and backward": change_between_forward_and_backward,
 }
 BUILDS: dict[str, Callable[[], models.Model]] = {
     "even": models.even,
     "uneven": models.uneven,
     "tied": models.Transformer,
-    "blocks and root": models.stem,
     "recomputed, reentrant": functools.partial(models.checkpointed, True),
 }
 
@@ -116,42 +101,30 @@ def over(number: int, build: Any, scenario: Any = train, how: str = "blocks", **
     return Case(build, scenario, how, {"reshard_after_forward": number, **options})
 
 
-FEWER: dict[int, dict[str, Case]] = {
-    4: {
-        **{f"{name}, over 2": over(2, BUILDS[name]) for name in ("even", "uneven", "recomputed, reentrant")},
-        **{f"uneven, {name}": over(2, models.uneven, scenario) for name, scenario in SCENARIOS.items()},
-        "embedding without unshard in backward": over(2, models.Embedded, no_unshard_in_backward),
-        "uneven in bf16": over(2, models.uneven, policy=BF16),
-        "cut by columns": over(2, models.even, shard_placement_fn=by_columns),
-    },
-    3: {"uneven, over 1": over(1, models.uneven), "uneven, over all": over(3, models.uneven)},
-    2: {f"{name}, over 1": over(1, BUILDS[name]) for name in ("uneven", "tied", "blocks and root")},
+FEWER: dict[str, Case] = {
+    **{f"{name}, over 2": over(2, build) for name, build in BUILDS.items()},
+    **{f"uneven, {name}": over(2, models.uneven, scenario) for name, scenario in SCENARIOS.items()},
+    "embedding without unshard in backward": over(2, models.Embedded, no_unshard_in_backward),
+    "cut by columns": over(2, models.even, shard_placement_fn=by_columns),
 }
-NOT_AS_FSDP2 = {"cut by columns"}  # torch 2.13 cannot gather those from the smaller mesh
-NOT_AS_UNSHARDED = {"uneven in bf16"}
-IN_BF16 = Tolerance(2e-3, 1e-5)
-
-
-def check_fewer(name: str, case: Case) -> dict[str, list[str]]:
-    ranks = dist.get_world_size()
-    rounding = IN_BF16 if "bf16" in name and ranks > 2 else against_fsdp2(ranks)
-    return compare(
-        case, None if name in NOT_AS_FSDP2 else rounding, None if name in NOT_AS_UNSHARDED else REGROUPING
-    )
-
-
-FAST = (
-    *("even, over 2", "uneven, accumulated, stay whole", "uneven, changed between forward and backward"),
-    "cut by columns",
-)
 PROMISES = Promises()
-for _ranks, _cases in FEWER.items():
-    PROMISES.add(
-        "parameters resharded over fewer ranks train as under FSDP2 and as without sharding",
-        {name: functools.partial(check_fewer, name, case) for name, case in _cases.items()},
-        _ranks,
-        FAST if _ranks == 4 else (),
-    )
+PROMISES.trains(
+    "parameters resharded over fewer ranks train as under FSDP2 and as without sharding",
+    FEWER,
+    ranks=4,
+    fast=(
+        *("even, over 2", "uneven, accumulated, stay whole", "uneven, changed between forward and backward"),
+        "cut by columns",
+    ),
+    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather those from the smaller mesh
+)
+PROMISES.trains(
+    "larger shards are in the param dtype",
+    {"uneven in bf16": over(2, models.uneven, policy=BF16_FP32)},
+    ranks=4,
+    fast=(),
+    fsdp2=Tolerance(2e-3, 1e-5),
+)
 
 
 # --- Over fewer ranks: what is registered ------------------------------------------------------------------
@@ -200,33 +173,15 @@ test_a_promise_is_kept = PROMISES.test()
 # --- Over fewer ranks: what is moved -----------------------------------------------------------------------
 
 
-class Watching:
-    """The backend's all-gather, and a list of (ranks, bytes of the whole, bytes of a part) of its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int, int]] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        self.calls.append((group.size(), output_tensor.nbytes, input_tensor.nbytes))
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[Any]:
-    """What the first block gathers in the forward and in the backward of the second step."""
-    training, watching = Training(build, ours, reshard_after_forward=2), Watching()
+def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[list[int]]:
+    """The bytes that the first block gathers in the forward and in the backward of the second step."""
+    training = Training(build, ours, reshard_after_forward=2)
     training.model.blocks[0].set_unshard_in_backward(unshard_in_backward)
     training.loss(0).backward()
-    training.model.blocks[0].set_custom_all_gather(watching)
-    loss = training.loss(1)
-    forward = [*watching.calls]
-    loss.backward()
-    return [forward, watching.calls[len(forward) :]]
+    with record() as log:
+        training.loss(1).backward()
+    phases = ("forward", "backward")
+    return [[e.bytes for e in log.select("all_gather", owner="blocks.0", phase=phase)] for phase in phases]
 
 
 def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
@@ -241,19 +196,22 @@ def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
 
 def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all():
     """But not an embedding without unshard in backward."""
-    nbytes = sum(4 * param.numel() for param in models.even().blocks[0].parameters())
-    even = [[(4, nbytes, nbytes // 4)], [(2, nbytes, nbytes // 2)]]
-    rows = 4 * 6  # bytes; of 11 rows each of 4 ranks has 3, and each of 2 has 6
-    embedding = [[(4, 12 * rows, 3 * rows)], []]
+
+    def whole(build: Callable[[], models.Model], ranks: int) -> list[int]:
+        shapes = [param.shape for param in build().blocks[0].parameters()]
+        return [4 * ranks * sum(padded_local_numel(shape, ranks) for shape in shapes)]
+
+    block = [whole(models.Branching, 4), whole(models.Branching, 2)]
+    embedding = [whole(models.Embedded, 4), []]
 
     def on_a_rank() -> list[Any]:
         return [
-            gathers(models.even),
+            gathers(models.Branching),
             gathers(models.Embedded, False),
             larger_shard_is_freed_when_the_parameter_is_whole(),
         ]
 
-    assert launch(on_a_rank, 4, timeout=100) == [[even, embedding, True]] * 4
+    assert launch(on_a_rank, 4, timeout=100) == [[block, embedding, True]] * 4
 
 
 # --- Which form is registered at every turn ----------------------------------------------------------------
@@ -261,11 +219,11 @@ def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all(
 
 def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]:
     """What is registered after each thing that one may do, and whether the whole parameters of a part have memory."""
-    build, how = (Grouped, "blocks") if how == "lists" else (models.stem, how)
+    build, how = (models.Grouped, "blocks") if how == "lists" else (models.stem, how)
     training = Training(build, library, how, reshard_after_forward=reshard)
     model, turns = training.model, {}
     parts = sharded_modules(model)
-    part = parts["layers.0"] if build is Grouped else [*parts.values()][-1]
+    part = parts["layers.0"] if build is models.Grouped else [*parts.values()][-1]
     part.unshard()
     whole = [param for param in part.parameters() if not isinstance(param, DTensor)]
     part.reshard()
@@ -304,11 +262,11 @@ def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]
     see("after a backward that keeps")
     training.loss(6)
     see("after a forward that found all whole")
-    for each in parts.values():
+    for (
+        each
+    ) in parts.values():  # before flags change: FSDP2 cannot leave a smaller mesh it was told to forget
         each.reshard()
-    see(
-        "all resharded by hand"
-    )  # before flags change: FSDP2 cannot leave a smaller mesh it was told to forget
+    see("all resharded by hand")
     model.set_reshard_after_backward(True)
     part.set_reshard_after_forward(False, recurse=False)
     training.loss(7)
@@ -443,46 +401,35 @@ def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "when, world_size, reshard_after_forward",
-    [
-        ("before the first forward", 2, True),
-        suites.long("between steps", 2, True),
-        ("before backward", 2, True),
-        suites.long("before backward", 2, False),
-        suites.long("before backward", 4, 2),
-    ],
+    "in_between, world_size, reshard_after_forward",
+    [(False, 2, True), (True, 2, True), suites.long(True, 4, 2)],
 )
-def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(when, world_size, reshard_after_forward):
+def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(in_between, world_size, reshard_after_forward):
+    """Before the first forward, or in between a forward and its backward."""
+
     def new(library: Library) -> Training:
-        build = models.even if when == "before backward" else models.uneven
+        build = models.even if in_between else models.uneven
         return Training(build, library, reshard_after_forward=reshard_after_forward)
 
     def on_a_rank() -> Any:
         trainings, found = [new(library) for library in LIBRARIES], {}
-        for training in trainings if when == "between steps" else ():
-            training.loss(0).backward()
-            training.update()
-        for sequence in sequences(3 if when == "between steps" else 2):
+        for sequence in sequences(2):
             if world_size == 4 and crashes_fsdp2(sequence):
                 continue
-            if when == "before the first forward":
+            if not in_between:
                 trainings = [new(library) for library in LIBRARIES]
-            in_between = when == "before backward"
             found[sequence] = [by_hand(training, sequence, in_between) for training in trainings]
         return differing(found, against_fsdp2(world_size))
 
     assert launch(on_a_rank, world_size, timeout=200) == [[]] * world_size
 
 
-@pytest.mark.parametrize(
-    "build, options", [(models.uneven, {}), suites.long(models.even, {"shard_placement_fn": by_columns})]
-)
-def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_flight(build, options):
+def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_flight():
     """torch 2.13 fails there; the oracle is a step without anything by hand."""
 
     def on_a_rank() -> Any:
         warnings.simplefilter("error")
-        training = Training(build, ours, reshard_after_forward=2, **options)
+        training = Training(models.uneven, ours, reshard_after_forward=2)
         plain = by_hand(training, (), in_between=True)[-1]
         among = [s for s in sequences(3) if crashes_fsdp2(s)]
         found = {s: by_hand(training, s, in_between=True)[-1] for s in among}

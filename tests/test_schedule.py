@@ -24,6 +24,7 @@ from oracles import (
     compare,
     compare_traffic,
     ours,
+    walk,
 )
 from together import Together
 
@@ -209,13 +210,6 @@ PATHS: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-def walk(training: Training, path: list[tuple[int, ...]]) -> None:
-    for step, training.model.path in enumerate(path):
-        training.loss(step).backward()
-        training.update()
-    training.keep_params()
-
-
 def walk_with_lists_and_detours(training: Training, path: list[tuple[int, ...]]) -> None:
     """Lists that are wrong; before each step, a forward without gradients that leaves the path after its first block."""
     if training.is_sharded:
@@ -231,14 +225,10 @@ def walk_with_lists_and_detours(training: Training, path: list[tuple[int, ...]])
     training.keep_params()
 
 
-for (
-    name,
-    path,
-) in PATHS.items():  # gathering what is not needed changes no number, nor does forgetting about it
-    walked, detoured = (
-        Case(models.wandering, functools.partial(how, path=path))
-        for how in (walk, walk_with_lists_and_detours)
-    )
+# gathering what is not needed changes no number, nor does forgetting about it
+for name, path in PATHS.items():
+    walked = Case(models.wandering, functools.partial(walk, paths=path))
+    detoured = Case(models.wandering, functools.partial(walk_with_lists_and_detours, path=path))
     as_fsdp2 = functools.partial(compare, walked, BITS, REGROUPING)
     two.add(f"{name} is walked as under FSDP2", as_fsdp2, {"FSDP2": [], "unsharded": []})
     if name in ("another order", "a block left out", "a block that runs twice"):

@@ -38,7 +38,7 @@ import models
 from hwfsdp import record
 from oracles import BITS, ROWS, Promises, Trace, Training, differences, fresh, grid, local_part, unequal, wrap
 
-HERE: ModuleType = hwfsdp  # what is tested; it has the names of `torch.distributed.fsdp`
+LIBRARIES: tuple[ModuleType, ...] = (hwfsdp, fsdp)
 
 State = dict[str, Any]
 
@@ -115,10 +115,6 @@ class PlacedTraining(Training):
         return tuple(t.chunk(parts)[part] for t in self.model.inputs(ROWS, seed))
 
 
-def libraries() -> dict[str, ModuleType]:
-    return {"hwfsdp": HERE, "FSDP2": fsdp}
-
-
 def locals_of(state: State) -> dict[str, Tensor]:
     """Copies of what this rank holds."""
     return {name: local_part(t).detach().clone() for name, t in state.items()}
@@ -150,7 +146,7 @@ def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
 @over(PLACES, fast=FEW)
 def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
     """Against the model without sharding: names, order, kinds, shapes, values."""
-    plain, training = fresh(place.build), PlacedTraining(place, HERE)
+    plain, training = fresh(place.build), PlacedTraining(place, hwfsdp)
     state, expected = training.model.state_dict(), plain.state_dict()
     params = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
     wrong = [] if list(state) == list(expected) else [f"names {list(state)}"]
@@ -168,7 +164,7 @@ def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place)
 @over(PLACES, fast=FAST)
 def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place) -> list[str]:
     """With `keep_vars`, also while whole parameters are registered."""
-    training = PlacedTraining(place, HERE)
+    training = PlacedTraining(place, hwfsdp)
     params = dict(training.model.named_parameters(remove_duplicate=False))
     training.loss(0)
     state = training.model.state_dict(keep_vars=True)
@@ -179,7 +175,7 @@ def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place)
 def it_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place: Place) -> list[str]:
     """After two steps, and in the middle of a step."""
     wrong = []
-    trainings = [PlacedTraining(place, library) for library in libraries().values()]
+    trainings = [PlacedTraining(place, library) for library in LIBRARIES]
     for training in trainings:
         training.steps(2)
     wrong += unequal(*(training.model.state_dict() for training in trainings))
@@ -206,7 +202,7 @@ def storages(state: State) -> dict[str, int]:
 @over(PLACES, fast=FAST)
 def taken_early_it_shares_memory_with_the_parameters_and_sees_later_steps(place: Place) -> list[str]:
     """A state dict taken first sees every later step, and what is loaded later."""
-    training = PlacedTraining(place, HERE)
+    training = PlacedTraining(place, hwfsdp)
     state = training.model.state_dict()
     before = locals_of(state)
     params = dict(training.model.named_parameters(remove_duplicate=False)) | dict(
@@ -249,7 +245,7 @@ LOADED = [
 def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
     """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
     traces, wrong = [], []
-    for library in libraries().values():
+    for library in LIBRARIES:
         source = PlacedTraining(place, library)
         source.steps(1)
         state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
@@ -274,7 +270,7 @@ def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: b
 @over(PLACES, fast=FAST)
 def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[str]:
     """What was being gathered when a state was loaded is gathered anew."""
-    source, target = PlacedTraining(place, HERE, seed=1), PlacedTraining(place, HERE)
+    source, target = PlacedTraining(place, hwfsdp, seed=1), PlacedTraining(place, hwfsdp)
     wrong = []
     for assign in (False, True):
         state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
@@ -301,7 +297,7 @@ def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
 @over(itertools.product(PLACES, (True, False)), fast=[f"{place}, True" for place in FAST])
 def taking_and_loading_communicate_nothing(place: Place, reshard_after_forward: bool) -> list[str]:
     """At every turn of a training."""
-    training = PlacedTraining(place, HERE, reshard_after_forward=reshard_after_forward)
+    training = PlacedTraining(place, hwfsdp, reshard_after_forward=reshard_after_forward)
     model, wrong = training.model, []
 
     def turn(when: str) -> None:
@@ -362,7 +358,7 @@ def spoil(state: State, how: str) -> State:
 def one_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place: Place, how: str) -> list[str]:
     """The error of each library, and of the strict and the lenient way."""
     said = []
-    for library in libraries().values():
+    for library in LIBRARIES:
         training = PlacedTraining(place, library)
         before = locals_of(training.model.state_dict())
         state = spoil(PlacedTraining(place, library, seed=1).model.state_dict(), how)
@@ -380,13 +376,14 @@ def one_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place: Place, how: st
     return [] if said[0] == said[1] else said
 
 
-# --- torch's helpers ---------------------------------------------------------------------------------------
+# --- A training goes on elsewhere --------------------------------------------------------------------------
 
 HELPER_OPTIONS: dict[str, StateDictOptions] = {
     "sharded": StateDictOptions(),
     "full": StateDictOptions(full_state_dict=True),
     "full, from rank 0": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
 }
+FUSED = "without helpers, fused"
 
 
 def wholes(state: State) -> State:
@@ -398,79 +395,62 @@ BOTH_WAYS = itertools.product(FEW, ("sharded", "full, from rank 0"))
 
 
 @over(
-    dict.fromkeys([*itertools.product(("rows",), HELPER_OPTIONS), *BOTH_WAYS]),
-    fast=("rows, full, from rank 0", "tensor parallel, sharded"),
+    dict.fromkeys([*itertools.product(("rows",), HELPER_OPTIONS), *BOTH_WAYS, ("rows", FUSED)]),
+    fast=("rows, full, from rank 0", "tensor parallel, sharded", f"rows, {FUSED}"),
 )
-def helpers_of_torch_carry_a_training_over(place: Place, how: str) -> list[str]:
+def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(place: Place, how: str) -> list[str]:
     """Model and optimizer state of one training go into another, whose values were others."""
     wrong, taken, traces = [], [], []
-    for library in libraries().values():
-        source, target = PlacedTraining(place, library), PlacedTraining(place, library, seed=1)
+    make = functools.partial(adam, fused=True) if how == FUSED else functools.partial(adam, foreach=False)
+    for library in LIBRARIES:
+        source, target = (PlacedTraining(place, library, seed, make) for seed in (0, 1))
         source.steps(1)
         states = taken_from(source, how)
-        taken.append(copy.deepcopy(states))
+        taken.append(through_a_file(states))
         if "full" in how:
             wrong += unequal(states["model"], wholes(source.model.state_dict()))
-        given_to(target, how, states)
+        given_to(target, how, through_a_file(states))
         wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
-        wrong += trained_on(source, target)
+        for training in (source, target):
+            training.trace = Trace()
+            training.steps(1, first_seed=2)
+        wrong += differences(target.trace, source.trace, *BITS)
         traces.append(target.trace)
     return wrong + unequal(*taken) + differences(*traces, *BITS)
 
 
+def through_a_file(states: State) -> State:
+    """What torch.load makes of what torch.save has written; in memory of its own."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    loaded: State = torch.load(file, weights_only=False)
+    return loaded
+
+
 def taken_from(training: PlacedTraining, how: str) -> State:
-    """What torch's helpers return for the model and its optimizer."""
+    """What torch's helpers return for the model and its optimizer, or what these say themselves."""
+    model, optimizer = training.model, training.optimizer
+    if how == FUSED:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     options = dataclasses.replace(HELPER_OPTIONS[how], broadcast_from_rank0=False)
     return {
-        "model": get_model_state_dict(training.model, options=options),
-        "optimizer": get_optimizer_state_dict(training.model, training.optimizer, options=options),
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
 
 
 def given_to(training: PlacedTraining, how: str, states: State) -> None:
     """Hands the states to torch's helpers; broadcasts leave all ranks but the first without."""
-    options, states = HELPER_OPTIONS[how], copy.deepcopy(states)  # or else both optimizers would share theirs
+    if how == FUSED:
+        training.model.load_state_dict(states["model"])
+        training.optimizer.load_state_dict(states["optimizer"])
+        return
+    options = HELPER_OPTIONS[how]
     if options.broadcast_from_rank0 and dist.get_rank() != 0:
         states = {"model": {}, "optimizer": {}}
     set_model_state_dict(training.model, states["model"], options=options)
     set_optimizer_state_dict(training.model, training.optimizer, states["optimizer"], options=options)
-
-
-def trained_on(source: PlacedTraining, target: PlacedTraining) -> list[str]:
-    """What becomes of two equal trainings in one more step differs in this."""
-    for training in (source, target):
-        training.trace = Trace()
-        training.steps(1, first_seed=2)
-    return differences(target.trace, source.trace, *BITS)
-
-
-# --- Files and optimizers -----------------------------------------------------------------------------------------
-
-
-OPTIMIZERS: dict[str, tuple[str, Make]] = {  # and where
-    "AdamW, foreach": ("tensor parallel", functools.partial(adam, foreach=True)),
-    "AdamW, fused": ("rows", functools.partial(adam, fused=True)),
-}
-
-
-@over([(place, name) for name, (place, _) in OPTIMIZERS.items()], fast=["rows, AdamW, fused"])
-def a_training_goes_on_from_files_of_each_rank(place: Place, name: str) -> list[str]:
-    """torch.save and torch.load of what each rank has, with this optimizer."""
-    wrong, taken, traces = [], [], []
-    for library in libraries().values():
-        source, target = (PlacedTraining(place, library, s, OPTIMIZERS[name][1]) for s in (0, 1))
-        source.steps(1)
-        file = io.BytesIO()
-        torch.save({"model": source.model.state_dict(), "optimizer": source.optimizer.state_dict()}, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        taken.append(loaded["optimizer"])
-        target.model.load_state_dict(loaded["model"])
-        target.optimizer.load_state_dict(loaded["optimizer"])
-        wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
-        wrong += trained_on(source, target)
-        traces.append(target.trace)
-    return wrong + unequal(*taken) + differences(*traces, *BITS)
 
 
 test_a_promise_is_kept = PROMISES.test()

@@ -6,20 +6,15 @@ The host's streams are tested with works that keep a diary instead of communicat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from hwfsdp import UsageError, collectives
-from hwfsdp.collectives import GroupTransport
+from hwfsdp import UsageError
 from hwfsdp.core import observer
 from hwfsdp.core import streams as core_streams
-from hwfsdp.core.ranks import Axis
 from hwfsdp.core.streams import HostStream, Stream, StreamEvent, StreamSet
-from hwfsdp.errors import CollectiveError
 from hwfsdp.observe import events, stream_clocks
 from hwfsdp.observe.events import STREAMS, HostMark, Recorder
 from hwfsdp.observe.instrument import Instrument
@@ -44,12 +39,6 @@ def recorder() -> Iterator[Recorder]:
     yield recorder
     events.activate(None)
     observer.put(before)
-
-
-@pytest.fixture
-def as_rank_five(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For errors that name the rank."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
 
 
 class Diary(list[str]):
@@ -163,57 +152,6 @@ def test_a_work_that_fails_is_not_waited_for_again_and_nothing_follows_it(gather
     assert diary[-1] == "waited for a"
     compute.wait(done)
     assert diary[2:] == ["waited for a", "waited for next"]
-
-
-class Failing:
-    """A collective of the user's: its works fail, or issuing them does."""
-
-    def __init__(self, cause: Exception, at_once: bool = False) -> None:
-        self.cause, self.at_once, self.seen = cause, at_once, list[str]()
-
-    def allocate(self, size: Any, **kind: Any) -> torch.Tensor:
-        return torch.empty(size, **kind)
-
-    def __call__(self, **arguments: Any) -> Any:
-        if self.at_once:
-            raise self.cause
-        return self
-
-    def wait(self) -> None:
-        self.seen.append(collectives.pending_collective)
-        raise self.cause
-
-
-def transported(collective: Failing, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The work of an all-gather of group 'layers.0' by this collective, between two ranks that are not there."""
-    note = SimpleNamespace(mark=lambda state: None)
-    monkeypatch.setattr(collectives.history, "begin", lambda *details: note)
-    monkeypatch.setattr(collectives.history, "exchange", dict)
-    transport = GroupTransport(Axis(None, 2, 0), torch.device("cpu"))
-    transport.fqn, transport.gather = "layers.0", collective  # type: ignore[assignment]
-    flat = transport.allocate("all_gather", 4, torch.float32)
-    return transport.all_gather(flat, flat[:2], True)
-
-
-@pytest.mark.usefixtures("as_rank_five")
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_collective_that_fails_is_named_with_its_group(
-    at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cause = RuntimeError("Connection reset\n by peer")
-    collective = Failing(cause, at_once)
-    with pytest.raises(CollectiveError, match="Connection reset by peer") as failure:
-        transported(collective, monkeypatch).wait()
-    error = failure.value
-    assert (error.collective, error.owner, error.rank) == ("all_gather", "layers.0", 5)
-    assert error.__cause__ is cause
-    assert collective.seen == ([] if at_once else ["all_gather of parameter group 'layers.0'"])
-    assert collectives.pending_collective == ""
-
-
-def test_other_exceptions_are_not_taken_for_failed_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyError):
-        transported(Failing(KeyError("a bug")), monkeypatch).wait()
 
 
 # --- What the log sees -------------------------------------------------------------------------------------

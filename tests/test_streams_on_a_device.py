@@ -21,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import pretended
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contenders import world_mesh
@@ -58,7 +58,7 @@ class Delays:
 class Collective:
     """What both libraries call, with the stream current that it belongs to."""
 
-    move: Callable[[Tensor, Tensor, Any], None]
+    move: Callable[..., None]
 
     def __init__(self, delays: Delays, sizes: set[tuple[int, torch.dtype]]) -> None:
         self.delays, self.sizes = delays, sizes
@@ -72,30 +72,21 @@ class Collective:
 
     def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
         if async_op:  # on the CPU only
-            return SimpleNamespace(wait=lambda: self.move(output_tensor, input_tensor, op))
-        self.move(output_tensor, input_tensor, op)
+            return SimpleNamespace(wait=lambda: self.move(output_tensor, input_tensor, group, op))
+        self.move(output_tensor, input_tensor, group, op)
 
 
 class Gather(Collective):
-    """Rank r has 1 + r/8 times what rank 0 has."""
-
-    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
-        """`given` is row 0 of `output` already."""
+    def move(self, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         self.delays(Place.GATHER)
-        factors = 1 + torch.arange(1, WORLD_SIZE, device=given.device) / WORLD_SIZE  # exact in every dtype
-        others = output.view(WORLD_SIZE, -1)[1:]
-        torch.mul(given.view(1, -1), factors.to(given.dtype).view(-1, 1), out=others)
+        pretended.gather(output, given, group, op)
         self.delays(Place.GATHERED)
 
 
 class Reduction(Collective):
-    """What rank 0 computed for the others comes to rank 0 as if it were theirs."""
-
-    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
+    def move(self, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         self.delays(Place.REDUCTION)
-        torch.sum(given.view(WORLD_SIZE, -1), 0, out=output)
-        if op == dist.ReduceOp.AVG:
-            output.div_(WORLD_SIZE)
+        pretended.scatter(output, given, group, op)
         self.delays(Place.REDUCED)
 
 
