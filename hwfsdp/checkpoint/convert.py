@@ -147,9 +147,7 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 
 
 def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
-    current = saves.find_current(source)
-    manifest = saves.read_manifest(current)
-    saves.check_files(current.folder, manifest)
+    folder, manifest = saves.find_complete(source)
     leaves: dict[KeyPath, Any] = {}
     for path, entry in manifest.entries.items():
         if not isinstance(entry, TensorEntry):
@@ -159,7 +157,7 @@ def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
         else:
             leaves[path] = rooms.make(entry.shape, entry.dtype)
             if entry.nbytes:
-                found = read_tensors(Match(manifest, {path: leaves[path]}), current.folder, lambda: None)
+                found = read_tensors(Match(manifest, {path: leaves[path]}), folder, lambda: None)
                 leaves[path].copy_(found[path])
     return _nested(leaves, manifest.containers)
 
@@ -172,12 +170,11 @@ def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     manifest = dcp_metadata.read_metadata(source)
-    stored = manifest.entries.items()
-    tensors = {key: rooms.make(entry.shape, entry.dtype) for key, entry in stored if entry.dtype is not None}
-    dcp.load(tensors, source, strict=False)
     flat = {
-        key: tensors[key] if key in tensors else dcp_metadata.read_value(key, entry) for key, entry in stored
+        key: None if entry.dtype is None else rooms.make(entry.shape, entry.dtype)
+        for key, entry in manifest.entries.items()
     }
+    dcp.load(flat, source)
     paths = {key: tuple(manifest.paths.get(key, (key,))) for key in flat}
     tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree

@@ -40,6 +40,13 @@ ALIGNMENT = 64  # bytes; every chunk begins at a multiple
 LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # most bytes of a manifest, of a block
 SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
 _HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
+PICKLES = (
+    b"PK",
+    b"\x80\x02",
+    b"\x80\x03",
+    b"\x80\x04",
+    b"\x80\x05",
+)  # how pickles begin, and torch.save's files
 KINDS = ("dict", "list", "tuple")
 
 
@@ -217,7 +224,7 @@ def parse_json(data: bytes, file: Path) -> Any:
     Raises:
         CheckpointError: the data is something else.
     """
-    if data[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+    if data[:2] in PICKLES:
         raise damaged(file, "JSON", "a pickle, which is never opened", 0)
     try:
         tree = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)

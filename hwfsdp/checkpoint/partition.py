@@ -44,17 +44,20 @@ COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
 RESERVED = ("model", "optimizer", COUNT_KEY, VERSION_KEY, ID_KEY)
 
 
-# --- Dealing out -------------------------------------------------------------------------------------------
+# --- Dividing ----------------------------------------------------------------------------------------------
 
 
-class Deal(NamedTuple):
-    """The division of entries among ranks: `holders` has the rank of each whole entry, `cut` has the keys of the entries in chunks.
+class Division(NamedTuple):
+    """The entries of a model, or the state of an optimizer, divided among ranks.
 
-    For a model, the keys are names. For an optimizer, `holders` has param indices, and `cut` has pairs (param index, key).
+    Attributes:
+        whole: the entries that stay whole, by name; for an optimizer, the states of the parameters, by index.
+        holders: the rank that writes each of them. cut: the large tensors, by name; for an optimizer, by (param index, key).
     """
 
+    whole: dict[Any, Any]
     holders: dict[Any, int]
-    cut: set[Any]
+    cut: dict[Any, Tensor]
 
 
 def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
@@ -87,26 +90,29 @@ def is_large(value: Any, large_bytes: int) -> bool:
     return is_dense and value.numel() * value.element_size() > large_bytes
 
 
-def deal_model(
+def divide_model(
     state: Mapping[str, Any], buffers: Collection[str], loads: list[int], large_bytes: int
-) -> Deal:
+) -> Division:
     """Divide a model's state dict among ranks. Rank 0 gets all `buffers`, whatever their size."""
-    cut = {name for name, value in state.items() if name not in buffers and is_large(value, large_bytes)}
-    whole = {name: bytes_in(value) for name, value in state.items() if name not in cut}
+    cut = {
+        name: value for name, value in state.items() if name not in buffers and is_large(value, large_bytes)
+    }
+    whole = {name: value for name, value in state.items() if name not in cut}
     mine = {name: 0 for name in whole if name in buffers}
-    loads[0] += sum(whole[name] for name in mine)
-    return Deal(mine | deal({name: size for name, size in whole.items() if name not in mine}, loads), cut)
+    loads[0] += sum(bytes_in(whole[name]) for name in mine)
+    sizes = {name: bytes_in(value) for name, value in whole.items() if name not in mine}
+    return Division(whole, mine | deal(sizes, loads), cut)
 
 
-def deal_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Deal:
-    """Divide the "state" of an optimizer's state dict among ranks; `cut` has pairs (param index, key)."""
-    cut, sizes = set(), {}
+def divide_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Division:
+    """Divide the "state" of an optimizer's state dict among ranks."""
+    whole, cut = dict(state), {}
     for index, entry in state.items():
-        items = entry.items() if isinstance(entry, Mapping) else ()
-        large = {(index, key) for key, value in items if is_large(value, large_bytes)}
-        sizes[index] = bytes_in(entry) - sum(bytes_in(entry[key]) for _, key in large)
-        cut |= large
-    return Deal(deal(sizes, loads), cut)
+        if isinstance(entry, Mapping):
+            large = {key: value for key, value in entry.items() if is_large(value, large_bytes)}
+            cut |= {(index, key): value for key, value in large.items()}
+            whole[index] = {key: value for key, value in entry.items() if key not in large}
+    return Division(whole, deal({index: bytes_in(entry) for index, entry in whole.items()}, loads), cut)
 
 
 # --- Making a part -----------------------------------------------------------------------------------------
@@ -137,39 +143,15 @@ def kept(value: Any, keep: bool) -> Any:
     return map_leaves(take, value)
 
 
-def part_of_model(
-    state: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's part of a model: whole entries, chunks. All ranks gather DTensors one at a time, in the state dict's order."""
-    whole: OrderedDict[str, Any] = OrderedDict()
-    chunks: dict[str, Any] = {}
-    for name, value in state.items():
-        if name in dealt.cut:
-            chunks[name] = chunk_of(value, rank, world_size)
-            continue
-        taken = kept(value, dealt.holders[name] == rank)
-        if dealt.holders[name] == rank:
-            whole[name] = taken
+def part_of(dealt: Division, rank: int, world_size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return this rank's part: whole entries, chunks. All ranks gather DTensors one at a time, in the same order."""
+    chunks = {key: chunk_of(value, rank, world_size) for key, value in dealt.cut.items()}
+    whole: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in dealt.whole.items():
+        taken = kept(value, dealt.holders[key] == rank)
+        if dealt.holders[key] == rank:
+            whole[key] = taken
     return whole, chunks
-
-
-def part_of_optimizer(
-    state_dict: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return this rank's part of an optimizer: its share of the state and all other entries; chunks."""
-    chunks: dict[Any, Any] = {}
-    state: OrderedDict[Any, Any] = OrderedDict()
-    for index, entry in state_dict["state"].items():
-        rest = entry
-        if isinstance(entry, Mapping):
-            large = {key: value for key, value in entry.items() if (index, key) in dealt.cut}
-            chunks |= {(index, key): chunk_of(value, rank, world_size) for key, value in large.items()}
-            rest = {key: value for key, value in entry.items() if key not in large}
-        taken = kept(rest, dealt.holders[index] == rank)
-        if dealt.holders[index] == rank:
-            state[index] = taken
-    others = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
-    return {"state": state, **others}, chunks
 
 
 # --- Whole again -------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
     """
     with ExitStack() as opened:
-        readers = _Readers(match.manifest, folder, opened)
+        readers = Readers(match.manifest, folder, opened)
         parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
         for need in matching.needs_of(match):
@@ -111,24 +111,27 @@ def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
     }
 
 
-class _Readers:
-    """Open files of a save. Each file is opened and its header checked once."""
+class Readers:
+    """Open files of a save. Each file is opened and its header checked once. `opened` closes them."""
 
     def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
         self.manifest, self.folder, self.opened = manifest, folder, opened
         self.fds: dict[int, int] = {}
 
-    def of(self, entry: TensorEntry, chunk: Chunk) -> BlockReader:
-        file = self.manifest.files[chunk.file]
-        path = self.folder / file.name
-        if chunk.file not in self.fds:
-            fd = open_file(path, file.nbytes)
+    def open(self, index: int) -> int:
+        """Return a descriptor of the file with this index."""
+        if index not in self.fds:
+            file = self.manifest.files[index]
+            fd = open_file(self.folder / file.name, file.nbytes)
             self.opened.callback(os.close, fd)
-            check_header(fd, path, header_of(self.manifest.save_id, chunk.file))
-            self.fds[chunk.file] = fd
-        nbytes = chunk.box.numel * entry.dtype.itemsize
-        fd, block_bytes = self.fds[chunk.file], self.manifest.block_bytes
-        return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
+            check_header(fd, self.folder / file.name, header_of(self.manifest.save_id, index))
+            self.fds[index] = fd
+        return self.fds[index]
+
+    def of(self, entry: TensorEntry, chunk: Chunk) -> BlockReader:
+        fd, path = self.open(chunk.file), self.folder / self.manifest.files[chunk.file].name
+        nbytes, key = chunk.box.numel * entry.dtype.itemsize, show(entry.path)
+        return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
 
 
 def _jobs(

@@ -123,14 +123,21 @@ def read_manifest(current: Current) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the save has exactly the files of its manifest."""
+def find_complete(path: Path) -> tuple[Path, Manifest]:
+    """Find the save that counts, and check that it has exactly the files of its manifest. Return its directory and its manifest.
+
+    Raises:
+        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing, or there is another one.
+    """
+    current = find_current(path)
+    folder, manifest = current.folder, read_manifest(current)
     expected = {MANIFEST, *(file.name for file in manifest.files)}
     found = {entry.name for entry in folder.iterdir()}
     for name in sorted(expected - found):
         raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
     for name in sorted(found - expected):
         raise damaged(folder / name, "only files that the manifest lists", "one that it does not")
+    return folder, manifest
 
 
 # --- Writing -----------------------------------------------------------------------------------------------

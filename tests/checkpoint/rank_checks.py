@@ -68,7 +68,7 @@ def every_rank_says(value: Any) -> list[Any]:
     return said
 
 
-def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
+def raised(go: Callable[[], Any], kind: type[FSDPError] | tuple[type[FSDPError], ...] = UsageError) -> str:
     """The message, which is the same on all ranks, and one line."""
     with pytest.raises(kind) as info:
         go()

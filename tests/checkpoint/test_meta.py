@@ -96,12 +96,12 @@ def batch() -> Tensor:
     return torch.randint(0, CONFIG.vocab, (3, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    return model(batch()).square().mean()
+def loss_of(model: nn.Module, inputs: Tensor | None = None) -> Tensor:
+    return model(batch() if inputs is None else inputs).square().mean()
 
 
-def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    loss_of(model).backward()
+def step(model: nn.Module, optimizer: optim.Optimizer, inputs: Tensor | None = None) -> None:
+    loss_of(model, inputs).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -126,20 +126,24 @@ def assert_same_model(model: nn.Module, oracle: nn.Module, rtol: float = 0.0) ->
         torch.testing.assert_close(whole(model)[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def through_dcp(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
-    """`full` saved and loaded by torch, into the tensors of `state_dict`."""
+def shared_directory() -> Path:
     where: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(where)
-    torchs.save(full, checkpoint_id=Path(where[0], "checkpoint"))
-    torchs.load(state_dict, checkpoint_id=Path(where[0], "checkpoint"))
+    return Path(where[0])
+
+
+def through_dcp(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
+    """`full` saved and loaded by torch, into the tensors of `state_dict`."""
+    path = shared_directory() / "checkpoint"
+    torchs.save(full, checkpoint_id=path)
+    torchs.load(state_dict, checkpoint_id=path)
 
 
 def through_store(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
     """`full` saved and loaded by hwfsdp, likewise."""
-    where: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(where)
-    checkpoint.save(full, where[0])
-    checkpoint.load(state_dict, where[0])
+    path = shared_directory()
+    checkpoint.save(full, path)
+    checkpoint.load(state_dict, path)
 
 
 def by_broadcast(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
@@ -172,21 +176,25 @@ def strided_shards_are_loaded_where_they_lie() -> None:
 
 
 @on_ranks
-def kept_variables_need_no_model() -> None:
-    model = shard(on_meta(gpt))
-    state_dict = model.state_dict(keep_vars=True)
-    assert init_state_dict(state_dict) is state_dict
-    by_broadcast(state_dict, gpt().state_dict())
-    assert_equal(whole(model), gpt().state_dict())
-    assert torch.equal(model(batch()), gpt()(batch()))
+def a_model_on_meta_is_initialized_in_other_ways() -> None:
+    """By variables that were kept, which need no model; after a forward that failed; in host memory."""
 
+    def keep_vars(model: nn.Module) -> dict[str, Any]:
+        state_dict = model.state_dict(keep_vars=True)
+        assert init_state_dict(state_dict) is state_dict
+        return state_dict
 
-@on_ranks
-def offloaded_shards_get_host_memory() -> None:
-    model = shard(on_meta(gpt), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    by_broadcast(init_meta_model(model), gpt().state_dict())
-    assert_equal(whole(model), gpt().state_dict())
-    assert torch.equal(model(batch()), gpt()(batch()))
+    def run_into_meta(model: nn.Module) -> dict[str, Any]:
+        with pytest.raises(StateError, match="meta device"):
+            model(batch())
+        return init_meta_model(model)
+
+    offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for initialize, options in ((keep_vars, {}), (run_into_meta, {}), (init_meta_model, offloaded)):
+        model = shard(on_meta(gpt), **options)
+        by_broadcast(initialize(model), gpt().state_dict())
+        assert_equal(whole(model), gpt().state_dict())
+        assert torch.equal(model(batch()), gpt()(batch()))
 
 
 @on_ranks
@@ -201,15 +209,6 @@ def hooks_attributes_and_frozen_parameters_survive() -> None:
     loss_of(model).backward()
     assert param.note == "mine" and len(called) == 1 and called[0] is param
     assert model.norm.bias.grad is None and not model.norm.bias.requires_grad
-
-
-@on_ranks
-def a_model_that_ran_into_meta_runs_after_initialization() -> None:
-    model = shard(on_meta(gpt))
-    with pytest.raises(StateError, match="meta device"):
-        model(batch())
-    by_broadcast(init_meta_model(model), gpt().state_dict())
-    assert torch.equal(model(batch()), gpt()(batch()))
 
 
 @on_ranks
@@ -246,19 +245,15 @@ def outside_the_mesh_nothing_is_needed() -> None:
 
 
 @on_ranks
-def an_optimizer_from_before_sharding_is_reported() -> None:
+def an_optimizer_of_other_parameters_than_the_shards_is_reported() -> None:
+    """Of parameters from before sharding, or of those of a model that is unsharded just now."""
     model = gpt()
-    optimizer = optim.SGD([{"params": list(model.norm.parameters())}, {"params": [model.head.weight]}])
+    before = optim.SGD([{"params": list(model.norm.parameters())}, {"params": [model.head.weight]}])
     shard(model)
     with pytest.raises(StateError) as info:
-        check_materialized(model, optimizer)
+        check_materialized(model, before)
     assert "got 3: param_groups[0]['params'][0] of shape (10,) on cpu" in str(info.value)
     assert "param_groups[1]['params'][0]" in str(info.value) and "after fully_shard" in str(info.value)
-
-
-@on_ranks
-def an_optimizer_of_a_model_that_is_unsharded_just_now_is_not() -> None:
-    model = shard(gpt())
     optimizer = optim.SGD(model.parameters())
     model.unshard()
     assert not isinstance(model.norm.weight, DTensor)
@@ -292,12 +287,6 @@ def small() -> nn.Module:
     return fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), mesh=line())
 
 
-def step_small(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    model(torch.ones(2, 5)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def local_params(model: nn.Module) -> list[Tensor]:
     return [local_of(param).detach().clone() for param in model.parameters()]
 
@@ -307,7 +296,7 @@ def resume_like_the_trained_one(
 ) -> None:
     trained, fresh = small(), small()
     theirs, ours = build(trained.parameters()), build(fresh.parameters())
-    step_small(trained, theirs)
+    step(trained, theirs, torch.ones(2, 5))
     for mine, value in zip(fresh.parameters(), local_params(trained)):
         local_of(mine).copy_(value)
     init_optimizer_state(ours)
@@ -318,7 +307,7 @@ def resume_like_the_trained_one(
         ]
         assert layouts[0] == layouts[1], name
     load(torch_state_dict(fresh, ours), gather_state_dict(torch_state_dict(trained, theirs)))
-    step_small(trained, theirs), step_small(fresh, ours)
+    step(trained, theirs, torch.ones(2, 5)), step(fresh, ours, torch.ones(2, 5))
     assert all(map(torch.equal, local_params(fresh), local_params(trained))), name
 
 
@@ -490,12 +479,11 @@ def fill_from(kind: str, path: Path, target: Any, **options: Any) -> None:
     load[kind](target, path, **options)
 
 
-def save_some(kind: str, path: Path) -> dict[str, Any]:
-    source = some_state()
+def save_as(kind: str, path: Path, source: Any) -> Any:
     if kind == "parts":
         parts.save(path, source)
     else:
-        (checkpoint if kind == "store" else dcp).save(source, path)
+        (checkpoint if kind == "store" else dcp).save(dict(source), path)
     return source
 
 
@@ -503,7 +491,7 @@ def save_some(kind: str, path: Path) -> dict[str, Any]:
 def test_a_state_dict_on_meta_is_loaded_into_new_memory_which_is_shared_as_before(
     kind: str, tmp_path: Path
 ) -> None:
-    source = save_some(kind, tmp_path / "c")
+    source = save_as(kind, tmp_path / "c", some_state())
     target = on_meta(some_state)
     with pytest.raises(UsageError, match="expected a device with memory"):
         fill_from(kind, tmp_path / "c", target, device="meta")
@@ -515,7 +503,7 @@ def test_a_state_dict_on_meta_is_loaded_into_new_memory_which_is_shared_as_befor
 
 
 def test_a_damaged_checkpoint_leaves_meta_tensors_what_they_were(tmp_path: Path) -> None:
-    save_some("store", tmp_path / "c")
+    save_as("store", tmp_path / "c", some_state())
     (file,) = (tmp_path / "c").glob("*/*.bin")
     data = bytearray(file.read_bytes())
     data[70] ^= 1
@@ -559,9 +547,7 @@ def test_a_module_on_meta_is_filled_except_for_what_no_checkpoint_has(kind: str,
     source = Extra()
     source(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
     source.extra = 3
-    (parts if kind == "parts" else checkpoint if kind == "store" else dcp).save(
-        *([tmp_path / "c", source] if kind == "parts" else [source.state_dict(), tmp_path / "c"])
-    )
+    save_as(kind, tmp_path / "c", source.state_dict())
     target = on_meta(Extra)
     before = dict(target.named_parameters())
     fill_from(kind, tmp_path / "c", target)
@@ -626,13 +612,18 @@ def test_state_of_an_optimizer_on_meta_is_named_and_initialized_in_place() -> No
     check_materialized(model, optimizer)
 
 
+REFERRED_TO = torch.empty(2, device="meta")
+REFERENCE = weakref.ref(REFERRED_TO)
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "text"),
     [
         (torch.zeros(2, 2).to_sparse().to("meta"), UnsupportedError, "layout torch.sparse_coo"),
         (nn.UninitializedParameter(device="meta"), UsageError, "a lazy parameter"),
+        (REFERRED_TO, StateError, "expected no weak reference"),
     ],
-    ids=["sparse", "lazy"],
+    ids=["sparse", "lazy", "weak reference"],
 )
 def test_a_tensor_that_cannot_get_memory_is_refused_before_anything_has_changed(
     value: Tensor, kind: type[Exception], text: str
@@ -640,15 +631,7 @@ def test_a_tensor_that_cannot_get_memory_is_refused_before_anything_has_changed(
     first = torch.empty(2, device="meta")
     with pytest.raises(kind, match=rf"^state_dict\['b'\]\[0\]: .*{text}"):
         init_state_dict({"a": first, "b": [value]})
-    assert first.is_meta
-
-
-def test_a_tensor_with_a_weak_reference_is_refused() -> None:
-    first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
-    reference = weakref.ref(second)
-    with pytest.raises(StateError, match=r"^state_dict\['b'\]: expected no weak reference"):
-        init_state_dict({"a": first, "b": second})
-    assert first.is_meta and reference() is second
+    assert first.is_meta and REFERENCE() is REFERRED_TO
 
 
 # --- Optimizers --------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from hwfsdp import fully_shard, launch
 from hwfsdp.checkpoint import archives, partition, parts
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.checkpoint.traverse import map_leaves
+from hwfsdp.compat import local_of, wrap_like
 from hwfsdp.errors import CheckpointError, RankError, UsageError
 
 WORLD_SIZE = 3  # some chunks are empty, and a group can be without one of the ranks
@@ -84,15 +85,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """One step, for gradients that have a value of their own everywhere."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            part = param.to_local() if isinstance(param, DTensor) else param
+            part = local_of(param) if isinstance(param, DTensor) else param
             grad = numbered(*part.shape, dtype=part.dtype)
-            param.grad = (
-                grad
-                if part is param
-                else DTensor.from_local(
-                    grad, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-                )
-            )
+            param.grad = grad if part is param else wrap_like(grad, param)
     optimizer.step()
     return optimizer
 
@@ -209,15 +204,12 @@ def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], dir
 
 
 for make in OPTIMIZERS:
-    on_ranks |= {
-        f"other readers load a replicated model ({make.__name__})": partial(other_readers_load, Zoo, make),
-        f"other readers load a sharded model ({make.__name__})": partial(
-            other_readers_load, sharded_small, make
-        ),
-        f"a checkpoint of other writers goes into shards ({make.__name__})": partial(
-            a_checkpoint_of_other_writers_goes_into_shards, make
-        ),
-    }
+    for name, check in {
+        "other readers load a replicated model": partial(other_readers_load, Zoo),
+        "other readers load a sharded model": partial(other_readers_load, sharded_small),
+        "a checkpoint of other writers goes into shards": a_checkpoint_of_other_writers_goes_into_shards,
+    }.items():
+        on_ranks[f"{name} ({make.__name__})"] = partial(check, make)
 
 
 @on_ranks
@@ -278,11 +270,16 @@ def one_tensor_at_a_time_is_whole(directory: Path) -> None:
     assert len(alive) == 5 and most == 0
 
 
+def part_of_this_rank(directory: Path) -> dict[str, Any]:
+    part: dict[str, Any] = torch.load(directory / f"PART_{dist.get_rank():03d}.pt", weights_only=True)
+    return part
+
+
 @on_ranks
-def large_tensors_are_cut_and_small_ones_dealt_out(directory: Path) -> None:
+def large_tensors_are_cut_small_ones_dealt_out_and_buffers_and_others_are_in_part_0(directory: Path) -> None:
     model = {f"large {i}": numbered(40) for i in range(3)} | {f"small {i}": numbered(4) for i in range(8)}
     parts.save(directory / "c", model)
-    mine = torch.load(directory / "c" / f"PART_{dist.get_rank():03d}.pt", weights_only=True)
+    mine = part_of_this_rank(directory / "c")
     assert (mine["__nshards__"], mine["__version__"]) == (size(), "2.0.0")
     ((dealt, chunks),) = mine["model"]
     assert type(dealt) is OrderedDict and list(chunks) == [f"large {i}" for i in range(3)]
@@ -292,6 +289,16 @@ def large_tensors_are_cut_and_small_ones_dealt_out(directory: Path) -> None:
         assert chunk.untyped_storage().nbytes() == chunk.numel() * 4
     counts = every_rank_says(len(dealt))
     assert sum(counts) == 8 and max(counts) - min(counts) <= 1
+    assert len(set(every_rank_says(mine["__save_id__"]))) == 1
+
+    rank = dist.get_rank()
+    parts.save(directory / "zoo", Zoo(), others={"mine": rank})
+    mine = part_of_this_rank(directory / "zoo")
+    ((dealt, chunks),) = mine["model"]
+    buffers = {name for name, _ in Zoo().named_buffers()} - {"cache"}
+    assert (buffers <= dealt.keys()) == (rank == 0) and (rank == 0 or not buffers & dealt.keys())
+    assert not buffers & chunks.keys() and {"short", "few", "turned", "embed.weight"} <= chunks.keys()
+    assert ("mine" in mine) == (rank == 0) and parts.load(directory / "zoo")["mine"] == 0
 
 
 @on_ranks
@@ -406,21 +413,6 @@ def a_mesh_of_which_not_all_ranks_take_part_is_refused(directory: Path) -> None:
         UsageError, match="expected a mesh that this rank is in, and all of whose ranks take part"
     ):
         parts.save(directory / "c", model, group=groups[dist.get_rank()])
-
-
-@on_ranks
-def buffers_and_others_are_in_part_0_alone(directory: Path) -> None:
-    rank = dist.get_rank()
-    parts.save(directory / "c", Zoo(), others={"mine": rank})
-    mine = torch.load(directory / "c" / f"PART_{rank:03d}.pt", weights_only=True)
-    ((dealt, chunks),) = mine["model"]
-    buffers = {name for name, _ in Zoo().named_buffers()} - {"cache"}
-    assert (buffers <= dealt.keys()) == (rank == 0) and (rank == 0 or not buffers & dealt.keys())
-    assert not buffers & chunks.keys() and {"short", "few", "turned", "embed.weight"} <= chunks.keys()
-    assert ("mine" in mine) == (rank == 0)
-    assert parts.load(directory / "c")["mine"] == 0
-    ids = every_rank_says(mine["__save_id__"])
-    assert len(set(ids)) == 1
 
 
 @on_ranks
@@ -825,7 +817,7 @@ CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "more models": (lambda part: part["model"].append(({}, {})), "the number of models: expected "),
     "more optimizers": (
         lambda part: part["optimizer"].extend(part["optimizer"]),
-        "the number of optimizers: expected ",
+        "the number of optimizers: ",
     ),
     "name an int": (with_whole({3: 1}), "[3]: expected "),
     "chunk's name": (with_chunk(SIZE, numbered(20), name=3), "[3]: expected "),
@@ -839,35 +831,20 @@ CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "chunk alone": (
         lambda part: part["model"][0][1].update(a=numbered(20)),
-        "expected (torch.Size, chunk); got Tensor",
+        "(torch.Size, chunk); got Tensor",
     ),
-    "chunk of 2 dims": (
-        with_chunk(SIZE, numbered(4, 5)),
-        "expected a chunk with one dim; got Tensor of shape (4, 5)",
-    ),
+    "chunk of 2 dims": (with_chunk(SIZE, numbered(4, 5)), "with one dim; got Tensor of shape (4, 5)"),
     "chunk a list": (with_chunk(SIZE, [1] * 20), "with one dim; got list"),
     "sparse chunk": (with_chunk(SIZE, numbered(20).to_sparse()), "expected a chunk with one dim"),
-    "negative size": (
-        with_chunk((-40,), numbered(20)),
-        "expected a size of ints, 0 or more each; got (-40,)",
-    ),
+    "negative size": (with_chunk((-40,), numbered(20)), "a size of ints, 0 or more each; got (-40,)"),
     "size of floats": (with_chunk((40.0,), numbered(20)), "expected a size of ints"),
-    "another size": (
-        with_chunk(torch.Size([4, 10]), numbered(20)),
-        "expected a chunk of (40,), torch.float32",
-    ),
+    "another size": (with_chunk(torch.Size([4, 10]), numbered(20)), "a chunk of (40,), torch.float32"),
     "another dtype": (with_chunk(SIZE, numbered(20).int()), "got one of (40,), torch.int32"),
-    "short chunk": (
-        with_chunk(SIZE, numbered(19)),
-        "expected chunks of 40 elements in all parts, for shape (40,); got 39",
-    ),
+    "short chunk": (with_chunk(SIZE, numbered(19)), "40 elements in all parts, for shape (40,); got 39"),
     "no chunk of a state": (lambda part: part["optimizer"][0][1].pop((0, "m")) and None, f"{M}: expected "),
     "entry twice": (with_whole({"c": numbered(2)}), "expected the entry in one part only"),
     "entry whole and cut": (with_whole({"a": numbered(40)}), f"{A}: expected "),
-    "entry cut, and whole before": (
-        with_chunk(torch.Size([2]), numbered(2), name="c"),
-        "expected the entry in one part only",
-    ),
+    "entry cut, and whole before": (with_chunk(torch.Size([2]), numbered(2), name="c"), "in one part only"),
     "state twice": (with_state({"step": 1}), "[0]['step']: expected "),
     "state whole and cut": (with_state({"m": numbered(40)}), f"{M}: expected "),
     "state a value and a dict": (with_state(7), "expected a dict in every part or in none"),
@@ -1043,5 +1020,7 @@ def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
 def test_the_part_with_the_buffers_gets_fewer_other_tensors() -> None:
     loads = [0, 0]
     state = {"buffer": numbered(20), "a": numbered(9), "b": numbered(8), "large": numbered(100)}
-    dealt = partition.deal_model(state, {"buffer"}, loads, large_bytes=100)
-    assert dealt == ({"buffer": 0, "a": 1, "b": 1}, {"large"}) and loads == [80, 68]
+    dealt = partition.divide_model(state, {"buffer"}, loads, large_bytes=100)
+    assert (
+        dealt.holders == {"buffer": 0, "a": 1, "b": 1} and list(dealt.cut) == ["large"] and loads == [80, 68]
+    )

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ from faults import (
     saves_in,
     seal_manifest,
 )
-from rank_checks import is_last
+from rank_checks import RankChecks, is_last, raised
 from samples import Bomb, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -742,20 +742,25 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-def save_what_differs(base: Path) -> dict[str, tuple[str, str, bool]]:
-    """On a rank: case to (kind of error, message, whether nothing was created and the old checkpoint is as it was)."""
-    found = {}
-    old = base / "old"
-    save(state_dict_of(), old)
-    before = exactly(contents_of(old))
-    for name, (make, _) in DIFFERENT.items():
-        error = error_of(lambda: save(make(int(is_last())), base / "new" / name))
-        again = error_of(lambda: save(make(int(is_last())), old, overwrite=True))
-        held = (
-            exactly(contents_of(old)) == before and not (base / "new").exists() and str(again) == str(error)
-        )
-        found[name] = (type(error).__name__, str(error), held)
-    return found
+on_ranks = RankChecks()
+
+
+@functools.cache
+def old_in(base: Path) -> Path:
+    """On a rank: a checkpoint that no case may change."""
+    save(state_dict_of(), base / "old")
+    return base / "old"
+
+
+def ranks_that_differ_all_raise_the_same_error(name: str, base: Path) -> None:
+    make, words = DIFFERENT[name]
+    old = old_in(base)
+    before = contents_of(old)
+    for path, options in ((base / "new" / name, {}), (old, {"overwrite": True})):
+        message = raised(lambda: save(make(int(is_last())), path, **options), (UsageError, UnsupportedError))
+        assert all(word in message for word in words), f"{words} in {message}"
+        assert len(message) < 2000
+    assert contents_of(old) == before and not (base / "new").exists()
 
 
 ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
@@ -770,77 +775,39 @@ ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-def load_what_differs(path: Path) -> dict[str, tuple[str, str, bool]]:
-    """On a rank: case to (kind of error, message, whether the target is untouched, and a good one loads afterwards)."""
-    found = {}
-    for name, (make, _) in ON_ONE.items():
-        target = make(int(is_last()))
-        readable = name not in ("meta", "no state dict")
-        before = exactly(target) if readable else None
-        error = error_of(lambda: load(target, path))
-        held = (exactly(target) if readable else None) == before
-        good = without()
-        load(good, path)
-        held &= exactly(good) == exactly(state_dict_of())
-        found[name] = (type(error).__name__, str(error), held)
-    return found
+def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(name: str, base: Path) -> None:
+    make, words = ON_ONE[name]
+    target, readable = make(int(is_last())), name not in ("meta", "no state dict")
+    before = exactly(target) if readable else None
+    message = raised(lambda: load(target, old_in(base)))
+    assert all(word in message for word in [*words, "rank 2"]), message
+    assert (exactly(target) if readable else None) == before
+    good = without()
+    load(good, old_in(base))
+    assert exactly(good) == exactly(state_dict_of())
 
 
-def save_with_other_ties(path: Path) -> list[Any]:
+for refused, cases in (
+    (ranks_that_differ_all_raise_the_same_error, DIFFERENT),
+    (a_target_that_does_not_fit_on_one_rank_is_refused_on_all, ON_ONE),
+):
+    for name in cases:
+        on_ranks[f"{refused.__name__} ({name})"] = functools.partial(refused, name)
+
+
+@on_ranks
+def ranks_may_differ_in_what_is_one_tensor(base: Path) -> None:
     """One rank has many keys for a tensor, the other has as many tensors of the same values."""
     one = torch.arange(1000.0)
     state_dict = {key: one.clone() if is_last() else one for key in "xyzuvw"}
-    save(state_dict, path)
+    save(state_dict, base / "ties")
     target = emptied(state_dict)
-    load(target, path)
-    return [exactly(state_dict), exactly(target)]
-
-
-class OnRank(NamedTuple):
-    """What a rank found; see the functions above."""
-
-    saves: dict[str, tuple[str, str, bool]]
-    loads: dict[str, tuple[str, str, bool]]
-    ties: list[Any]
-
-
-def save_and_load_what_differs(base: Path, path: Path) -> OnRank:
-    return OnRank(save_what_differs(base), load_what_differs(path), save_with_other_ties(base / "ties"))
-
-
-@functools.cache
-def differing(base: Path) -> list[OnRank]:
-    return launch(
-        save_and_load_what_differs, 3, base / "differing", saved_in(base) / "checkpoint", timeout=100
-    )
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_all_raise_the_same_error(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    on_ranks = [found.saves[name] for found in differing(tmp_path_factory.getbasetemp())]
-    kind, message, held = on_ranks[0]
-    assert all(other == on_ranks[0] for other in on_ranks)
-    assert kind in ("UsageError", "UnsupportedError") and held, on_ranks[0]
-    assert all(word in message for word in DIFFERENT[name][1]), f"{DIFFERENT[name][1]} in {message}"
-    assert len(message) < 2000
-
-
-@pytest.mark.parametrize("name", ON_ONE)
-def test_a_target_that_does_not_fit_on_one_rank_is_refused_on_all(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    on_ranks = [found.loads[name] for found in differing(tmp_path_factory.getbasetemp())]
-    assert all(other == on_ranks[0] for other in on_ranks)
-    kind, message, held = on_ranks[0]
-    assert kind == "UsageError" and held, on_ranks[0]
-    assert all(word in message for word in [*ON_ONE[name][1], "rank 2"]), message
-
-
-def test_ranks_may_differ_in_what_is_one_tensor(tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = tmp_path_factory.getbasetemp()
-    for found in differing(base):
-        assert found.ties[0] == found.ties[1]
-    manifest = json.loads((folder_of(base / "differing" / "ties") / MANIFEST).read_text())
+    load(target, base / "ties")
+    assert exactly(target) == exactly(state_dict)
+    manifest = json.loads((folder_of(base / "ties") / MANIFEST).read_text())
     assert manifest["entries"][1]["path"] == ["y"]
+
+
+@pytest.mark.parametrize("check", on_ranks)
+def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    on_ranks.assert_holds(check, 3, tmp_path_factory.getbasetemp() / "differing")

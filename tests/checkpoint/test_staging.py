@@ -737,22 +737,6 @@ def test_an_object_that_cannot_be_staged_is_refused_by_its_path_before_a_copy(
     assert "\n" not in str(info.value) and not copied
 
 
-@pytest.mark.filterwarnings("ignore:.*DTensor:FutureWarning")
-def test_a_sharded_tensor_is_refused_by_name(tmp_path: Any) -> None:
-    import torch.distributed as dist
-
-    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-        old = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4)
-        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\]: .*got a ShardedTensor\."):
-            stage({"s": old})
-    finally:
-        dist.destroy_process_group()
-
-
 class Fails:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError("not today")

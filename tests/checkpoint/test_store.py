@@ -178,29 +178,10 @@ def test_containers_keep_their_types_and_their_identity(tmp_path):
 
 
 VALUES = [
-    None,
-    True,
-    0,
-    -(10**30),
-    0.1,
-    -0.0,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-    5e-324,
-    "",
-    "ä\ud800\x00\u2028",
-    b"",
-    b"\x00\xff",
-    bytearray(b"ab"),
-    1 - 2.5j,
-    complex(float("inf"), -0.0),
-    torch.Size([2, 3]),
-    torch.Size([]),
-    torch.bfloat16,
-    torch.device("cuda", 3),
-    torch.strided,
-    torch.channels_last,
+    *(None, True, 0, -(10**30), 0.1, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324),
+    *("", "ä\ud800\x00\u2028", b"", b"\x00\xff", bytearray(b"ab"), 1 - 2.5j, complex(float("inf"), -0.0)),
+    *(torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cuda", 3)),
+    *(torch.strided, torch.channels_last),
 ]
 
 
