@@ -148,17 +148,15 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 
 def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     folder, manifest = saves.find_complete(source)
+    tensors = {entry.path: rooms.make(entry.shape, entry.dtype) for entry in manifest.tensors()}
+    filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
+    read_tensors(Match(manifest, filled, fresh=set(filled)), folder, lambda: None)  # into these tensors
     leaves: dict[KeyPath, Any] = {}
     for path, entry in manifest.entries.items():
-        if not isinstance(entry, TensorEntry):
-            leaves[path] = decode(entry.json_value)
-        elif entry.same_as is not None:
-            leaves[path] = leaves[entry.same_as]
+        if isinstance(entry, TensorEntry):
+            leaves[path] = tensors[entry.same_as or path]
         else:
-            leaves[path] = rooms.make(entry.shape, entry.dtype)
-            if entry.nbytes:
-                found = read_tensors(Match(manifest, {path: leaves[path]}), folder, lambda: None)
-                leaves[path].copy_(found[path])
+            leaves[path] = decode(entry.json_value)
     return _nested(leaves, manifest.containers)
 
 

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,27 +154,20 @@ def load(
             error, and the target is not changed.
     """
     with NewMemory(state_dict, device, model) as target:
-        request = _Request(target, strict, allow_cast)
-        _load_current(Agreement(process_group, "load"), request, Path(path).absolute())
+        options = {"strict": strict, "allow_cast": allow_cast}
+        _load_current(Agreement(process_group, "load"), target, Path(path).absolute(), options)
     return state_dict
 
 
 # --- One load, step by step --------------------------------------------------------------------------------
 
 
-class _Request(NamedTuple):
-    """The arguments of a load."""
-
-    target: NewMemory
-    strict: bool
-    allow_cast: bool
-
-
-def _load_current(agreement: Agreement, request: _Request, path: Path) -> None:
+def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, bool]) -> None:
     save_id, digest = _find(agreement, path)
     while True:
+        folder = path if path.name == save_id else path / save_id
         try:
-            _load_save(agreement, request, path, save_id, digest)
+            _load_save(agreement, target, saves.Current(folder, digest), options)
             return
         except CheckpointError as error:
             if error.file is None:  # for example, a rank is lost
@@ -195,21 +188,21 @@ def _find(agreement: Agreement, path: Path) -> list[Any]:
     return found
 
 
-def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str, digest: str) -> None:
+def _load_save(
+    agreement: Agreement, target: NewMemory, current: saves.Current, options: dict[str, bool]
+) -> None:
     matched: list[Match] = []
     parts: dict[KeyPath, Tensor] = {}
-    folder = path if path.name == save_id else path / save_id
-    target, strict, allow_cast = request
 
     def match_mine() -> None:
-        manifest = saves.read_manifest(saves.Current(folder, digest))
+        manifest = saves.read_manifest(current)
         target.give()
-        matched.append(match(target.state_dict, manifest, strict=strict, allow_cast=allow_cast))
+        matched.append(match(target.state_dict, manifest, **options))
         target.check_loaded(manifest.entries)
         matched[0].fresh.update(target.paths)
 
     def read_mine() -> None:
-        parts.update(read_tensors(matched[0], folder, agreement.check))
+        parts.update(read_tensors(matched[0], current.folder, agreement.check))
 
     agreement.step("matching", match_mine)
     agreement.step("reading", read_mine)

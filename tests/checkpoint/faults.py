@@ -109,13 +109,11 @@ def bits(tensor: Tensor) -> bytes:
 
 def exactly(state_dict: Any) -> list[Any]:
     """Every leaf of a state dict, in an order of its own, as something that is equal only if it is the same."""
-    return [
-        (
-            show(path),
-            (str(leaf.dtype), tuple(leaf.shape), bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf),
-        )
-        for path, leaf in leaves_of(state_dict)
-    ]
+
+    def as_it_is(leaf: Any) -> Any:
+        return (str(leaf.dtype), leaf.shape, bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+
+    return [(show(path), as_it_is(leaf)) for path, leaf in leaves_of(state_dict)]
 
 
 def emptied(state_dict: Any) -> Any:

@@ -99,11 +99,9 @@ def test_functions_are_handed_group_device_and_companion() -> None:
         seen.append(rest)
         return tensor
 
-    target = torch.zeros(2)
-    iterate_state_dict(
-        {"a": torch.ones(2)}, same, same, look, device=torch.device("cpu"), companion_obj={"a": target}
-    )
-    assert seen == [(None, torch.device("cpu"), target)]
+    target, cpu = torch.zeros(2), torch.device("cpu")
+    iterate_state_dict({"a": torch.ones(2)}, same, same, look, device=cpu, companion_obj={"a": target})
+    assert seen == [(None, cpu, target)]
     assert torch.equal(target, torch.ones(2))
 
 

@@ -54,11 +54,9 @@ def strided(dim: int, split_factor: int) -> Placement:
 
 
 def layouts() -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
-    found = {
-        "line": (line(), (Shard(0),)),
-        "columns": (line(), (Shard(1),)),
-        "replicas": (line(), (Replicate(),)),
-    }
+    ways = {"line": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+    found: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
+    found = {name: (line(), (placement,)) for name, placement in ways.items()}
     for mesh in grids():
         rest = [Replicate()] * (mesh.ndim - 2)
         last = mesh.size(mesh.ndim - 1)
@@ -275,9 +273,8 @@ def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: 
         ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=f"rank:{ranks[i % len(ranks)]}/cpu")
         for i, (offsets, sizes) in enumerate(boxes)
     ]
-    made = sharded_tensor.empty(
-        EnumerableShardingSpec(places), *whole.shape, dtype=whole.dtype, process_group=group
-    )
+    spec = EnumerableShardingSpec(places)
+    made = sharded_tensor.empty(spec, *whole.shape, dtype=whole.dtype, process_group=group)
     for shard in made.local_shards():
         (box,) = [m for m in places if m.shard_offsets == shard.metadata.shard_offsets]
         shard.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.shard_offsets, box.shard_sizes))])
@@ -333,9 +330,7 @@ def a_sharded_tensor_of_some_ranks_is_gathered_by_them() -> None:
     assert torch.equal(gather_state_dict(state_dict)["s"], whole)
     room = create_cpu_state_dict(state_dict)  # where torch loses the group
     assert torch.equal(gather_state_dict(copy_state_dict(state_dict, room))["s"], whole)
-    with pytest.raises(
-        UsageError, match=r"^state_dict\['s'\]: expected a ShardedTensor on ranks of the group"
-    ):
+    with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected a ShardedTensor on ranks of"):
         gather_state_dict({"s": chunked(numbered(7, 5))}, pg=group)
 
 
@@ -362,9 +357,7 @@ def a_sharded_tensor_that_is_cut_in_another_way_is_not_similar() -> None:
         old_sharded(numbered(7, 5).double(), BOXES),
     ):
         assert not check_state_dict_similarity(state_dict, {"s": other})
-        with pytest.raises(
-            UsageError, match=r"^state_dict\['s'\]: expected torch.float32 \[7, 5\] as a Sharded"
-        ):
+        with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected torch.float32 \[7, 5\] as a "):
             copy_state_dict(state_dict, {"s": other})
 
 
@@ -376,9 +369,7 @@ def a_sharded_tensor_is_neither_filled_from_a_whole_one_nor_staged() -> None:
         lambda: distribute({"s": numbered(7, 3)}, old),
         lambda: StateDictStager().stage(old),
     ):
-        with pytest.raises(
-            UnsupportedError, match=r"^state_dict\['s'\].*: expected a Tensor or DTensor; got a Sh"
-        ):
+        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\].*: .*; got a ShardedTensor\."):
             go()
 
 
@@ -413,12 +404,8 @@ def a_bit_of_everything_arrives(fill: Callable[..., None]) -> None:
 def tensors_on_the_meta_device_get_memory(fill: Callable[..., None]) -> None:
     full = {"w": numbered(7, 3), "plain": numbered(2), "step": torch.tensor(1.0), "tied": numbered(7, 3)}
     meta = dtensor(torch.empty(2, 3, device="meta"), line(), [Shard(0)], (7, 3), (3, 1))
-    local = {
-        "w": meta,
-        "plain": torch.empty(2, device="meta"),
-        "step": torch.tensor(0.0).to("meta"),
-        "tied": meta,
-    }
+    plain, scalar = torch.empty(2, device="meta"), torch.empty((), device="meta")
+    local = {"w": meta, "plain": plain, "step": scalar, "tied": meta}
     fill(full, local)
     assert_holds(local, full)
     assert local["tied"] is local["w"]
@@ -480,10 +467,7 @@ def distributing_adds_what_needs_no_cutting() -> None:
         "step": torch.tensor(3.0),
         "theirs": numbered(3),
         "others": {"epoch": 1, "seen": torch.tensor(2)},
-        "state": {
-            0: {"m": numbered(2), "step": torch.tensor(1.0)},
-            5: {"step": torch.tensor(1.0), "m": numbered(2)},
-        },
+        "state": {number: {"m": numbered(2), "step": torch.tensor(1.0)} for number in (0, 5)},
         "groups": [{"lr": 1.0, "betas": (0.5, 0.25)}, {"lr": 2.0}],
         "empty": {"x": 1},
         "none": None,
@@ -577,11 +561,7 @@ def refusals() -> dict[str, tuple[Any, Any, str]]:
     rows, partial = cut(numbered(4), line(), Shard(0)), DTensor.from_local(numbered(3), line(), [Partial()])
     misfit = f", rank {dist.get_world_size() - 1}: expected "
     return {
-        "(1,) for (4,)": (
-            numbered(1),
-            torch.zeros(4),
-            misfit + "shape (4,) and torch.float32; got shape (1,)",
-        ),
+        "(1,) for (4,)": (numbered(1), torch.zeros(4), misfit + "shape (4,) and torch.float32; got shape (1"),
         "dtype": (numbered(3), torch.zeros(3).long(), misfit + "shape (3,) and torch.int64"),
         "sharded": (numbered(3), rows, misfit + "shape (4,)"),
         "tensor for a scalar": (numbered(3), 5, misfit + "int"),

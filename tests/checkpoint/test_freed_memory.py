@@ -42,10 +42,8 @@ def test_freed_memory_is_refused_by_name(use, tmp_path):
         save({"t": torch.ones(8)}, tmp_path / name)
     parts.save(tmp_path / "part", {"t": torch.ones(8)})
     meta = torch.ones(8, device="meta")
-    for tensor, got in (
-        (freed(), "one whose memory was freed"),
-        (meta, r"one on the meta device, of shape \(8,\)"),
-    ):
+    unusable = {freed(): "one whose memory was freed", meta: r"one on the meta device, of shape \(8,\)"}
+    for tensor, got in unusable.items():
         if tensor is not meta or use not in LOADS:
             with pytest.raises(UsageError, match=rf"\['?t'?\].*expected a tensor with .*; got {got}\."):
                 use(tensor, tmp_path)

@@ -357,9 +357,7 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
     text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
     assert text.startswith(f"who writes which entry, rank {size() - 1}: expected ")
     text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
-    assert text.startswith(
-        f"model[0], rank {size() - 1}: expected a module, an optimizer or a state dict; got int"
-    )
+    assert text.startswith(f"model[0], rank {size() - 1}: expected a module, an optimizer or a state dict;")
     others = {"model": 1} if is_last() else {}
     text = raised(lambda: parts.save(directory / "c", good, None, others), UsageError)
     assert text.startswith(f"others['model'], rank {size() - 1}: expected a key that the format does not use")
@@ -409,9 +407,7 @@ def a_group_saves_without_the_others(directory: Path) -> None:
 def a_mesh_of_which_not_all_ranks_take_part_is_refused(directory: Path) -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=line())
     groups = [dist.new_group([rank]) for rank in range(size())]
-    with pytest.raises(
-        UsageError, match="expected a mesh that this rank is in, and all of whose ranks take part"
-    ):
+    with pytest.raises(UsageError, match="expected a mesh that this rank is in, and all of whose ranks take"):
         parts.save(directory / "c", model, group=groups[dist.get_rank()])
 
 
@@ -522,12 +518,7 @@ def test_state_that_is_neither_flat_nor_tensors_survives(tmp_path: Path) -> None
         "sparse": torch.eye(3).to_sparse(),
     }
     optimizer = {
-        "state": {
-            0: {"history": [numbered(3), numbered(2)], "n": 4},
-            1: {},
-            "calls": 7,
-            2: {"m": numbered(99)},
-        },
+        "state": {0: {"all": [numbered(3), numbered(2)], "n": 4}, 1: {}, "calls": 7, 2: {"m": numbered(99)}},
         "param_groups": [{"params": [0, 1, 2], "lr": torch.tensor(0.5), "betas": (0.5, 0.25)}],
         "scale": 2.0,
     }
@@ -546,13 +537,11 @@ def test_a_view_does_not_bring_its_storage_into_the_file(
     monkeypatch.setattr(parts, "LARGE_BYTES", large_bytes)
     base = numbered(100_000)
     moments = {"state": {0: {"m": base[5:50]}}, "param_groups": [{"params": [0], "lr": base[3]}]}
-    parts.save(
-        tmp_path / "c", {"a": base[2:30], "t": base.view(1000, 100)[:9, :3].t()}, moments, {"o": [base[:2]]}
-    )
+    model = {"a": base[2:30], "t": base.view(1000, 100)[:9, :3].t()}
+    parts.save(tmp_path / "c", model, moments, {"o": [base[:2]]})
     assert (tmp_path / "c" / "PART_000.pt").stat().st_size < 10_000
     loaded = parts.load(tmp_path / "c")
-    assert_same(loaded["model"], {"a": base[2:30], "t": base.view(1000, 100)[:9, :3].t()})
-    assert_same([loaded["optimizer"], loaded["o"]], [moments, [base[:2]]])
+    assert_same([loaded["model"], loaded["optimizer"], loaded["o"]], [model, moments, [base[:2]]])
 
 
 def test_options_are_torchs(written: Path) -> None:
@@ -606,7 +595,7 @@ def test_a_value_that_cannot_be_loaded_is_refused_by_its_key(tmp_path: Path, val
         with pytest.raises(UsageError) as info:
             parts.save(tmp_path / "c", model, others=others)
         assert str(info.value).startswith(
-            f"state_dict{key}: expected what torch.load takes with weights_only=True"
+            f"state_dict{key}: expected what torch.load takes with weights_only"
         )
         assert type(value).__name__ in str(info.value) and "\n" not in str(info.value)
     assert names_in(tmp_path) == []
@@ -664,9 +653,7 @@ def test_an_argument_that_cannot_be_saved_is_refused(
 def test_a_directory_with_anything_else_in_it_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        UsageError, match="expected a directory that holds nothing but PART files.*got notes.txt"
-    ):
+    with pytest.raises(UsageError, match="expected a directory that holds nothing but PART.*got notes.txt"):
         parts.save(tmp_path / "c", {"a": numbered(3)})
     assert (tmp_path / "c" / "notes.txt").read_text() == "mine" and names_in(tmp_path) == ["c"]
     (tmp_path / "f").write_text("mine")
@@ -701,9 +688,8 @@ def test_where_names_are_not_exchanged_the_old_checkpoint_is_put_back(tmp_path: 
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    with mock.patch.object(archives, "_exchange", lambda *_: False), mock.patch.object(
-        os, "rename", fails_once
-    ):
+    exchange = mock.patch.object(archives, "_exchange", lambda *_: False)
+    with exchange, mock.patch.object(os, "rename", fails_once):
         with pytest.raises(CheckpointError, match="Input/output error"):
             parts.save(tmp_path / "c", {"a": numbered(4)})
     assert names_in(tmp_path) == ["c"]
@@ -815,10 +801,7 @@ CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no pair": (with_top(model=[{}]), "expected a pair of dicts"),
     "pair of lists": (with_top(model=[([], [])]), "expected a pair of dicts"),
     "more models": (lambda part: part["model"].append(({}, {})), "the number of models: expected "),
-    "more optimizers": (
-        lambda part: part["optimizer"].extend(part["optimizer"]),
-        "the number of optimizers: ",
-    ),
+    "more optimizers": (lambda part: part["optimizer"].extend(part["optimizer"]), "number of optimizers: "),
     "name an int": (with_whole({3: 1}), "[3]: expected "),
     "chunk's name": (with_chunk(SIZE, numbered(20), name=3), "[3]: expected "),
     "state a list": (with_optimizer(state=[]), "['state']: expected "),
@@ -826,13 +809,10 @@ CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no params": (with_optimizer(param_groups=[{}]), "['param_groups']: expected "),
     "other params": (with_optimizer(param_groups=[{"params": [0]}]), "expected [[0, 1, 2]], as in "),
     "chunk key": (
-        lambda part: part["optimizer"][0][1].update({0: (SIZE, numbered(20))}),
+        lambda part: part["optimizer"][0][1].update({0: (SIZE, numbered(9))}),
         "(param index, key)",
     ),
-    "chunk alone": (
-        lambda part: part["model"][0][1].update(a=numbered(20)),
-        "(torch.Size, chunk); got Tensor",
-    ),
+    "chunk alone": (lambda part: part["model"][0][1].update(a=numbered(20)), "Size, chunk); got Tensor"),
     "chunk of 2 dims": (with_chunk(SIZE, numbered(4, 5)), "with one dim; got Tensor of shape (4, 5)"),
     "chunk a list": (with_chunk(SIZE, [1] * 20), "with one dim; got list"),
     "sparse chunk": (with_chunk(SIZE, numbered(20).to_sparse()), "expected a chunk with one dim"),
@@ -879,9 +859,7 @@ def test_damage_in_a_tensor_is_refused_by_its_record(tmp_path: Path) -> None:
     at = whole.index(numbered(40).numpy().tobytes()) + 80
     path.write_bytes(whole[:at] + b"?" + whole[at + 1 :])
     error = refusal(tmp_path / "c")
-    assert str(error).startswith(
-        f"{path}, byte {error.offset}, {error.key}: expected the bytes that were written"
-    )
+    assert str(error).startswith(f"{path}, byte {error.offset}, {error.key}: expected the bytes that were")
     assert error.key and "data/" in error.key and error.offset is not None and error.offset < at
 
 
@@ -1021,6 +999,5 @@ def test_the_part_with_the_buffers_gets_fewer_other_tensors() -> None:
     loads = [0, 0]
     state = {"buffer": numbered(20), "a": numbered(9), "b": numbered(8), "large": numbered(100)}
     dealt = partition.divide_model(state, {"buffer"}, loads, large_bytes=100)
-    assert (
-        dealt.holders == {"buffer": 0, "a": 1, "b": 1} and list(dealt.cut) == ["large"] and loads == [80, 68]
-    )
+    assert dealt.holders == {"buffer": 0, "a": 1, "b": 1} and list(dealt.cut) == ["large"]
+    assert loads == [80, 68]

@@ -293,12 +293,12 @@ NO_VALUES = (
     *({}, [], {"type": "eval", "value": "1"}, {"type": "os.system", "value": "true"}),
     *({"type": "dtype", "value": name} for name in ("load", "__class__", ["float32"])),
     *(
-        {"type": "bytes", "value": "!"},
-        {"type": "Size", "value": "ab"},
-        {"type": "device", "value": "toaster"},
+        {"type": kind, "value": value}
+        for kind, value in (("bytes", "!"), ("Size", "ab"), ("device", "toaster"))
     ),
     *({"type": "float"}, {"type": ["float"], "value": "1"}, {"type": "complex", "value": ["0x1p0"]}),
 )
+NO_CHECKSUMS = ("1", "000000000", "0000000G", 5, "+0000000", "００００００００")
 WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a chunk's place": (lambda value: in_chunk(at=value), NO_NUMBERS),
     "a chunk's file": (lambda value: in_chunk(file=value), NO_NUMBERS),
@@ -308,10 +308,7 @@ WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a file's size": (lambda value: in_file(bytes=value), NO_NUMBERS),
     "the bytes of a block": (lambda value: at_top(block_bytes=value), (-1, True, None, 0, 100, 1 << 27)),
     "a file's name": (lambda value: in_file(name=value), ("../00000.bin", "00001.bin", None, 0)),
-    "a checksum": (
-        lambda value: in_chunk(crc32=[value]),
-        ("1", "000000000", "0000000G", 5, "+0000000", "００００００００"),
-    ),
+    "a checksum": (lambda value: in_chunk(crc32=[value]), NO_CHECKSUMS),
     "a key": (lambda value: with_entry([value]), (1.5, None, True, ["a"])),
     "a path": (with_entry, ("a", None, {"a": 1})),
     "a dtype": (lambda value: in_a(dtype=value), ("nn", "load", None, ["float32"])),
@@ -354,9 +351,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     file, marker = FILES[what](path), tmp_path / "marker"
     size = file.stat().st_size
     torch.save({"a": Bomb(marker)}, tmp_path / "zipped")
-    pickles = [
-        pickle.dumps(Bomb(marker), protocol=protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-    ]
+    pickles = [pickle.dumps(Bomb(marker), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
         # as long as it should be, or the length alone would tell
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
@@ -375,12 +370,8 @@ def test_the_names_of_no_checkpoint_are_refused(path: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name, got in [
-        ("nowhere", "nothing"),
-        ("file", "a file"),
-        ("empty", "CURRENT"),
-        ("dangling", "nothing"),
-    ]:
+    words = {"nowhere": "nothing", "file": "a file", "empty": "CURRENT", "dangling": "nothing"}
+    for name, got in words.items():
         for call in (lambda: load({}, tmp_path / name), lambda: verify(tmp_path / name)):
             error = error_of(call)
             assert isinstance(error, UsageError) and got in str(error) and name in str(error), error
@@ -492,10 +483,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "an unexpected container": (lambda: target_with(x={}), ["state_dict['x']", "no such entry"]),
     "a str for an int": (lambda: in_nested(**{"0": torch.zeros(3)}), [f"{KEY_NESTED}['0']", "no such entry"]),
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
-    "a tensor for a number": (
-        lambda: in_nested(lr=torch.tensor(1.0)),
-        [f"{KEY_NESTED}['lr']", "tensor", "0.5"],
-    ),
+    "a tensor for a number": (lambda: in_nested(lr=torch.ones(())), [f"{KEY_NESTED}['lr']", "tensor", "0.5"]),
     "a dict for a tensor": (lambda: target_with(a={"x": 1}), [KEY_A, "dict", "(4, 6)"]),
     "an empty dict for a tensor": (lambda: target_with(a={}), [KEY_A, "dict", "(4, 6)"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "Tensor", "dict"]),
@@ -706,14 +694,8 @@ def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
 # --- Ranks that differ -----------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "keys": (
-        lambda last: {"x": 1, **({"y": 1} if last else {})},
-        ["state_dict['y']", "rank 2 has", "rank 0"],
-    ),
-    "a missing key": (
-        lambda last: {"x": 1, **({} if last else {"y": 1})},
-        ["state_dict['y']", "rank 2", "rank 0 has"],
-    ),
+    "keys": (lambda last: {"x": 1, "xy"[last]: 1}, ["state_dict['y']", "rank 2 has", "rank 0"]),
+    "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0 has"]),
     "the order of keys": (lambda last: {"xy"[last]: 1, "yx"[last]: 1}, [KEY_X, "['y']", "rank 2"]),
     "shapes": (lambda last: {"x": torch.ones(3 + last)}, [KEY_X, "(3,)", "(4,)", "rank 2"]),
     "dtypes": (

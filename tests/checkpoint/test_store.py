@@ -27,21 +27,15 @@ from hwfsdp import checkpoint, fully_shard, launch
 from hwfsdp.checkpoint.blocks import checksums_of
 from hwfsdp.compat import StridedShard
 
-DTYPES = [
-    getattr(torch, name)
-    for name in "float32 bfloat16 float64 int64 uint8 bool complex64 float8_e4m3fn".split()
-]
+NAMES = ("float32", "bfloat16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """The whole tensor, random bits of any kind but NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 120, shape, generator=generator)
-    return (
-        values.to(torch.float32).to(dtype)
-        if not dtype.is_complex
-        else torch.complex(values * 1.0, -values * 0.5)
-    )
+    return torch.complex(values * 1.0, -values * 0.5) if dtype.is_complex else values.float().to(dtype)
 
 
 @functools.cache
@@ -199,9 +193,8 @@ def test_subclasses_of_numbers_and_strings_come_back_as_those(tmp_path):
 
 
 def test_an_inspection_tells_what_is_in_a_save(tmp_path):
-    save_id = checkpoint.save(
-        {"w": torch.zeros(2, 3), "tied": {1: (w := torch.ones(4)), 2: w}, "lr": 0.1}, tmp_path
-    )
+    tied = torch.ones(4)
+    save_id = checkpoint.save({"w": torch.zeros(2, 3), "tied": {1: tied, 2: tied}, "lr": 0.1}, tmp_path)
     found = checkpoint.inspect(tmp_path)
     assert (found.save_id, found.saves, found.ranks) == (save_id, (save_id,), 1)
     assert found.values == {"state_dict['lr']": 0.1}

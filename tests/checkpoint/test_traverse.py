@@ -220,9 +220,7 @@ def test_missing_items_leave_containers_of_their_types() -> None:
 def test_flat_keys_that_the_mapping_does_not_know_are_refused() -> None:
     flat, mapping = flatten_state_dict({"a": [1, 2]})
     for known in (mapping, dict(mapping)):
-        with pytest.raises(
-            UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unknown"
-        ):
+        with pytest.raises(UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unk"):
             unflatten_state_dict({"a.0": 1, "b": 2}, known)
 
 
@@ -272,9 +270,7 @@ def test_a_cycle_is_an_error_with_both_paths(where: str, go: Any) -> None:
 def test_an_object_that_is_shared_without_a_cycle_stays_shared() -> None:
     tensor, inner = torch.ones(2), {"x": 1}
     state_dict = {"a": inner, "b": [inner, inner], "t": tensor, "u": (tensor,)}
-    copied = map_leaves(
-        lambda path, leaf, _: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state_dict
-    )
+    copied = map_leaves(lambda _, leaf, __: leaf + 0, state_dict)
     assert copied["a"] is copied["b"][0] is copied["b"][1] is not inner
     assert copied["t"] is copied["u"][0] is not tensor
 
@@ -311,9 +307,7 @@ def test_a_size_is_a_leaf() -> None:
 def test_a_read_only_mapping_can_be_visited_but_not_rebuilt() -> None:
     state_dict = {"a": MappingProxyType({"b": 1})}
     assert leaves_of(state_dict) == [(("a", "b"), 1)]
-    with pytest.raises(
-        UsageError, match="mappingproxy in a state dict: expected a mapping that items can be"
-    ):
+    with pytest.raises(UsageError, match="mappingproxy in a state dict: expected a mapping that items can"):
         map_leaves(lambda path, leaf, _: leaf, state_dict)
 
 
