@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.archives import loading_error, replaced
-from hwfsdp.checkpoint.boxes import Box, intersection, within
+from hwfsdp.checkpoint.boxes import intersection, whole, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
 from hwfsdp.checkpoint.messages import KeyPath, damaged, listed, refusal, refuse, told
@@ -250,9 +250,8 @@ class _BoxPlanner(DefaultSavePlanner):
 def _write_items(key: str, value: Any) -> list[WriteItem]:
     if not isinstance(value, Tensor):
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
-    box = box_of(value)
-    if value.numel() == 0:  # written once nevertheless: a load needs its shape
-        box = Box((0,) * value.ndim, tuple(value.shape))
+    # A tensor without elements is written nevertheless: a load needs its shape.
+    box = box_of(value) if value.numel() else whole(value.shape)
     if box is None:
         return []
     kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR

@@ -521,12 +521,19 @@ def test_meta_tensors_of_another_dtype_get_values_of_theirs(tmp_path: Path) -> N
     assert_equal(target, {"a": torch.arange(4.0).bfloat16(), "b": torch.arange(3.0)})
 
 
-class Extra(nn.BatchNorm1d):
-    """Buffers that are saved and one that is not, and something else."""
+class Special(nn.Parameter):
+    pass
+
+
+class Odd(nn.Module):
+    """A parameter of a class of its own, buffers that are saved and one that is not, an attribute, and something else."""
 
     def __init__(self) -> None:
-        super().__init__(3)
-        self.register_buffer("cache", torch.ones(2), persistent=False)
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+        self.special = Special(torch.arange(2.0))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+        self.scale = torch.ones(2)
         self.extra: Any = 0
 
     def get_extra_state(self) -> Any:
@@ -538,52 +545,28 @@ class Extra(nn.BatchNorm1d):
 
 @pytest.mark.parametrize("kind", ["store", "dcp", "parts"])
 def test_a_module_on_meta_is_filled_except_for_what_no_checkpoint_has(kind: str, tmp_path: Path) -> None:
-    source = Extra()
-    source(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    source, target = Odd(), on_meta(Odd)
+    source.inner(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
     source.extra = 3
     save_as(kind, tmp_path / "c", source.state_dict())
-    target = on_meta(Extra)
     before = dict(target.named_parameters())
+    with pytest.raises(StateError, match="got 8: parameter 'special', .* and 4 more. "):
+        check_materialized(target)
     fill_from(kind, tmp_path / "c", target)
-    assert target.extra == 3 and target.weight is before["weight"]
+    assert target.extra == 3 and target.special is before["special"] and type(target.special) is Special
     tensors = [{k: v for k, v in m.state_dict().items() if isinstance(v, Tensor)} for m in (target, source)]
     assert_equal(*tensors)
-    with pytest.raises(StateError, match="got 1: non-persistent buffer 'cache'. No checkpoint has"):
+    left = "got 2: non-persistent buffer 'angles', attribute 'scale'. No checkpoint has"
+    with pytest.raises(StateError, match=left):
         check_materialized(target)
+    target.angles, target.scale = torch.arange(4.0), torch.ones(2)
+    check_materialized(target)
 
 
 def test_an_expanded_tensor_gets_memory_that_can_be_written_to() -> None:
     state_dict = init_state_dict({"a": torch.empty(1, 3, device="meta").expand(4, 3)})
     state_dict["a"].copy_(torch.arange(12).view(4, 3))
     assert torch.equal(state_dict["a"], torch.arange(12.0).view(4, 3))
-
-
-class Special(nn.Parameter):
-    pass
-
-
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.BatchNorm1d(3)
-        self.special = Special(torch.empty(2))
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-        self.scale = torch.ones(2)
-
-
-def test_a_tensor_that_no_checkpoint_has_is_named_until_it_is_initialized() -> None:
-    model = on_meta(Buffered)
-    with pytest.raises(StateError) as info:
-        check_materialized(model)
-    assert "got 8: parameter 'special'" in str(info.value) and " and 4 more. " in str(info.value)
-    for value in init_meta_model(model).values():
-        value.zero_()
-    assert type(model.special) is Special and model.inner.num_batches_tracked.shape == ()
-    with pytest.raises(StateError) as info:
-        check_materialized(model)
-    assert "got 2: non-persistent buffer 'angles', attribute 'scale'. No checkpoint has" in str(info.value)
-    model.angles, model.scale = torch.arange(4.0), torch.ones(2)
-    check_materialized(model)
 
 
 def test_without_the_model_its_parameters_stay_on_meta_and_are_named() -> None:

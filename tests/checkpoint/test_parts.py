@@ -549,16 +549,18 @@ def test_options_are_torchs(written: Path) -> None:
     assert torch.equal(parts.load(written, mmap=True, weights_only=True)["model"]["a"], numbered(40))
 
 
-@pytest.mark.parametrize("options", [{"weights_only": False}, {"pickle_module": pickle}], ids=str)
-def test_an_option_that_would_run_code_is_refused(written: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="expected torch.load's weights_only=True, and no pickle_module"):
+SAFE = "expected torch.load's weights_only=True, and no pickle_module"
+THREADS = "nthreads: expected how many parts to read at a time, 0 or more"
+OPTIONS = [({"weights_only": False}, SAFE), ({"pickle_module": pickle}, SAFE)]
+OPTIONS += [({"nthreads": number}, THREADS) for number in (-1, 1.0, True)]
+
+
+@pytest.mark.parametrize("options, message", OPTIONS, ids=str)
+def test_an_option_that_would_run_code_or_is_impossible_is_refused(
+    written: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
         parts.load(written, **options)
-
-
-@pytest.mark.parametrize("nthreads", [-1, 1.0, True])
-def test_an_impossible_number_of_threads_is_refused(written: Path, nthreads: Any) -> None:
-    with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 0 or more"):
-        parts.load(written, nthreads)
 
 
 @pytest.mark.parametrize("nthreads", [0, 8])
