@@ -7,8 +7,8 @@
     dcp          torch's: a directory with .metadata
     safetensors  one file; values that are not tensors go into its header, as JSON
 
-One process reads the source, one tensor at a time, into files beside the target. These files are mapped into memory. Then it
-writes the target from them. So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
+One process reads the source into files beside the target, which are mapped into memory. Then it writes the target from them.
+So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
 
 Note [What formats cannot say]
     PART has a place for models, for optimizers, and for other entries. A state dict with the key "model" is split in this way;

@@ -149,7 +149,7 @@ def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
     paths: dict[str, KeyPath] = {}
 
     def visit(path: KeyPath, value: Any) -> None:
-        if not isinstance(value, Mapping):  # it is empty
+        if not isinstance(value, Mapping):  # DCP stores no empty dict
             key = flat_key(path, paths)
             entries[key], paths[key] = Leaf(path, value), path
 

@@ -40,13 +40,8 @@ ALIGNMENT = 64  # bytes; every chunk begins at a multiple
 LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # most bytes of a manifest, of a block
 SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
 _HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
-PICKLES = (
-    b"PK",
-    b"\x80\x02",
-    b"\x80\x03",
-    b"\x80\x04",
-    b"\x80\x05",
-)  # how pickles begin, and torch.save's files
+# how pickles begin, and the files of torch.save
+PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 KINDS = ("dict", "list", "tuple")
 
 

@@ -255,11 +255,11 @@ class _Save:
         head = {partition.COUNT_KEY: len(self.ranks), partition.VERSION_KEY: partition.VERSION}
         at = self.rank, len(self.ranks)
         models, states = ([partition.part_of(each, *at) for each in deals] for deals in self.deals)
-        optimizers = []
+        optimizers: list[Any] = []
         for state_dict, (whole, chunks) in zip(self.optimizers, states):
             rest = {key: partition.kept(value, True) for key, value in state_dict.items() if key != "state"}
             optimizers.append(({"state": whole, **rest}, chunks))
-        part = {**head, partition.ID_KEY: save_id, "model": models, "optimizer": optimizers}
+        part: dict[Any, Any] = {**head, partition.ID_KEY: save_id, "model": models, "optimizer": optimizers}
         return part | (partition.kept(self.others, True) if self.rank == 0 else {})
 
     def write(self, part: dict[Any, Any], directory: Path) -> None:

@@ -41,7 +41,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def local_shape_of(tensor: DTensor) -> tuple[int, ...]:
-    """Return the shape that this rank's part has by the placements. Outside the mesh, no placement says anything of the part."""
+    """Return the shape that this rank's part has by the placements. Outside the mesh, it is the shape that the part has."""
     if tensor.device_mesh.get_coordinate() is None:
         return tuple(local_of(tensor).shape)
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[0]
