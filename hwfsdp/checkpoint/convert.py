@@ -39,7 +39,7 @@ from torch import Tensor
 from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.matching import Match, fill
 from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse
 from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.reading import read_tensors
@@ -150,7 +150,8 @@ def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     folder, manifest = saves.find_complete(source)
     tensors = {entry.path: rooms.make(entry.shape, entry.dtype) for entry in manifest.tensors()}
     filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
-    read_tensors(Match(manifest, filled, fresh=set(filled)), folder, lambda: None)  # into these tensors
+    matched = Match(manifest, filled, fresh=set(filled))  # fresh: values are read into these tensors
+    fill({}, matched, read_tensors(matched, folder, lambda: None))
     leaves: dict[KeyPath, Any] = {}
     for path, entry in manifest.entries.items():
         if isinstance(entry, TensorEntry):
