@@ -25,7 +25,7 @@ from hwfsdp.checkpoint import matching
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, pieces_of, span_of, strides_of, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of
-from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.matching import Match, Need
 from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
@@ -51,8 +51,7 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
         for need in matching.needs_of(match):
-            reader = readers.of(need.entry, need.chunk)
-            jobs += _jobs(reader, need.chunk.box, parts[need.entry.path], need.box, need.shared)
+            jobs += _jobs(readers.of(need.entry, need.chunk), need, parts[need.entry.path])
         with ThreadPoolExecutor(_THREADS) as pool:
 
             def run(job: Callable[[], None]) -> None:
@@ -134,25 +133,23 @@ class Readers:
         return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
 
 
-def _jobs(
-    reader: BlockReader, chunk: Box, part: Tensor, box: Box, shared: Box
-) -> Iterator[Callable[[], None]]:
+def _jobs(reader: BlockReader, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
     """Yield functions that read the elements that a chunk and this rank's box share (Note [From boxes to bytes])."""
-    itemsize = part.dtype.itemsize
-    first, last = span_of(within(shared, box), box.shape)
-    if shared == chunk and last - first == shared.numel:
+    chunk, itemsize = need.chunk.box, part.dtype.itemsize
+    first, last = span_of(within(need.shared, need.box), need.box.shape)
+    if need.shared == chunk and last - first == chunk.numel:
         memory = _memory(part)[first * itemsize : last * itemsize]
         step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
         for start in range(0, len(memory), step):
             yield partial(reader.read, memory[start : start + step], start)
         return
-    for piece in pieces_of(within(shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
-        yield partial(_read_piece, reader, chunk, piece, part, box)
+    for piece in pieces_of(within(need.shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
+        yield partial(_read_piece, reader, need, piece, part)
 
 
-def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:
+def _read_piece(reader: BlockReader, need: Need, piece: Box, part: Tensor) -> None:
     """Read one piece, which is a box within the chunk, into its place."""
-    itemsize = part.dtype.itemsize
+    chunk, itemsize = need.chunk.box, part.dtype.itemsize
     first, last = span_of(piece, chunk.shape)
     start, stop = reader.covering(first * itemsize, last * itemsize)
     buffer = torch.empty(stop - start, dtype=torch.uint8)
@@ -160,7 +157,7 @@ def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: 
     values = buffer.view(part.dtype)
     found = values.as_strided(piece.shape, strides_of(chunk.shape), first - start // itemsize)
     offset = tuple(a + b for a, b in zip(piece.offset, chunk.offset))
-    part[within(Box(offset, piece.shape), box).slices] = found
+    part[within(Box(offset, piece.shape), need.box).slices] = found
 
 
 def _memory(dense: Tensor) -> memoryview:

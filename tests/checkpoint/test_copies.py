@@ -22,7 +22,6 @@ from hwfsdp.checkpoint.state_dict import (
     check_state_dict_similarity,
     copy_state_dict,
     create_cpu_state_dict,
-    gather_state_dict,
     iterate_state_dict,
     offload_state_dict_to_cpu,
 )
