@@ -24,7 +24,6 @@ Left out: shared memory. Tied weights are two entries with the same values.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import prod
@@ -66,15 +65,10 @@ def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
     Args:
         sizes: bytes by key. loads: bytes that each rank has already; the bytes of the entries are added.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
     holders = {}
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        load, rank = heap[0]
-        holders[key] = rank
-        heapq.heapreplace(heap, (load + size, rank))
-    for load, rank in heap:
-        loads[rank] = load
+        holders[key] = loads.index(min(loads))
+        loads[holders[key]] += size
     return holders
 
 

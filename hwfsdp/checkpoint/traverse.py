@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,11 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
 def child_of(tree: Any, key: Any) -> Any:
     """Return the child of a container under one of the keys that `items_of` returns."""
     return tree[key] if isinstance(tree, Mapping | list | tuple) else getattr(tree, key)
+
+
+def container_kind(container: Any) -> str:
+    """Return "list", "tuple" or "dict". A mapping or dataclass of any type is a dict."""
+    return "list" if isinstance(container, list) else "tuple" if isinstance(container, tuple) else "dict"
 
 
 def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
@@ -132,6 +137,18 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """
     found: list[Leaf] = []
     _Descent(lambda *leaf: found.append(Leaf(*leaf[:2])), lambda *_: None, True).map((), tree, ABSENT)
+    return found
+
+
+def containers_in(tree: Any, leaves: Iterable[tuple[KeyPath, Any]]) -> dict[KeyPath, Any]:
+    """Return all containers by path, the outermost one first. `leaves`: the result of `leaves_of(tree)`."""
+    found: dict[KeyPath, Any] = {(): tree}
+    for path, leaf in leaves:
+        for n in range(1, len(path)):
+            if path[:n] not in found:
+                found[path[:n]] = child_of(found[path[: n - 1]], path[n - 1])
+        if items_of(leaf) is not None:  # it is empty
+            found[path] = leaf
     return found
 
 
