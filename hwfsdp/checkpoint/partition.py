@@ -154,17 +154,17 @@ class Cut:
     """A tensor whose chunks are not put together yet.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype: of the whole tensor. chunks: in the order of ranks; some may be empty.
     """
 
-    def __init__(self, size: Sequence[int], chunks: list[Tensor]) -> None:
-        self.shape, self.dtype = torch.Size(size), chunks[0].dtype
-        self.chunks = [chunk for chunk in chunks if chunk.numel()] or chunks[:1]
+    def __init__(self, size: Sequence[int], first: Tensor) -> None:
+        self.shape, self.dtype = torch.Size(size), first.dtype
+        self.chunks = [first]
 
     def whole(self) -> Tensor:
         """Return the tensor, on the device of its first chunk. If there is only one chunk, it is a view of the chunk."""
-        first = self.chunks[0]
-        rest = [chunk.to(first.device) for chunk in self.chunks[1:]]
+        first, *others = [chunk for chunk in self.chunks if chunk.numel()] or self.chunks[:1]
+        rest = [chunk.to(first.device) for chunk in others]
         return (torch.cat([first, *rest]) if rest else first).detach().view(self.shape)
 
 
@@ -187,8 +187,7 @@ class _Entries:
     """Collects the entries of all models and of the states of all optimizers, by their paths, part by part."""
 
     def __init__(self) -> None:
-        self.whole: dict[KeyPath, Any] = {}
-        self.chunks: dict[KeyPath, list[tuple[Sequence[int], Tensor]]] = {}
+        self.entries: dict[KeyPath, Any] = {}  # a `Cut` for a tensor in chunks
         self.files: dict[KeyPath, str] = {}  # the first file that has the entry
 
     def add_part(self, part: dict[str, Any], file: str) -> None:
@@ -207,39 +206,34 @@ class _Entries:
         if path in self.files:
             expected = f"the entry in one part only; it is in {self.files[path]}"
             raise damaged(file, expected, "the entry again", key=show(path))
-        self.whole[path], self.files[path] = value, file
+        self.entries[path], self.files[path] = value, file
 
     def add_state(self, path: KeyPath, entry: Any, file: str) -> None:
         """Add a parameter's state, one entry for each key. A state that is not a dict, or is an empty dict, is one entry."""
         if not isinstance(entry, dict):
             self.add(path, entry, file)
         elif not entry:
-            self.whole.setdefault(path, {})
+            self.entries.setdefault(path, {})
         else:
             for key, value in entry.items():
                 self.add((*path, key), value, file)
 
     def add_chunk(self, path: KeyPath, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
-        if path in self.whole:
-            self.add(path, None, file)  # this raises the error
-        before = self.chunks.setdefault(path, [])
-        kind, first = ((tuple(size), values.dtype) for size, values in (chunk, (before or [chunk])[0]))
-        if kind != first:
-            expected = f"a chunk of {first[0]}, {first[1]}, as {self.files[path]} has"
-            raise damaged(file, expected, f"one of {kind[0]}, {kind[1]}", key=show(path))
-        before.append(chunk)
-        self.files.setdefault(path, file)
+        (size, values), cut = chunk, self.entries.get(path)
+        if not isinstance(cut, Cut):
+            self.add(path, Cut(size, values), file)  # raises an error if the entry is whole
+        elif (tuple(size), values.dtype) != (tuple(cut.shape), cut.dtype):
+            expected = f"a chunk of {tuple(cut.shape)}, {cut.dtype}, as {self.files[path]} has"
+            raise damaged(file, expected, f"one of {tuple(size)}, {values.dtype}", key=show(path))
+        else:
+            cut.chunks.append(values)
 
-    def all(self) -> dict[KeyPath, Any]:
-        """Return every entry by its path. Raise an error if chunks do not add up."""
-        cut = {}
-        for path, chunks in self.chunks.items():
-            size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
-            if elements != prod(size):
-                expected = f"chunks of {prod(size)} elements in all parts, for shape {tuple(size)}"
+    def check_complete(self) -> None:
+        """Raise an error if chunks do not add up."""
+        for path, cut in self.entries.items():
+            if isinstance(cut, Cut) and (elements := sum(map(len, cut.chunks))) != prod(cut.shape):
+                expected = f"chunks of {prod(cut.shape)} elements in all parts, for shape {tuple(cut.shape)}"
                 raise damaged(self.files[path], expected, f"{elements}", key=show(path))
-            cut[path] = Cut(size, [values for _, values in chunks])
-        return self.whole | cut
 
 
 def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
@@ -256,16 +250,16 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
     for file, part in parts.items():
         _check_same_save(first_file, first, file, part)
         found.add_part(part, file)
+    found.check_complete()
     models: list[dict[str, Any]] = [{} for _ in first["model"]]
     optimizers: list[dict[str, Any]] = [{**whole, "state": {}} for whole, _ in first["optimizer"]]
-    for path, value in sorted(found.all().items(), key=lambda item: len(item[0])):
+    for path, value in sorted(found.entries.items(), key=lambda item: len(item[0])):
         tree: Any = (models if path[0] == "model" else optimizers)[path[1]]
         for n, key in enumerate(path[2:-1], 3):
             tree = tree.setdefault(key, {})
             if not isinstance(tree, dict):
-                raise damaged(
-                    found.files[path], "a dict in every part or in none", "both", key=show(path[:n])
-                )
+                expected = "a dict in every part or in none"
+                raise damaged(found.files[path], expected, "both", key=show(path[:n]))
         tree[path[-1]] = value
     for optimizer in optimizers:
         if all(isinstance(index, int) for index in optimizer["state"]):

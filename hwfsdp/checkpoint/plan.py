@@ -193,10 +193,8 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
 
 def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
     """Return the path of another tensor that has the same memory, if this is so on every rank that has a part of it; else None."""
-    aliases = {
-        tuple(entry["alias"]) if "alias" in entry else None for entry in by_rank if entry["box"] is not None
-    }
-    return aliases.pop() if len(aliases) == 1 else None
+    aliases = {tuple(entry.get("alias", ())) for entry in by_rank if entry["box"] is not None}
+    return (aliases.pop() or None) if len(aliases) == 1 else None
 
 
 def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:

@@ -57,9 +57,8 @@ def find_saves(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     ids = [entry.name for entry in path.iterdir() if SAVE_ID.fullmatch(entry.name)]
-    return sorted(
-        (i for i in ids if (path / i / MANIFEST).is_file()), key=lambda i: (int(i.split("-")[0]), i)
-    )
+    finished = [save_id for save_id in ids if (path / save_id / MANIFEST).is_file()]
+    return sorted(finished, key=lambda save_id: (int(save_id.split("-")[0]), save_id))
 
 
 def newest(path: Path) -> Path | None:
@@ -143,10 +142,6 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
 # --- Writing -----------------------------------------------------------------------------------------------
 
 
-def _kind_of(path: Path) -> str:
-    return "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
-
-
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise `UsageError` if a save may not write to this path."""
     within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
@@ -156,7 +151,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        refuse(path, "a directory, or nothing", _kind_of(path), "Choose another path.")
+        got = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        refuse(path, "a directory, or nothing", got, "Choose another path.")
     if overwrite:
         return
     saves = find_saves(path)
