@@ -6,7 +6,6 @@ their traps that has to do with copying has a test of its own here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 from collections import OrderedDict, defaultdict
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Pair, assert_same
+from samples import Pair, Record, assert_same
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 
@@ -27,12 +26,6 @@ from hwfsdp.checkpoint.state_dict import (
 )
 from hwfsdp.checkpoint.traverse import CompanionMismatch
 from hwfsdp.errors import StateError, UsageError
-
-
-@dataclasses.dataclass
-class Record:
-    weight: Tensor
-    name: str
 
 
 def plain() -> dict[str, Any]:

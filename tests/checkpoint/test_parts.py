@@ -8,6 +8,7 @@ the `RankChecks`.
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import os
 import pickle
@@ -108,18 +109,11 @@ OPTIMIZERS = [adamw, momentum]
 def whole(state: Any) -> Any:
     """The state dict with copies of whole tensors."""
     kept: Any = gather_state_dict({"": state})[""]
-    return torch.load(saved_to_memory(plain(kept)), weights_only=True)
+    return copy.deepcopy(plain(kept))
 
 
 def plain(tree: Any) -> Any:
     return map_leaves(lambda _, leaf, __: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def saved_to_memory(tree: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(tree, file)
-    file.seek(0)
-    return file
 
 
 def as_read(directory: Path) -> dict[str, Any]:
@@ -973,10 +967,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     saved = nn.Linear(2, 2)
     parts.save(tmp_path / "c", saved, stepped(adamw(saved)))
     targets = [target for target in (model, optimizer) if hasattr(target, "state_dict")]
-    before = [saved_to_memory(plain(target.state_dict())).getvalue() for target in targets]
+    before = [copy.deepcopy(plain(target.state_dict())) for target in targets]
     with pytest.raises(UsageError, match=re.escape(message)):
         parts.load_into(tmp_path / "c", model, optimizer)
-    assert [saved_to_memory(plain(target.state_dict())).getvalue() for target in targets] == before
+    assert_same([plain(target.state_dict()) for target in targets], before)
 
 
 # --- The tests: dealing out --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The oracle is the whole tensor, which every rank can compute, and its cut by `di
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections import OrderedDict
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import bits
-from samples import Pair, cut
+from samples import Pair, Record, cut
 from models import uneven
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -138,12 +137,6 @@ def test_any_sharding_loads_into_any_other(world_size, saved):
     for path in paths:
         checkpoint.verify(path)
     assert launch(load_each_way, world_size, paths, timeout=60) == [[]] * world_size
-
-
-@dataclasses.dataclass
-class Record:
-    tensor: torch.Tensor
-    name: str = ""
 
 
 def nested(value: float, word: str, number: int) -> dict[Any, Any]:
