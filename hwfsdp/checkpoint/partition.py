@@ -99,7 +99,7 @@ def divide_model(
 
 def divide_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Division:
     """Divide the "state" of an optimizer's state dict among ranks."""
-    whole, cut = dict(state), {}
+    whole, cut = dict(state), dict[Any, Tensor]()
     for index, entry in state.items():
         if isinstance(entry, Mapping):
             large = {key: value for key, value in entry.items() if is_large(value, large_bytes)}
