@@ -16,7 +16,7 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,51 +160,38 @@ SYSTEM_CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink")
 MESSAGES = ("send_bytes", "receive_bytes")
 
 
-class Tripwire:
+@contextmanager
+def tripwire(
+    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
+) -> Iterator[list[str]]:
     """Counts the calls of functions of `os` and of messages between ranks, in all threads; at one of them, acts.
 
     Args:
         at: the number of the call, counted from 0; None: only count.
         act: called with the function and its arguments, instead of it; returns what the function should.
+
+    Yields:
+        The names of the functions that were called, in this order.
     """
+    from hwfsdp.checkpoint import links
 
-    def __init__(self, at: int | None, act: Callable[..., Any]) -> None:
-        self.at, self.act = at, act
-        self.names: list[str] = []
-        self._lock = threading.Lock()
+    names: list[str] = []
+    lock = threading.Lock()
 
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                number = len(self.names)
-                self.names.append(name)
-            if number == self.at:
-                return self.act(function, *args, **kwargs)
-            return function(*args, **kwargs)
+            with lock:
+                number = len(names)
+                names.append(name)
+            return act(function, *args, **kwargs) if number == at else function(*args, **kwargs)
 
         return counted
 
-
-@contextmanager
-def tripwire(
-    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
-) -> Iterator[Tripwire]:
-    """Lays a `Tripwire` on these calls."""
-    from hwfsdp.checkpoint import links
-
-    wire = Tripwire(at, act)
-    patches = [
-        mock.patch.object(owner, name, wire.around(name, getattr(owner, name)))
-        for name in calls
-        for owner in [os if name in SYSTEM_CALLS else links]
-    ]
-    try:
-        for patch in patches:
-            patch.start()
-        yield wire
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+    with ExitStack() as patched:
+        for name in calls:
+            owner = os if name in SYSTEM_CALLS else links
+            patched.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
+        yield names
 
 
 # --- Ranks that may die --------------------------------------------------------------------------------------

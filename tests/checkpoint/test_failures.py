@@ -83,10 +83,10 @@ def raising(number: int) -> Callable[..., Any]:
 
 def calls_of_a_save(path: Path) -> list[list[str]]:
     """The system calls that a save makes on each rank."""
-    with tripwire(None, raising(errno.EIO)) as wire:
+    with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), path, overwrite=True)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, wire.names)
+    dist.all_gather_object(found, calls)
     return found
 
 
@@ -195,9 +195,9 @@ def test_a_save_survives_full_disks_and_unexpected_errors(tmp_path: Path) -> Non
 
 
 def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    with tripwire(None, raising(errno.EIO)) as wire:
+    with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), tmp_path / "new" / "counted")
-    for n, name in enumerate(wire.names):
+    for n, name in enumerate(calls):
         path = tmp_path / f"new {n}" / "c"
         with tripwire(n, raising(errno.EIO)):
             error = error_of(lambda: save(state_dict_of(1), path))
