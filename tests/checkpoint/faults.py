@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from hwfsdp.checkpoint import load
+from hwfsdp.checkpoint import load, verify
 from hwfsdp.checkpoint.messages import show
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of, read_debug_level
-from hwfsdp.errors import FSDPError
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
 from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.layout import shard_of
 
@@ -133,6 +133,29 @@ def error_of(call: Callable[[], Any]) -> FSDPError | None:
         assert "\n" not in str(error), f"more than one line: {error}"
         return error
     return None
+
+
+class Damage:
+    """What `load` and `verify` say about a checkpoint of a state dict, each checked for what holds whatever the damage."""
+
+    def __init__(self, path: Path, state_dict: Any) -> None:
+        self.path = path
+        self.expected = exactly(state_dict)
+        self.target: Any = emptied(state_dict)
+        self.before = exactly(self.target)
+
+    def load(self) -> FSDPError | None:
+        error = error_of(lambda: load(self.target, self.path))
+        if error is None:
+            assert exactly(self.target) == self.expected, "a load that succeeds gives what was saved"
+            self.target = emptied(self.target)
+        else:
+            assert isinstance(error, CheckpointError | UsageError), repr(error)
+            assert exactly(self.target) == self.before, f"a load that fails leaves the target alone: {error}"
+        return error
+
+    def verify(self) -> FSDPError | None:
+        return error_of(lambda: verify(self.path))
 
 
 def state_dict_of(seed: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import torch
 from faults import (
     CURRENT,
     MANIFEST,
+    Damage,
     contents_of,
     edit_current,
     edit_manifest,
@@ -271,13 +272,11 @@ def check_error(error: FSDPError | None, words: list[str]) -> None:
 
 def check_refused(path: Path, words: list[str]) -> FSDPError:
     """By a load, which leaves its target alone, and when it is verified."""
-    target = emptied(state_dict_of())
-    before = exactly(target)
-    loaded = error_of(lambda: load(target, path))
+    damage = Damage(path, state_dict_of())
+    loaded = damage.load()
     check_error(loaded, words)
     assert isinstance(loaded, CheckpointError) and loaded.file is not None
-    assert exactly(target) == before
-    check_error(error_of(lambda: verify(path)), words)
+    check_error(damage.verify(), words)
     return loaded
 
 
@@ -351,13 +350,11 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
         # as long as it should be, or the length alone would tell
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
-        target = emptied(state_dict_of())
-        before = exactly(target)
-        for call in (lambda: load(target, path), lambda: verify(path)):
-            error = error_of(call)
+        damage = Damage(path, state_dict_of())
+        for error in (damage.load(), damage.verify()):
             assert isinstance(error, CheckpointError) and error.file == str(file)
             assert "a pickle, which is never opened" in str(error) or protocol < 2, error
-        assert exactly(target) == before and not marker.exists()
+        assert not marker.exists()
     save(state_dict_of(), path, overwrite=True)
     assert not marker.exists()
 
