@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hwfsdp import launch
 from hwfsdp.checkpoint import load, save, verify
 from hwfsdp.checkpoint.traverse import map_leaves
-from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+from hwfsdp.errors import CheckpointError, UsageError
 
 BLOCK = 1 << 20
 HEADER = 64
