@@ -71,9 +71,12 @@ def encode(value: Any) -> Any:
         raise TypeError(type(value).__name__)
     if value is None or isinstance(value, bool):
         return value
-    for plain in (str, int, float):
-        if isinstance(value, plain) and (plain is not float or math.isfinite(value)):
-            return plain(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
     for kind, (write, _) in _FORMS.items():
         if isinstance(value, kind):
             return {"type": kind.__name__, "value": write(value)}

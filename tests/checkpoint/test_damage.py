@@ -22,7 +22,7 @@ from samples import line
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import launch
-from hwfsdp.checkpoint import load, save, verify
+from hwfsdp.checkpoint import load, save
 from hwfsdp.checkpoint.traverse import map_leaves
 from hwfsdp.errors import CheckpointError, UsageError
 
