@@ -50,6 +50,8 @@ from hwfsdp.checkpoint.messages import refusal, refuse, told
 from hwfsdp.compat import is_disconnected, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError
 
+Decide = Callable[[list[Any]], Sequence[Any]]  # the reports of all ranks → an answer for each
+
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _NO_MESSAGE = _FIRST_TAG - 1  # no message has this tag
 _ALSO = 0.2  # seconds; one error names all ranks that die within this time
@@ -102,12 +104,7 @@ class Agreement:
             self._tag = _FIRST_TAG + next(link.numbers) % _TAGS
             self._patience = timeout_of(group)
 
-    def step(
-        self,
-        phase: str,
-        work: Callable[[], Any],
-        decide: Callable[[list[Any]], Sequence[Any]] | None = None,
-    ) -> Any:
+    def step(self, phase: str, work: Callable[[], Any], decide: Decide | None = None) -> Any:
         """Call `work` on every rank, then `decide` on the leader. Every rank returns its answer, or every rank raises.
 
         Args:
@@ -122,10 +119,11 @@ class Agreement:
         """
         self._failed = threading.Event()  # new: a late listener may still set the old one
         self._place = f"{self.what}, {phase}"
+        choose = decide or (lambda reports: [None] * len(reports))
         if self.size == 1:
-            answer = self._attempt(lambda: _each(decide, [_as_sent(work())])[0])
+            answer = self._attempt(lambda: choose([_as_sent(work())])[0])
         else:
-            answer = self._lead(work, decide) if self.rank == 0 else self._follow(work)
+            answer = self._lead(work, choose) if self.rank == 0 else self._follow(work)
         if "error" in answer:
             raise _restored(answer["error"]) from answer.get("cause")
         return answer["result"]
@@ -164,19 +162,17 @@ class Agreement:
 
     # --- The leader ------------------------------------------------------------------------------------------
 
-    def _lead(
-        self, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
-    ) -> dict[str, Any]:
+    def _lead(self, work: Callable[[], Any], decide: Decide) -> dict[str, Any]:
         self._inbox, self._waiting_since = queue.SimpleQueue(), math.inf
         for rank in range(1, self.size):
             self._listen(rank)
         reports = {0: self._attempt(lambda: _as_sent(work()))}
         failure = reports[0] if reports[0].get("error") else self._collect(reports)
         if failure is None and time.monotonic() - self._waiting_since > 0.8 * self._patience:
-            failure = self._late([0], 0.8 * self._patience)  # other ranks may have stopped waiting
+            failure = self._lost([0], 0.8 * self._patience)  # other ranks may have stopped waiting
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
-            decided = self._attempt(lambda: [_as_sent(a) for a in _each(decide, results)])
+            decided = self._attempt(lambda: [_as_sent(a) for a in decide(results)])
             failure = decided if "error" in decided else None
         if failure is None:
             answers = [{"result": answer} for answer in decided["result"]]
@@ -194,9 +190,9 @@ class Agreement:
                 self._waiting_since = min(self._waiting_since, at)
             except queue.Empty:
                 late = [rank for rank in range(self.size) if rank not in reports]
-                return self._late(late, 0.8 * self._patience)
+                return self._lost(late, 0.8 * self._patience)
             if isinstance(report, Exception):
-                return self._gone(sorted({rank, *self._gone_within(_ALSO)}))
+                return self._lost(sorted({rank, *self._gone_within(_ALSO)}))
             reports[rank] = report
             if report["in"] != self._place:
                 expected, got = f"rank {rank} to be there, too", repr(report["in"])
@@ -236,26 +232,23 @@ class Agreement:
         try:
             answer = self._inbox.get(timeout=self._patience)[1]
         except queue.Empty:
-            return self._late([0], self._patience)
+            return self._lost([0], self._patience)
         if isinstance(answer, Exception):
-            return self._gone([0])
+            return self._lost([0])
         if answer.get("error") == report.get("error"):
             return {**answer, "cause": report.get("cause")}
         return dict(answer)
 
     # --- Messages --------------------------------------------------------------------------------------------
 
-    def _late(self, ranks: list[int], seconds: float) -> dict[str, Any]:
-        return self._lost(ranks, f"no word for {seconds:g} s")
-
-    def _gone(self, ranks: list[int]) -> dict[str, Any]:
-        if len(ranks) > 1:
-            return self._lost(ranks, "broken connections: their processes are gone")
-        return self._lost(ranks, "a broken connection: its process is gone")
-
-    def _lost(self, ranks: list[int], got: str) -> dict[str, Any]:
+    def _lost(self, ranks: list[int], seconds: float | None = None) -> dict[str, Any]:
+        """Report ranks that have not answered for so many seconds, or whose connections are broken (None)."""
         named = ", ".join(map(str, ranks))
-        who = f"rank {named} to do its part" if len(ranks) == 1 else f"ranks {named} to do their part"
+        who, got = f"rank {named} to do its part", "a broken connection: its process is gone"
+        if len(ranks) > 1:
+            who, got = f"ranks {named} to do their part", "broken connections: their processes are gone"
+        if seconds is not None:
+            got = f"no word for {seconds:g} s"
         remedy = "The last complete checkpoint counts; start all ranks again."
         return {"error": _described(refusal(self._place, who, got, remedy, CheckpointError))}
 
@@ -270,10 +263,6 @@ class Agreement:
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
         self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
         return self._senders[rank]
-
-
-def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any]) -> Sequence[Any]:
-    return decide(results) if decide else [None] * len(results)
 
 
 def _as_sent(result: Any) -> Any:

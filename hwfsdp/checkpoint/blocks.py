@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.checkpoint.manifest import BLOCK_BYTES
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES, PICKLES
 from hwfsdp.checkpoint.messages import damaged
 
 _WRITE_BYTES = 8 * BLOCK_BYTES  # per call; between two calls, `check` may stop the writing
@@ -188,7 +188,7 @@ def check_header(fd: int, path: Path, header: bytes) -> None:
     read_exactly(fd, memoryview(found), 0, path)
     if found != header:
         got = found.decode(errors="replace").strip()
-        if bytes(found[:2]) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        if bytes(found[:2]) in PICKLES:
             got = "a pickle, which is never opened"
         raise damaged(path, f"a file that begins with {header.decode().strip()!r}", f"{got!r}", 0)
 

@@ -7,8 +7,8 @@
     dcp          torch's: a directory with .metadata
     safetensors  one file; values that are not tensors go into its header, as JSON
 
-One process reads the source, one tensor at a time, into files beside the target. These files are mapped into memory. Then it
-writes the target from them. So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
+One process reads the source into files beside the target, which are mapped into memory. Then it writes the target from them.
+So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
 
 Note [What formats cannot say]
     PART has a place for models, for optimizers, and for other entries. A state dict with the key "model" is split in this way;
@@ -39,7 +39,7 @@ from torch import Tensor
 from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.matching import Match, fill
 from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse
 from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.reading import read_tensors
@@ -147,20 +147,17 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 
 
 def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
-    current = saves.find_current(source)
-    manifest = saves.read_manifest(current)
-    saves.check_files(current.folder, manifest)
+    folder, manifest = saves.find_complete(source)
+    tensors = {entry.path: rooms.make(entry.shape, entry.dtype) for entry in manifest.tensors()}
+    filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
+    matched = Match(manifest, filled, fresh=set(filled))  # fresh: values are read into these tensors
+    fill({}, matched, read_tensors(matched, folder, lambda: None))
     leaves: dict[KeyPath, Any] = {}
     for path, entry in manifest.entries.items():
-        if not isinstance(entry, TensorEntry):
-            leaves[path] = decode(entry.json_value)
-        elif entry.same_as is not None:
-            leaves[path] = leaves[entry.same_as]
+        if isinstance(entry, TensorEntry):
+            leaves[path] = tensors[entry.same_as or path]
         else:
-            leaves[path] = rooms.make(entry.shape, entry.dtype)
-            if entry.nbytes:
-                found = read_tensors(Match(manifest, {path: leaves[path]}), current.folder, lambda: None)
-                leaves[path].copy_(found[path])
+            leaves[path] = decode(entry.json_value)
     return _nested(leaves, manifest.containers)
 
 
@@ -172,12 +169,11 @@ def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     manifest = dcp_metadata.read_metadata(source)
-    stored = manifest.entries.items()
-    tensors = {key: rooms.make(entry.shape, entry.dtype) for key, entry in stored if entry.dtype is not None}
-    dcp.load(tensors, source, strict=False)
     flat = {
-        key: tensors[key] if key in tensors else dcp_metadata.read_value(key, entry) for key, entry in stored
+        key: None if entry.dtype is None else rooms.make(entry.shape, entry.dtype)
+        for key, entry in manifest.entries.items()
     }
+    dcp.load(flat, source)
     paths = {key: tuple(manifest.paths.get(key, (key,))) for key in flat}
     tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree

@@ -46,14 +46,14 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.archives import loading_error, replaced
-from hwfsdp.checkpoint.boxes import Box, intersection, within
+from hwfsdp.checkpoint.boxes import intersection, whole, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
-from hwfsdp.checkpoint.messages import KeyPath, damaged, listed, refusal, refuse, show, told
+from hwfsdp.checkpoint.messages import KeyPath, damaged, listed, refusal, refuse, told
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum, check_writable, part_of
-from hwfsdp.checkpoint.traverse import Leaf, leaves_of, traverse_state_dict
+from hwfsdp.checkpoint.traverse import Leaf, flat_key, leaves_of, traverse_state_dict
 from hwfsdp.errors import CheckpointError
 
 _WHAT = "DCP checkpoint"
@@ -146,15 +146,12 @@ def load(
 def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
     """Return the entries by DCP's keys."""
     entries: dict[str, Leaf] = {}
+    paths: dict[str, KeyPath] = {}
 
     def visit(path: KeyPath, value: Any) -> None:
-        if isinstance(value, Mapping):
-            return  # it is empty
-        name = ".".join(map(str, path))
-        if name in entries:
-            got = f"{name!r}; {show(entries[name].path)} has the same name"
-            refuse(path, "a flat key of its own", got, "Rename one of the two.")
-        entries[name] = Leaf(path, value)
+        if not isinstance(value, Mapping):  # DCP stores no empty dict
+            key = flat_key(path, paths)
+            entries[key], paths[key] = Leaf(path, value), path
 
     traverse_state_dict(state_dict, visit, lambda item: isinstance(item, Tensor))
     return entries
@@ -253,9 +250,8 @@ class _BoxPlanner(DefaultSavePlanner):
 def _write_items(key: str, value: Any) -> list[WriteItem]:
     if not isinstance(value, Tensor):
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
-    box = box_of(value)
-    if value.numel() == 0:  # written once nevertheless: a load needs its shape
-        box = Box((0,) * value.ndim, tuple(value.shape))
+    # A tensor without elements is written nevertheless: a load needs its shape.
+    box = box_of(value) if value.numel() else whole(value.shape)
     if box is None:
         return []
     kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.checkpoint.archives import load_archive
+from hwfsdp.checkpoint.blocks import write_small_file
 from hwfsdp.checkpoint.boxes import Box, find_fault
 from hwfsdp.checkpoint.messages import damaged, told
 
@@ -153,7 +154,8 @@ def read_metadata(directory: Path) -> Manifest:
 
 def write_digest(directory: Path) -> None:
     """Write a checksum of the metadata into a file that torch ignores. The metadata itself has no checksum."""
-    (directory / DIGEST).write_text(hashlib.sha256((directory / METADATA).read_bytes()).hexdigest() + "\n")
+    digest = hashlib.sha256((directory / METADATA).read_bytes()).hexdigest()
+    write_small_file(directory / DIGEST, f"{digest}\n".encode())
 
 
 def _check_digest(path: Path, data: bytes) -> None:

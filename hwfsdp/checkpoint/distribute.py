@@ -252,13 +252,11 @@ def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
 
 def _buffer_for(plan: Plan, source: dict[KeyPath, Any], way: torch.device) -> Tensor:
     """Allocate a buffer, in bytes, for the largest tensor of the plan. The source does not count tensors that it can send in place."""
-    infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
-    sizes = [
-        info.nbytes
-        for path, info in infos.items()
-        if path not in source or not _lies_ready(source[path], way)
-    ]
-    return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=way)
+    sizes = [0]
+    for path, info in plan.items():
+        if isinstance(info, TensorInfo) and not (path in source and _lies_ready(source[path], way)):
+            sizes.append(info.nbytes)
+    return torch.empty(max(sizes), dtype=torch.uint8, device=way)
 
 
 def _lies_ready(tensor: Tensor, way: torch.device) -> bool:

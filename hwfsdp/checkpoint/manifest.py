@@ -40,6 +40,8 @@ ALIGNMENT = 64  # bytes; every chunk begins at a multiple
 LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # most bytes of a manifest, of a block
 SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
 _HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
+# how pickles begin, and the files of torch.save
+PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 KINDS = ("dict", "list", "tuple")
 
 
@@ -217,7 +219,7 @@ def parse_json(data: bytes, file: Path) -> Any:
     Raises:
         CheckpointError: the data is something else.
     """
-    if data[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+    if data[:2] in PICKLES:
         raise damaged(file, "JSON", "a pickle, which is never opened", 0)
     try:
         tree = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)

@@ -18,7 +18,7 @@ from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import check_data, check_kind, check_writable, identity_of, part_of
-from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of, rebuild
+from hwfsdp.checkpoint.traverse import child_of, container_kind, containers_in, items_of, leaves_of, rebuild
 from hwfsdp.checkpoint.values import decode
 
 
@@ -71,18 +71,11 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
 
 def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Manifest) -> None:
     """Raise an error if a dict meets a sequence, or a container meets a leaf."""
-    known: dict[KeyPath, Any] = {(): state_dict}
-    for path in leaves:
-        for n in range(1, len(path)):
-            if path[:n] not in known:
-                known[path[:n]] = child_of(known[path[: n - 1]], path[n - 1])
-    known.update({path: leaf for path, leaf in leaves.items() if items_of(leaf) is not None})
-    for path, tree in known.items():
-        kind = "dict" if not isinstance(tree, list | tuple) else "list"
+    for path, tree in containers_in(state_dict, leaves.items()).items():
         saved = manifest.containers.get(path)
         if path in manifest.entries:
             refuse(path, f"a {type(tree).__name__}, as in the state dict", str(manifest.entries[path]))
-        if saved is not None and (saved == "dict") != (kind == "dict"):
+        if saved is not None and (saved == "dict") != (container_kind(tree) == "dict"):
             refuse(path, f"a {type(tree).__name__}, as in the state dict", f"a {saved}")
     for path, leaf in leaves.items():
         if items_of(leaf) is None and path in manifest.containers:

@@ -62,9 +62,8 @@ def damaged(
         offset: the byte at which the damage is or begins. key: the entry concerned, as Python code would index it.
     """
     subject = str(file) if offset is None else f"{file}, byte {offset}"
-    error = CheckpointError(
-        f"{subject}, {key}" if key else subject, expected=expected, got=got, remedy=remedy
-    )
+    subject = f"{subject}, {key}" if key else subject
+    error = CheckpointError(subject, expected=expected, got=got, remedy=remedy)
     return error.at(file, key, offset)
 
 

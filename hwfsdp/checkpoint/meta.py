@@ -45,14 +45,14 @@ from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.messages import KeyPath, listed, refuse, show
 from hwfsdp.checkpoint.optimizer_state import init_optimizer_state
-from hwfsdp.checkpoint.tensors import is_expanded, memory_of
+from hwfsdp.checkpoint.tensors import is_expanded, local_shape_of, memory_of
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.compat import dtensor, is_sharded_tensor, storage_key
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError, UnsupportedError
 from hwfsdp.features.offload import is_offloaded
-from hwfsdp.layout.extents import compute_local_shape_and_global_offset, compute_local_stride
+from hwfsdp.layout.extents import compute_local_stride
 
 __all__ = ["check_materialized", "init_meta_model", "init_optimizer_state", "init_state_dict"]
 
@@ -273,11 +273,7 @@ class _Rooms:
         memory = memory_of(tensor).detach()
         if not isinstance(tensor, DTensor):
             return self._alike(memory, device)
-        shape = tuple(memory.shape)
-        if tensor.device_mesh.get_coordinate() is not None:
-            shape = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )[0]
+        shape = local_shape_of(tensor)
         if shape == tuple(memory.shape):
             local = self._alike(memory, device)
         else:  # Note [Whose shape]

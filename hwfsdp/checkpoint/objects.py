@@ -60,9 +60,9 @@ def _parts_of(value: Any) -> Parts:
         return []
     if isinstance(value, Tensor):
         return attributes_of(value)
-    if isinstance(value, tuple) or type(value) in (dict, list, set, frozenset):
-        return _items_of(value) + attributes_of(value)
-    if getattr(value, "__deepcopy__", None) is not None:  # it may do anything; probably it copies these parts
+    plain = isinstance(value, tuple) or type(value) in (dict, list, set, frozenset)
+    # A __deepcopy__ may do anything; probably it copies these parts.
+    if plain or getattr(value, "__deepcopy__", None) is not None:
         return _items_of(value) + attributes_of(value)
     reduce = copyreg.dispatch_table.get(type(value))
     reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)

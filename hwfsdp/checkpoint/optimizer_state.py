@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.messages import refusal, told
 from hwfsdp.checkpoint.tensors import part_of
-
 from hwfsdp.compat import wrap_like
 from hwfsdp.errors import FSDPError, UnsupportedError
 
@@ -40,15 +39,13 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
             Then the optimizer stays as it was.
     """
     step = _plain_step(optimizer)
-    pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
-    todo = [
-        (group, param) for group, param in pairs if param.requires_grad and not optimizer.state.get(param)
-    ]
     done: list[Tensor] = []
     try:
-        for group, param in todo:
-            done.append(param)
-            _step_alone(optimizer, step, group, param)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not optimizer.state.get(param):
+                    done.append(param)
+                    _step_alone(optimizer, step, group, param)
     except Exception as error:
         for param in done:
             optimizer.state.pop(param, None)
@@ -58,10 +55,8 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
-    remedy = "Take one training step, and load the checkpoint afterwards."
-    return refusal(
-        f"init_optimizer_state({type(optimizer).__name__})", expected, got, remedy, UnsupportedError
-    )
+    what, remedy = type(optimizer).__name__, "Take one training step, and load the checkpoint afterwards."
+    return refusal(f"init_optimizer_state({what})", expected, got, remedy, UnsupportedError)
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:

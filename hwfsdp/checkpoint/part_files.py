@@ -154,16 +154,14 @@ def _check_optimizer(pair: tuple[Any, Any], path: KeyPath, file: str) -> None:
     whole, chunks = pair
     state, groups = whole.get("state"), whole.get("param_groups")
     _expect(isinstance(state, dict), file, (*path, "state"), "a dict", state)
-    fits = isinstance(groups, list) and all(map(_is_group, groups))
+    fits = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
     _expect(fits, file, (*path, "param_groups"), 'a list of dicts with "params"', groups)
     for key, chunk in chunks.items():
         fits = isinstance(key, tuple) and len(key) == 2
         _expect(fits, file, (*path, key), "(param index, key)", key)
         _check_chunk(chunk, (*path, "state", *key), file)
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
 def _check_chunk(chunk: Any, path: KeyPath, file: str) -> None:

@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.archives import loading_error
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
-from hwfsdp.checkpoint.messages import KeyPath, refuse, show
+from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
-from hwfsdp.checkpoint.tensors import check_data
+from hwfsdp.checkpoint.tensors import check_data, check_no_sum
 from hwfsdp.checkpoint.traverse import brief, items_of, map_leaves
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import WrongTypeError
@@ -166,10 +166,8 @@ class _OptimizerPlaces:
         if isinstance(param, Tensor) and param.is_meta:
             expected, remedy = "parameters with memory", "Load its model in the same call, or before."
             refuse((*self.path, "state", index, key), expected, "one on the meta device", remedy)
-        if like is not None and any(isinstance(placement, Partial) for placement in like.placements):
-            refuse_kind(
-                show((*self.path, "state", index, key)), like, "a placement that says who has which values"
-            )
+        if like is not None:
+            check_no_sum((*self.path, "state", index, key), like)
 
     def _place(self, index: Any, key: Any) -> Any:
         """Return the optimizer's present value at this place; None if there is none."""

@@ -24,7 +24,6 @@ Left out: shared memory. Tied weights are two entries with the same values.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import prod
@@ -44,17 +43,20 @@ COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
 RESERVED = ("model", "optimizer", COUNT_KEY, VERSION_KEY, ID_KEY)
 
 
-# --- Dealing out -------------------------------------------------------------------------------------------
+# --- Dividing ----------------------------------------------------------------------------------------------
 
 
-class Deal(NamedTuple):
-    """The division of entries among ranks: `holders` has the rank of each whole entry, `cut` has the keys of the entries in chunks.
+class Division(NamedTuple):
+    """The entries of a model, or the state of an optimizer, divided among ranks.
 
-    For a model, the keys are names. For an optimizer, `holders` has param indices, and `cut` has pairs (param index, key).
+    Attributes:
+        whole: the entries that stay whole, by name; for an optimizer, the states of the parameters, by index.
+        holders: the rank that writes each of them. cut: the large tensors, by name; for an optimizer, by (param index, key).
     """
 
+    whole: dict[Any, Any]
     holders: dict[Any, int]
-    cut: set[Any]
+    cut: dict[Any, Tensor]
 
 
 def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
@@ -63,15 +65,10 @@ def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
     Args:
         sizes: bytes by key. loads: bytes that each rank has already; the bytes of the entries are added.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
     holders = {}
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        load, rank = heap[0]
-        holders[key] = rank
-        heapq.heapreplace(heap, (load + size, rank))
-    for load, rank in heap:
-        loads[rank] = load
+        holders[key] = loads.index(min(loads))
+        loads[holders[key]] += size
     return holders
 
 
@@ -87,26 +84,28 @@ def is_large(value: Any, large_bytes: int) -> bool:
     return is_dense and value.numel() * value.element_size() > large_bytes
 
 
-def deal_model(
+def divide_model(
     state: Mapping[str, Any], buffers: Collection[str], loads: list[int], large_bytes: int
-) -> Deal:
+) -> Division:
     """Divide a model's state dict among ranks. Rank 0 gets all `buffers`, whatever their size."""
-    cut = {name for name, value in state.items() if name not in buffers and is_large(value, large_bytes)}
-    whole = {name: bytes_in(value) for name, value in state.items() if name not in cut}
+    large = {name for name, value in state.items() if is_large(value, large_bytes)}.difference(buffers)
+    cut = {name: value for name, value in state.items() if name in large}
+    whole = {name: value for name, value in state.items() if name not in large}
     mine = {name: 0 for name in whole if name in buffers}
-    loads[0] += sum(whole[name] for name in mine)
-    return Deal(mine | deal({name: size for name, size in whole.items() if name not in mine}, loads), cut)
+    loads[0] += sum(bytes_in(whole[name]) for name in mine)
+    sizes = {name: bytes_in(value) for name, value in whole.items() if name not in mine}
+    return Division(whole, mine | deal(sizes, loads), cut)
 
 
-def deal_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Deal:
-    """Divide the "state" of an optimizer's state dict among ranks; `cut` has pairs (param index, key)."""
-    cut, sizes = set(), {}
+def divide_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Division:
+    """Divide the "state" of an optimizer's state dict among ranks."""
+    whole, cut = dict(state), dict[Any, Tensor]()
     for index, entry in state.items():
-        items = entry.items() if isinstance(entry, Mapping) else ()
-        large = {(index, key) for key, value in items if is_large(value, large_bytes)}
-        sizes[index] = bytes_in(entry) - sum(bytes_in(entry[key]) for _, key in large)
-        cut |= large
-    return Deal(deal(sizes, loads), cut)
+        if isinstance(entry, Mapping):
+            large = {key: value for key, value in entry.items() if is_large(value, large_bytes)}
+            cut |= {(index, key): value for key, value in large.items()}
+            whole[index] = {key: value for key, value in entry.items() if key not in large}
+    return Division(whole, deal({index: bytes_in(entry) for index, entry in whole.items()}, loads), cut)
 
 
 # --- Making a part -----------------------------------------------------------------------------------------
@@ -137,39 +136,15 @@ def kept(value: Any, keep: bool) -> Any:
     return map_leaves(take, value)
 
 
-def part_of_model(
-    state: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's part of a model: whole entries, chunks. All ranks gather DTensors one at a time, in the state dict's order."""
-    whole: OrderedDict[str, Any] = OrderedDict()
-    chunks: dict[str, Any] = {}
-    for name, value in state.items():
-        if name in dealt.cut:
-            chunks[name] = chunk_of(value, rank, world_size)
-            continue
-        taken = kept(value, dealt.holders[name] == rank)
-        if dealt.holders[name] == rank:
-            whole[name] = taken
+def part_of(dealt: Division, rank: int, world_size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return this rank's part: whole entries, chunks. All ranks gather DTensors one at a time, in the same order."""
+    chunks = {key: chunk_of(value, rank, world_size) for key, value in dealt.cut.items()}
+    whole: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in dealt.whole.items():
+        taken = kept(value, dealt.holders[key] == rank)
+        if dealt.holders[key] == rank:
+            whole[key] = taken
     return whole, chunks
-
-
-def part_of_optimizer(
-    state_dict: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return this rank's part of an optimizer: its share of the state and all other entries; chunks."""
-    chunks: dict[Any, Any] = {}
-    state: OrderedDict[Any, Any] = OrderedDict()
-    for index, entry in state_dict["state"].items():
-        rest = entry
-        if isinstance(entry, Mapping):
-            large = {key: value for key, value in entry.items() if (index, key) in dealt.cut}
-            chunks |= {(index, key): chunk_of(value, rank, world_size) for key, value in large.items()}
-            rest = {key: value for key, value in entry.items() if key not in large}
-        taken = kept(rest, dealt.holders[index] == rank)
-        if dealt.holders[index] == rank:
-            state[index] = taken
-    others = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
-    return {"state": state, **others}, chunks
 
 
 # --- Whole again -------------------------------------------------------------------------------------------
@@ -179,17 +154,17 @@ class Cut:
     """A tensor whose chunks are not put together yet.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype: of the whole tensor. chunks: in the order of ranks; some may be empty.
     """
 
-    def __init__(self, size: Sequence[int], chunks: list[Tensor]) -> None:
-        self.shape, self.dtype = torch.Size(size), chunks[0].dtype
-        self.chunks = [chunk for chunk in chunks if chunk.numel()] or chunks[:1]
+    def __init__(self, size: Sequence[int], first: Tensor) -> None:
+        self.shape, self.dtype = torch.Size(size), first.dtype
+        self.chunks = [first]
 
     def whole(self) -> Tensor:
         """Return the tensor, on the device of its first chunk. If there is only one chunk, it is a view of the chunk."""
-        first = self.chunks[0]
-        rest = [chunk.to(first.device) for chunk in self.chunks[1:]]
+        first, *others = [chunk for chunk in self.chunks if chunk.numel()] or self.chunks[:1]
+        rest = [chunk.to(first.device) for chunk in others]
         return (torch.cat([first, *rest]) if rest else first).detach().view(self.shape)
 
 
@@ -212,8 +187,7 @@ class _Entries:
     """Collects the entries of all models and of the states of all optimizers, by their paths, part by part."""
 
     def __init__(self) -> None:
-        self.whole: dict[KeyPath, Any] = {}
-        self.chunks: dict[KeyPath, list[tuple[Sequence[int], Tensor]]] = {}
+        self.entries: dict[KeyPath, Any] = {}  # a `Cut` for a tensor in chunks
         self.files: dict[KeyPath, str] = {}  # the first file that has the entry
 
     def add_part(self, part: dict[str, Any], file: str) -> None:
@@ -232,39 +206,34 @@ class _Entries:
         if path in self.files:
             expected = f"the entry in one part only; it is in {self.files[path]}"
             raise damaged(file, expected, "the entry again", key=show(path))
-        self.whole[path], self.files[path] = value, file
+        self.entries[path], self.files[path] = value, file
 
     def add_state(self, path: KeyPath, entry: Any, file: str) -> None:
         """Add a parameter's state, one entry for each key. A state that is not a dict, or is an empty dict, is one entry."""
         if not isinstance(entry, dict):
             self.add(path, entry, file)
         elif not entry:
-            self.whole.setdefault(path, {})
+            self.entries.setdefault(path, {})
         else:
             for key, value in entry.items():
                 self.add((*path, key), value, file)
 
     def add_chunk(self, path: KeyPath, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
-        if path in self.whole:
-            self.add(path, None, file)  # this raises the error
-        before = self.chunks.setdefault(path, [])
-        kind, first = ((tuple(size), values.dtype) for size, values in (chunk, (before or [chunk])[0]))
-        if kind != first:
-            expected = f"a chunk of {first[0]}, {first[1]}, as {self.files[path]} has"
-            raise damaged(file, expected, f"one of {kind[0]}, {kind[1]}", key=show(path))
-        before.append(chunk)
-        self.files.setdefault(path, file)
+        (size, values), cut = chunk, self.entries.get(path)
+        if not isinstance(cut, Cut):
+            self.add(path, Cut(size, values), file)  # raises an error if the entry is whole
+        elif (tuple(size), values.dtype) != (tuple(cut.shape), cut.dtype):
+            expected = f"a chunk of {tuple(cut.shape)}, {cut.dtype}, as {self.files[path]} has"
+            raise damaged(file, expected, f"one of {tuple(size)}, {values.dtype}", key=show(path))
+        else:
+            cut.chunks.append(values)
 
-    def all(self) -> dict[KeyPath, Any]:
-        """Return every entry by its path. Raise an error if chunks do not add up."""
-        cut = {}
-        for path, chunks in self.chunks.items():
-            size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
-            if elements != prod(size):
-                expected = f"chunks of {prod(size)} elements in all parts, for shape {tuple(size)}"
+    def check_complete(self) -> None:
+        """Raise an error if chunks do not add up."""
+        for path, cut in self.entries.items():
+            if isinstance(cut, Cut) and (elements := sum(map(len, cut.chunks))) != prod(cut.shape):
+                expected = f"chunks of {prod(cut.shape)} elements in all parts, for shape {tuple(cut.shape)}"
                 raise damaged(self.files[path], expected, f"{elements}", key=show(path))
-            cut[path] = Cut(size, [values for _, values in chunks])
-        return self.whole | cut
 
 
 def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
@@ -281,16 +250,16 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
     for file, part in parts.items():
         _check_same_save(first_file, first, file, part)
         found.add_part(part, file)
+    found.check_complete()
     models: list[dict[str, Any]] = [{} for _ in first["model"]]
     optimizers: list[dict[str, Any]] = [{**whole, "state": {}} for whole, _ in first["optimizer"]]
-    for path, value in sorted(found.all().items(), key=lambda item: len(item[0])):
+    for path, value in sorted(found.entries.items(), key=lambda item: len(item[0])):
         tree: Any = (models if path[0] == "model" else optimizers)[path[1]]
         for n, key in enumerate(path[2:-1], 3):
             tree = tree.setdefault(key, {})
             if not isinstance(tree, dict):
-                raise damaged(
-                    found.files[path], "a dict in every part or in none", "both", key=show(path[:n])
-                )
+                expected = "a dict in every part or in none"
+                raise damaged(found.files[path], expected, "both", key=show(path[:n]))
         tree[path[-1]] = value
     for optimizer in optimizers:
         if all(isinstance(index, int) for index in optimizer["state"]):

@@ -202,7 +202,7 @@ class _Save:
         self.models: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.others: dict[Any, Any] = {}
-        self.deals: tuple[list[partition.Deal], list[partition.Deal]] = ([], [])
+        self.deals: tuple[list[partition.Division], list[partition.Division]] = ([], [])
 
     @property
     def tree(self) -> dict[Any, Any]:
@@ -222,8 +222,8 @@ class _Save:
         loads = [0] * len(self.ranks)
         named = zip(self.models, map(buffers_of, modules))
         self.deals = (
-            [partition.deal_model(state, buffers, loads, LARGE_BYTES) for state, buffers in named],
-            [partition.deal_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
+            [partition.divide_model(state, buffers, loads, LARGE_BYTES) for state, buffers in named],
+            [partition.divide_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
         )
         listing = [(show(path), describe_entry(value)) for path, value in leaves_of(self.tree)]
         dealt = [(each.holders, sorted(map(repr, each.cut))) for each in (*self.deals[0], *self.deals[1])]
@@ -253,11 +253,13 @@ class _Save:
     def part(self, save_id: str) -> dict[Any, Any]:
         """Make this rank's part. All ranks gather DTensors in it."""
         head = {partition.COUNT_KEY: len(self.ranks), partition.VERSION_KEY: partition.VERSION}
-        part: dict[Any, Any] = {**head, partition.ID_KEY: save_id}
-        models, optimizers = zip(self.models, self.deals[0]), zip(self.optimizers, self.deals[1])
         at = self.rank, len(self.ranks)
-        part["model"] = [partition.part_of_model(*each, *at) for each in models]
-        part["optimizer"] = [partition.part_of_optimizer(*each, *at) for each in optimizers]
+        models, states = ([partition.part_of(each, *at) for each in deals] for deals in self.deals)
+        optimizers: list[Any] = []
+        for state_dict, (whole, chunks) in zip(self.optimizers, states):
+            rest = {key: partition.kept(value, True) for key, value in state_dict.items() if key != "state"}
+            optimizers.append(({"state": whole, **rest}, chunks))
+        part: dict[Any, Any] = {**head, partition.ID_KEY: save_id, "model": models, "optimizer": optimizers}
         return part | (partition.kept(self.others, True) if self.rank == 0 else {})
 
     def write(self, part: dict[Any, Any], directory: Path) -> None:

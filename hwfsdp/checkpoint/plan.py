@@ -35,7 +35,7 @@ from hwfsdp.checkpoint.manifest import (
 )
 from hwfsdp.checkpoint.messages import KeyPath, refusal, refuse, show
 from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
-from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of
+from hwfsdp.checkpoint.traverse import container_kind, containers_in, items_of, leaves_of
 from hwfsdp.checkpoint.values import dtype_named, encode
 from hwfsdp.compat import is_shard
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
@@ -105,17 +105,13 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
     """
     if not isinstance(state_dict, Mapping):
         refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
-    containers: dict[KeyPath, str] = {(): "dict"}
+    leaves = leaves_of(state_dict)
     entries: list[dict[str, Any]] = []
     tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
-    for path, value in leaves_of(state_dict):
+    for path, value in leaves:
         _check_keys(path)
-        is_empty = items_of(value) is not None  # a container without entries
-        for above in (path[:n] for n in range(1, len(path) + is_empty)):
-            if above not in containers:
-                containers[above] = _kind_at(state_dict, above)
-        if is_empty:
+        if items_of(value) is not None:  # a container without entries
             continue
         if not isinstance(value, Tensor):
             entries.append({"path": path, "value": _encoded(path, value)})
@@ -134,14 +130,8 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
                 if _has_replicas(value, world_size):
                     entry["crc32"] = zlib.crc32(view_bytes(part))
         entries.append(entry)
-    kinds = [[path, kind] for path, kind in containers.items()]
+    kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict, leaves).items()]
     return LocalParts({"containers": kinds, "entries": entries}, tensors)
-
-
-def _kind_at(tree: Any, path: KeyPath) -> str:
-    for key in path:
-        tree = child_of(tree, key)
-    return "list" if isinstance(tree, list) else "tuple" if isinstance(tree, tuple) else "dict"
 
 
 def _check_keys(path: KeyPath) -> None:
@@ -203,10 +193,8 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
 
 def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
     """Return the path of another tensor that has the same memory, if this is so on every rank that has a part of it; else None."""
-    aliases = {
-        tuple(entry["alias"]) if "alias" in entry else None for entry in by_rank if entry["box"] is not None
-    }
-    return aliases.pop() if len(aliases) == 1 else None
+    aliases = {tuple(entry.get("alias", ())) for entry in by_rank if entry["box"] is not None}
+    return (aliases.pop() or None) if len(aliases) == 1 else None
 
 
 def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:

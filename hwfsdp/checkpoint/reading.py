@@ -25,7 +25,7 @@ from hwfsdp.checkpoint import matching
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, pieces_of, span_of, strides_of, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of
-from hwfsdp.checkpoint.matching import Match
+from hwfsdp.checkpoint.matching import Match, Need
 from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
@@ -47,12 +47,11 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
     """
     with ExitStack() as opened:
-        readers = _Readers(match.manifest, folder, opened)
+        readers = Readers(match.manifest, folder, opened)
         parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
         for need in matching.needs_of(match):
-            reader = readers.of(need.entry, need.chunk)
-            jobs += _jobs(reader, need.chunk.box, parts[need.entry.path], need.box, need.shared)
+            jobs += _jobs(readers.of(need.entry, need.chunk), need, parts[need.entry.path])
         with ThreadPoolExecutor(_THREADS) as pool:
 
             def run(job: Callable[[], None]) -> None:
@@ -111,45 +110,46 @@ def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
     }
 
 
-class _Readers:
-    """Open files of a save. Each file is opened and its header checked once."""
+class Readers:
+    """Open files of a save. Each file is opened and its header checked once. `opened` closes them."""
 
     def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
         self.manifest, self.folder, self.opened = manifest, folder, opened
         self.fds: dict[int, int] = {}
 
-    def of(self, entry: TensorEntry, chunk: Chunk) -> BlockReader:
-        file = self.manifest.files[chunk.file]
-        path = self.folder / file.name
-        if chunk.file not in self.fds:
-            fd = open_file(path, file.nbytes)
+    def open(self, index: int) -> int:
+        """Return a descriptor of the file with this index."""
+        if index not in self.fds:
+            file = self.manifest.files[index]
+            fd = open_file(self.folder / file.name, file.nbytes)
             self.opened.callback(os.close, fd)
-            check_header(fd, path, header_of(self.manifest.save_id, chunk.file))
-            self.fds[chunk.file] = fd
-        nbytes = chunk.box.numel * entry.dtype.itemsize
-        fd, block_bytes = self.fds[chunk.file], self.manifest.block_bytes
-        return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
+            check_header(fd, self.folder / file.name, header_of(self.manifest.save_id, index))
+            self.fds[index] = fd
+        return self.fds[index]
+
+    def of(self, entry: TensorEntry, chunk: Chunk) -> BlockReader:
+        fd, path = self.open(chunk.file), self.folder / self.manifest.files[chunk.file].name
+        nbytes, key = chunk.box.numel * entry.dtype.itemsize, show(entry.path)
+        return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
 
 
-def _jobs(
-    reader: BlockReader, chunk: Box, part: Tensor, box: Box, shared: Box
-) -> Iterator[Callable[[], None]]:
+def _jobs(reader: BlockReader, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
     """Yield functions that read the elements that a chunk and this rank's box share (Note [From boxes to bytes])."""
-    itemsize = part.dtype.itemsize
-    first, last = span_of(within(shared, box), box.shape)
-    if shared == chunk and last - first == shared.numel:
+    chunk, itemsize = need.chunk.box, part.dtype.itemsize
+    first, last = span_of(within(need.shared, need.box), need.box.shape)
+    if need.shared == chunk and last - first == chunk.numel:
         memory = _memory(part)[first * itemsize : last * itemsize]
         step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
         for start in range(0, len(memory), step):
             yield partial(reader.read, memory[start : start + step], start)
         return
-    for piece in pieces_of(within(shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
-        yield partial(_read_piece, reader, chunk, piece, part, box)
+    for piece in pieces_of(within(need.shared, chunk), chunk.shape, max(1, _PIECE_BYTES // itemsize)):
+        yield partial(_read_piece, reader, need, piece, part)
 
 
-def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:
+def _read_piece(reader: BlockReader, need: Need, piece: Box, part: Tensor) -> None:
     """Read one piece, which is a box within the chunk, into its place."""
-    itemsize = part.dtype.itemsize
+    chunk, itemsize = need.chunk.box, part.dtype.itemsize
     first, last = span_of(piece, chunk.shape)
     start, stop = reader.covering(first * itemsize, last * itemsize)
     buffer = torch.empty(stop - start, dtype=torch.uint8)
@@ -157,7 +157,7 @@ def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: 
     values = buffer.view(part.dtype)
     found = values.as_strided(piece.shape, strides_of(chunk.shape), first - start // itemsize)
     offset = tuple(a + b for a, b in zip(piece.offset, chunk.offset))
-    part[within(Box(offset, piece.shape), box).slices] = found
+    part[within(Box(offset, piece.shape), need.box).slices] = found
 
 
 def _memory(dense: Tensor) -> memoryview:

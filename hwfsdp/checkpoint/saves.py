@@ -57,9 +57,8 @@ def find_saves(path: Path) -> list[str]:
     if not path.is_dir():
         return []
     ids = [entry.name for entry in path.iterdir() if SAVE_ID.fullmatch(entry.name)]
-    return sorted(
-        (i for i in ids if (path / i / MANIFEST).is_file()), key=lambda i: (int(i.split("-")[0]), i)
-    )
+    finished = [save_id for save_id in ids if (path / save_id / MANIFEST).is_file()]
+    return sorted(finished, key=lambda save_id: (int(save_id.split("-")[0]), save_id))
 
 
 def newest(path: Path) -> Path | None:
@@ -123,21 +122,24 @@ def read_manifest(current: Current) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the save has exactly the files of its manifest."""
+def find_complete(path: Path) -> tuple[Path, Manifest]:
+    """Find the save that counts, and check that it has exactly the files of its manifest. Return its directory and its manifest.
+
+    Raises:
+        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing, or there is another one.
+    """
+    current = find_current(path)
+    folder, manifest = current.folder, read_manifest(current)
     expected = {MANIFEST, *(file.name for file in manifest.files)}
     found = {entry.name for entry in folder.iterdir()}
     for name in sorted(expected - found):
         raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
     for name in sorted(found - expected):
         raise damaged(folder / name, "only files that the manifest lists", "one that it does not")
+    return folder, manifest
 
 
 # --- Writing -----------------------------------------------------------------------------------------------
-
-
-def _kind_of(path: Path) -> str:
-    return "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -149,7 +151,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        refuse(path, "a directory, or nothing", _kind_of(path), "Choose another path.")
+        got = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        refuse(path, "a directory, or nothing", got, "Choose another path.")
     if overwrite:
         return
     saves = find_saves(path)

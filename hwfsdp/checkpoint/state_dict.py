@@ -46,6 +46,7 @@ from hwfsdp.checkpoint.tensors import (
     check_owners,
     describe_shards,
     join_shards,
+    memory_of,
     part_of,
     shards_in,
 )
@@ -324,9 +325,7 @@ def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, cast:
     _check_pair(path, value, target, cast)
     if isinstance(value, Tensor):
         for to, source in zip(shards_in(target), shards_in(value)):
-            if isinstance(to, DTensor) and isinstance(source, DTensor):
-                to, source = to.to_local(), source.to_local()
-            to.copy_(source, non_blocking=non_blocking)
+            memory_of(to).copy_(memory_of(source), non_blocking=non_blocking)
         return target
     return value
 

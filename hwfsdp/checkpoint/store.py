@@ -30,9 +30,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,12 @@ from torch import Tensor, nn
 from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, finish_saves, queue
-from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry, header_of
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.matching import Match, fill, match
 from hwfsdp.checkpoint.messages import KeyPath, show
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.plan import shares_of
-from hwfsdp.checkpoint.reading import read_tensors
+from hwfsdp.checkpoint.reading import Readers, read_tensors
 from hwfsdp.checkpoint.saving import Target, save_agreed
 from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError
@@ -153,27 +154,20 @@ def load(
             error, and the target is not changed.
     """
     with NewMemory(state_dict, device, model) as target:
-        request = _Request(target, strict, allow_cast)
-        _load_current(Agreement(process_group, "load"), request, Path(path).absolute())
+        options = {"strict": strict, "allow_cast": allow_cast}
+        _load_current(Agreement(process_group, "load"), target, Path(path).absolute(), options)
     return state_dict
 
 
 # --- One load, step by step --------------------------------------------------------------------------------
 
 
-class _Request(NamedTuple):
-    """The arguments of a load."""
-
-    target: NewMemory
-    strict: bool
-    allow_cast: bool
-
-
-def _load_current(agreement: Agreement, request: _Request, path: Path) -> None:
+def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, bool]) -> None:
     save_id, digest = _find(agreement, path)
     while True:
+        folder = path if path.name == save_id else path / save_id
         try:
-            _load_save(agreement, request, path, save_id, digest)
+            _load_save(agreement, target, saves.Current(folder, digest), options)
             return
         except CheckpointError as error:
             if error.file is None:  # for example, a rank is lost
@@ -187,30 +181,28 @@ def _find(agreement: Agreement, path: Path) -> list[Any]:
     """Return the id of the save that counts, and the hash of its manifest, as the leader sees them."""
 
     def choose(_: list[Any]) -> list[Any]:
-        current = saves.find_current(path)
-        manifest = saves.read_manifest(current)
-        saves.check_files(current.folder, manifest)
-        return [[current.folder.name, manifest.digest]] * agreement.size
+        folder, manifest = saves.find_complete(path)
+        return [[folder.name, manifest.digest]] * agreement.size
 
     found: list[Any] = agreement.step("finding", lambda: None, choose)
     return found
 
 
-def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str, digest: str) -> None:
+def _load_save(
+    agreement: Agreement, target: NewMemory, current: saves.Current, options: dict[str, bool]
+) -> None:
     matched: list[Match] = []
     parts: dict[KeyPath, Tensor] = {}
-    folder = path if path.name == save_id else path / save_id
-    target, strict, allow_cast = request
 
     def match_mine() -> None:
-        manifest = saves.read_manifest(saves.Current(folder, digest))
+        manifest = saves.read_manifest(current)
         target.give()
-        matched.append(match(target.state_dict, manifest, strict=strict, allow_cast=allow_cast))
+        matched.append(match(target.state_dict, manifest, **options))
         target.check_loaded(manifest.entries)
         matched[0].fresh.update(target.paths)
 
     def read_mine() -> None:
-        parts.update(read_tensors(matched[0], folder, agreement.check))
+        parts.update(read_tensors(matched[0], current.folder, agreement.check))
 
     agreement.step("matching", match_mine)
     agreement.step("reading", read_mine)
@@ -254,14 +246,14 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
     """
     current = saves.find_current(Path(path).absolute())
-    return _inspection(current, saves.read_manifest(current))
+    return _inspection(current.folder, saves.read_manifest(current))
 
 
-def _inspection(current: saves.Current, manifest: Manifest) -> Inspection:
+def _inspection(folder: Path, manifest: Manifest) -> Inspection:
     return Inspection(
-        path=current.folder,
+        path=folder,
         save_id=manifest.save_id,
-        saves=tuple(saves.find_saves(current.folder.parent)),
+        saves=tuple(saves.find_saves(folder.parent)),
         tensors={show(p): e for p, e in manifest.entries.items() if isinstance(e, TensorEntry)},
         values={
             show(p): decode(e.json_value) for p, e in manifest.entries.items() if isinstance(e, ValueEntry)
@@ -281,35 +273,23 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
         UsageError: there is no checkpoint.
         CheckpointError: names the first thing that is missing, damaged, or does not belong there, with file, key and offset.
     """
-    current = saves.find_current(Path(path).absolute())
-    manifest = saves.read_manifest(current)
-    saves.check_files(current.folder, manifest)
+    folder, manifest = saves.find_complete(Path(path).absolute())
     for index, share in enumerate(shares_of(manifest)):
-        _verify_file(current.folder, manifest, index, share)
-    return _inspection(current, manifest)
+        _verify_file(folder, manifest, index, share)
+    return _inspection(folder, manifest)
 
 
 def _verify_file(
     folder: Path, manifest: Manifest, index: int, share: list[tuple[TensorEntry, Chunk]]
 ) -> None:
-    file = manifest.files[index]
-    path, header = folder / file.name, header_of(manifest.save_id, index)
-    fd = blocks.open_file(path, file.nbytes)
-    try:
-        blocks.check_header(fd, path, header)
-        end = len(header)
+    """Read a file from the first byte to the last: the header, each chunk, and the zeros between them."""
+    with ExitStack() as opened:
+        readers = Readers(manifest, folder, opened)
+        fd, path, end = readers.open(index), folder / manifest.files[index].name, ALIGNMENT
         for entry, chunk in share:
             blocks.check_zeros(fd, path, end, chunk.at)
-            end = _verify_chunk(fd, path, entry, chunk, manifest.block_bytes)
-        blocks.check_zeros(fd, path, end, file.nbytes)
-    finally:
-        os.close(fd)
-
-
-def _verify_chunk(fd: int, path: Path, entry: TensorEntry, chunk: Chunk, block_bytes: int) -> int:
-    """Check every block of a chunk. Return the offset of the first byte after the chunk."""
-    nbytes = chunk.box.numel * entry.dtype.itemsize
-    reader = blocks.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
-    for start in range(0, nbytes, block_bytes):
-        reader.read(memoryview(bytearray(min(block_bytes, nbytes - start))), start)
-    return chunk.at + nbytes
+            reader = readers.of(entry, chunk)
+            for start in range(0, reader.nbytes, reader.block_bytes):
+                reader.read(memoryview(bytearray(min(reader.block_bytes, reader.nbytes - start))), start)
+            end = chunk.at + reader.nbytes
+        blocks.check_zeros(fd, path, end, manifest.files[index].nbytes)

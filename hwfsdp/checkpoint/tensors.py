@@ -40,6 +40,13 @@ def part_of(tensor: Tensor) -> Tensor:
     return memory_of(tensor).detach()
 
 
+def local_shape_of(tensor: DTensor) -> tuple[int, ...]:
+    """Return the shape that this rank's part has by the placements. Outside the mesh, it is the shape that the part has."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return tuple(local_of(tensor).shape)
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[0]
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the values as bytes, in row-major order. If the memory has this order already, the result is a view."""
     dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -60,14 +67,11 @@ def check_data(path: KeyPath, tensor: Tensor) -> None:
     if tensor.is_meta:
         got = f"one on the meta device, of shape {tuple(tensor.shape)}"
         refuse(path, "a tensor with data", got, "Materialize it first: to_empty, then initialize or load.")
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-        shape = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[0]
-        if tuple(tensor.to_local().shape) != shape:
-            expected = f"the local shape {shape} that {list(tensor.placements)} give this rank"
-            remedy = "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape."
-            refuse(path, expected, f"{tuple(tensor.to_local().shape)}", remedy)
-
     local = memory_of(tensor)
+    if isinstance(tensor, DTensor) and tuple(local.shape) != local_shape_of(tensor):
+        expected = f"the local shape {local_shape_of(tensor)} that {list(tensor.placements)} give this rank"
+        remedy = "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape."
+        refuse(path, expected, f"{tuple(local.shape)}", remedy)
     wraps: bool = is_traceable_wrapper_subclass(local)  # then the tensor has no memory of its own
     if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
         last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))

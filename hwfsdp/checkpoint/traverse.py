@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,11 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
 def child_of(tree: Any, key: Any) -> Any:
     """Return the child of a container under one of the keys that `items_of` returns."""
     return tree[key] if isinstance(tree, Mapping | list | tuple) else getattr(tree, key)
+
+
+def container_kind(container: Any) -> str:
+    """Return "list", "tuple" or "dict". A mapping or dataclass of any type is a dict."""
+    return "list" if isinstance(container, list) else "tuple" if isinstance(container, tuple) else "dict"
 
 
 def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
@@ -132,6 +137,18 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """
     found: list[Leaf] = []
     _Descent(lambda *leaf: found.append(Leaf(*leaf[:2])), lambda *_: None, True).map((), tree, ABSENT)
+    return found
+
+
+def containers_in(tree: Any, leaves: Iterable[tuple[KeyPath, Any]]) -> dict[KeyPath, Any]:
+    """Return all containers by path, the outermost one first. `leaves`: the result of `leaves_of(tree)`."""
+    found: dict[KeyPath, Any] = {(): tree}
+    for path, leaf in leaves:
+        for n in range(1, len(path)):
+            if path[:n] not in found:
+                found[path[:n]] = child_of(found[path[: n - 1]], path[n - 1])
+        if items_of(leaf) is not None:  # it is empty
+            found[path] = leaf
     return found
 
 
@@ -242,19 +259,10 @@ class FlatMapping(dict[str, KeyPath]):
     """The path of each flat key, in order, and the structure of the containers.
 
     Attributes:
-        structure: the containers of the state dict, with a slot in place of each leaf. It holds no tensor.
+        structure: the containers of the state dict, with None in place of each leaf. It holds no tensor.
     """
 
     structure: Any = None
-
-
-class _Slot:
-    """The place of a leaf."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], FlatMapping]:
@@ -268,17 +276,22 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     flat: dict[str, Any] = {}
     mapping = FlatMapping()
 
-    def move_out(path: KeyPath, value: Any, _: Any) -> _Slot:
-        key = ".".join(map(str, path))
-        if key in flat:
-            got = f"{key!r}; {show(mapping[key])} has the same name"
-            refuse(path, "a flat key of its own", got, "Rename one of the two.")
+    def move_out(path: KeyPath, value: Any, _: Any) -> None:
+        key = flat_key(path, mapping)
         flat[key] = value if items_of(value) is None else rebuild(value, {})
         mapping[key] = path
-        return _Slot(key)
 
     mapping.structure = map_leaves(move_out, state_dict, by_path=True)
     return flat, mapping
+
+
+def flat_key(path: KeyPath, known: Mapping[str, KeyPath]) -> str:
+    """Return the keys of the path, joined by dots. Raise an error if this is a known key, of another path."""
+    key = ".".join(map(str, path))
+    if key in known:
+        got = f"{key!r}; {show(known[key])} has the same name"
+        refuse(path, "a flat key of its own", got, "Rename one of the two.")
+    return key
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, KeyPath]) -> Any:
@@ -308,18 +321,18 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Ke
     return root.grown({} if structure is None else structure)
 
 
-class _Branch:
+class _Branch(dict[Any, Any]):
     """A container of the new state dict: its children by key, which are leaves or branches."""
 
-    def __init__(self) -> None:
-        self.items: dict[Any, Any] = {}
-
     def grown(self, like: Any) -> Any:
-        """Return a container with these children, of the type of `like`. If `like` is ABSENT, the keys decide between list and dict."""
+        """Return a container with these children, of the type of `like`. If `like` is None, the keys decide between list and dict."""
         shape = items_of(like) or {}
-        keys = [key for key in shape if key in self.items] + [key for key in self.items if key not in shape]
-        items = {key: _grown(self.items[key], shape.get(key, ABSENT)) for key in keys}
-        if like is ABSENT:
+        keys = [key for key in shape if key in self] + [key for key in self if key not in shape]
+        items = {}
+        for key in keys:
+            child = self[key]
+            items[key] = child.grown(shape.get(key)) if isinstance(child, _Branch) else child
+        if like is None:
             like = [] if all(type(key) is int and key >= 0 for key in items) else {}
         if isinstance(like, list | tuple) and not hasattr(like, "_fields"):
             items = {n: items.get(n) for n in range(1 + max(items, default=-1))}
@@ -328,16 +341,12 @@ class _Branch:
         return rebuild(like, items)
 
 
-def _grown(child: Any, like: Any) -> Any:
-    return child.grown(ABSENT if isinstance(like, _Slot) else like) if isinstance(child, _Branch) else child
-
-
 def _hang(root: _Branch, path: KeyPath, value: Any) -> None:
     """Put a leaf at its path."""
     branch: Any = root
     for key in path[:-1]:
-        branch = branch.items.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch
-    if not path or not isinstance(branch, _Branch) or branch.items.setdefault(path[-1], value) is not value:
+        branch = branch.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch
+    if not path or not isinstance(branch, _Branch) or branch.setdefault(path[-1], value) is not value:
         got = "one that is empty, or meets the path of another leaf"
         remedy = "Use the mapping that flatten_state_dict returned."
         refuse(f"the path {path!r} in the mapping", "a path of its own, of one key or more", got, remedy)

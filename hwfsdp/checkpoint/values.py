@@ -15,17 +15,9 @@ from typing import Any
 
 import torch
 
-# By type, a function that returns the JSON of a value. _READERS has the reverse functions.
-_WRITERS: dict[type, Callable[[Any], Any]] = {
-    bytes: lambda value: base64.b64encode(value).decode(),
-    bytearray: lambda value: base64.b64encode(value).decode(),
-    complex: lambda value: [value.real.hex(), value.imag.hex()],
-    torch.Size: list,
-    torch.dtype: lambda value: str(value).removeprefix("torch."),
-    torch.device: str,
-    torch.layout: lambda value: str(value).removeprefix("torch."),
-    torch.memory_format: lambda value: str(value).removeprefix("torch."),
-}
+
+def _name(constant: Any) -> str:
+    return str(constant).removeprefix("torch.")
 
 
 def _constant(kind: type) -> Callable[[Any], Any]:
@@ -40,21 +32,31 @@ def _constant(kind: type) -> Callable[[Any], Any]:
     return read
 
 
+def _base64(value: Any) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 def _complex(real: str, imag: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "bytes": lambda text: base64.b64decode(text, validate=True),
-    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-    "complex": lambda parts: _complex(*parts),
-    "Size": torch.Size,
-    "dtype": _constant(torch.dtype),
-    "device": torch.device,
-    "layout": _constant(torch.layout),
-    "memory_format": _constant(torch.memory_format),
+# By type, a function that returns the JSON of a value, and the reverse function.
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: (lambda value: str(float(value)), float),  # infinite, or not a number
+    bytes: (_base64, _bytes),
+    bytearray: (_base64, lambda text: bytearray(_bytes(text))),
+    complex: (lambda value: [value.real.hex(), value.imag.hex()], lambda parts: _complex(*parts)),
+    torch.Size: (list, torch.Size),
+    torch.dtype: (_name, _constant(torch.dtype)),
+    torch.device: (str, torch.device),
+    torch.layout: (_name, _constant(torch.layout)),
+    torch.memory_format: (_name, _constant(torch.memory_format)),
 }
+_READERS = {kind.__name__: read for kind, (_, read) in _FORMS.items()}
 
 dtype_named = _constant(torch.dtype)
 
@@ -67,13 +69,15 @@ def encode(value: Any) -> Any:
     """
     if isinstance(value, enum.Enum):  # it may be an int or str, too, and would come back as a plain one
         raise TypeError(type(value).__name__)
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"type": "float", "value": str(float(value))}
-    for kind, write in _WRITERS.items():
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    for kind, (write, _) in _FORMS.items():
         if isinstance(value, kind):
             return {"type": kind.__name__, "value": write(value)}
     raise TypeError(type(value).__name__)

@@ -16,7 +16,7 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from hwfsdp.checkpoint import load
+from hwfsdp.checkpoint import load, verify
 from hwfsdp.checkpoint.messages import show
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of, read_debug_level
-from hwfsdp.errors import FSDPError
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
 from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.layout import shard_of
 
@@ -109,13 +109,11 @@ def bits(tensor: Tensor) -> bytes:
 
 def exactly(state_dict: Any) -> list[Any]:
     """Every leaf of a state dict, in an order of its own, as something that is equal only if it is the same."""
-    return [
-        (
-            show(path),
-            (str(leaf.dtype), tuple(leaf.shape), bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf),
-        )
-        for path, leaf in leaves_of(state_dict)
-    ]
+
+    def as_it_is(leaf: Any) -> Any:
+        return (str(leaf.dtype), leaf.shape, bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+
+    return [(show(path), as_it_is(leaf)) for path, leaf in leaves_of(state_dict)]
 
 
 def emptied(state_dict: Any) -> Any:
@@ -135,6 +133,29 @@ def error_of(call: Callable[[], Any]) -> FSDPError | None:
         assert "\n" not in str(error), f"more than one line: {error}"
         return error
     return None
+
+
+class Damage:
+    """What `load` and `verify` say about a checkpoint of a state dict, each checked for what holds whatever the damage."""
+
+    def __init__(self, path: Path, state_dict: Any) -> None:
+        self.path = path
+        self.expected = exactly(state_dict)
+        self.target: Any = emptied(state_dict)
+        self.before = exactly(self.target)
+
+    def load(self) -> FSDPError | None:
+        error = error_of(lambda: load(self.target, self.path))
+        if error is None:
+            assert exactly(self.target) == self.expected, "a load that succeeds gives what was saved"
+            self.target = emptied(self.target)
+        else:
+            assert isinstance(error, CheckpointError | UsageError), repr(error)
+            assert exactly(self.target) == self.before, f"a load that fails leaves the target alone: {error}"
+        return error
+
+    def verify(self) -> FSDPError | None:
+        return error_of(lambda: verify(self.path))
 
 
 def state_dict_of(seed: int) -> dict[str, Any]:
@@ -162,51 +183,38 @@ SYSTEM_CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink")
 MESSAGES = ("send_bytes", "receive_bytes")
 
 
-class Tripwire:
+@contextmanager
+def tripwire(
+    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
+) -> Iterator[list[str]]:
     """Counts the calls of functions of `os` and of messages between ranks, in all threads; at one of them, acts.
 
     Args:
         at: the number of the call, counted from 0; None: only count.
         act: called with the function and its arguments, instead of it; returns what the function should.
+
+    Yields:
+        The names of the functions that were called, in this order.
     """
+    from hwfsdp.checkpoint import links
 
-    def __init__(self, at: int | None, act: Callable[..., Any]) -> None:
-        self.at, self.act = at, act
-        self.names: list[str] = []
-        self._lock = threading.Lock()
+    names: list[str] = []
+    lock = threading.Lock()
 
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                number = len(self.names)
-                self.names.append(name)
-            if number == self.at:
-                return self.act(function, *args, **kwargs)
-            return function(*args, **kwargs)
+            with lock:
+                number = len(names)
+                names.append(name)
+            return act(function, *args, **kwargs) if number == at else function(*args, **kwargs)
 
         return counted
 
-
-@contextmanager
-def tripwire(
-    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
-) -> Iterator[Tripwire]:
-    """Lays a `Tripwire` on these calls."""
-    from hwfsdp.checkpoint import links
-
-    wire = Tripwire(at, act)
-    patches = [
-        mock.patch.object(owner, name, wire.around(name, getattr(owner, name)))
-        for name in calls
-        for owner in [os if name in SYSTEM_CALLS else links]
-    ]
-    try:
-        for patch in patches:
-            patch.start()
-        yield wire
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+    with ExitStack() as patched:
+        for name in calls:
+            owner = os if name in SYSTEM_CALLS else links
+            patched.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
+        yield names
 
 
 # --- Ranks that may die --------------------------------------------------------------------------------------

@@ -51,15 +51,11 @@ class RankChecks(dict[str, Check]):
         assert not complaints, "\n".join(complaints)
 
     def _run(self, world_size: int, args: Any) -> list[dict[str, Any]]:
-        checks = {
-            name: functools.partial(_call, self.prepare, name, check, args) for name, check in self.items()
-        }
-        return run_together(checks, world_size)
+        return run_together({name: functools.partial(self._call, name, *args) for name in self}, world_size)
 
-
-def _call(prepare: Callable[..., tuple[Any, ...]], name: str, check: Check, args: Any) -> None:
-    """On a rank."""
-    check(*prepare(name, *args))
+    def _call(self, name: str, *args: Any) -> None:
+        """On a rank."""
+        self[name](*self.prepare(name, *args))
 
 
 def every_rank_says(value: Any) -> list[Any]:
@@ -68,7 +64,7 @@ def every_rank_says(value: Any) -> list[Any]:
     return said
 
 
-def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
+def raised(go: Callable[[], Any], kind: type[FSDPError] | tuple[type[FSDPError], ...] = UsageError) -> str:
     """The message, which is the same on all ranks, and one line."""
     with pytest.raises(kind) as info:
         go()

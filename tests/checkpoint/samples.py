@@ -23,6 +23,12 @@ class Pair(NamedTuple):
     second: Any = None
 
 
+@dataclasses.dataclass
+class Record:
+    first: Any
+    second: Any = None
+
+
 class Bomb:
     """Makes a directory when it is unpickled."""
 

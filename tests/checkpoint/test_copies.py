@@ -6,7 +6,6 @@ their traps that has to do with copying has a test of its own here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 from collections import OrderedDict, defaultdict
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Pair, assert_same
+from samples import Pair, Record, assert_same
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 
@@ -22,18 +21,11 @@ from hwfsdp.checkpoint.state_dict import (
     check_state_dict_similarity,
     copy_state_dict,
     create_cpu_state_dict,
-    gather_state_dict,
     iterate_state_dict,
     offload_state_dict_to_cpu,
 )
 from hwfsdp.checkpoint.traverse import CompanionMismatch
 from hwfsdp.errors import StateError, UsageError
-
-
-@dataclasses.dataclass
-class Record:
-    weight: Tensor
-    name: str
 
 
 def plain() -> dict[str, Any]:
@@ -99,24 +91,10 @@ def test_functions_are_handed_group_device_and_companion() -> None:
         seen.append(rest)
         return tensor
 
-    target = torch.zeros(2)
-    iterate_state_dict(
-        {"a": torch.ones(2)}, same, same, look, device=torch.device("cpu"), companion_obj={"a": target}
-    )
-    assert seen == [(None, torch.device("cpu"), target)]
+    target, cpu = torch.zeros(2), torch.device("cpu")
+    iterate_state_dict({"a": torch.ones(2)}, same, same, look, device=cpu, companion_obj={"a": target})
+    assert seen == [(None, cpu, target)]
     assert torch.equal(target, torch.ones(2))
-
-
-def test_a_shared_tensor_is_visited_once_and_stays_shared() -> None:
-    tensor = torch.ones(2)
-    calls: list[Tensor] = []
-
-    def copied(value: Tensor, *_: Any) -> Tensor:
-        calls.append(value)
-        return value.clone()
-
-    result = iterate_state_dict({"a": tensor, "b": [tensor]}, same, same, copied)
-    assert result["a"] is result["b"][0] and len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,36 +183,6 @@ def test_copy_refuses_other_keys(keys: tuple[str, ...]) -> None:
     assert not any(tensor.any() for tensor in into.values())
 
 
-def test_a_cycle_in_either_is_an_error_with_its_path() -> None:
-    looped: dict[str, Any] = {"a": {}}
-    looped["a"]["back"] = looped
-    for source, target in [(looped, {}), ({}, looped)]:
-        with pytest.raises(
-            UsageError, match=r"^state_dict\['a'\]\['back'\]: expected containers that do not"
-        ):
-            copy_state_dict(source, target)
-
-
-# --- Meta -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "go",
-    [
-        gather_state_dict,
-        offload_state_dict_to_cpu,
-        lambda sd: copy_state_dict(sd, {"m": [torch.ones(2)]}),
-        lambda sd: copy_state_dict({"m": [torch.ones(2)]}, sd),
-    ],
-    ids=["gather", "offload", "copy from", "copy to"],
-)
-def test_meta_tensors_are_refused_where_data_are_needed(go: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"^state_dict\['m'\]\[0\]: .*one on the meta device, of shape \(2,\)\."
-    ):
-        go({"m": [torch.ones(2, device="meta")]})
-
-
 def test_meta_tensors_have_a_shape_to_make_room_for_and_to_compare() -> None:
     meta = {"m": torch.empty(2, 3, device="meta")}
     room = create_cpu_state_dict(meta)
@@ -243,12 +191,6 @@ def test_meta_tensors_have_a_shape_to_make_room_for_and_to_compare() -> None:
 
 
 # --- Similarity --------------------------------------------------------------------------------------------
-
-
-def test_comparing_does_not_overwrite_what_it_compares() -> None:
-    first, second = {"a": torch.ones(2)}, {"a": torch.zeros(2)}
-    assert check_state_dict_similarity(first, second)
-    assert torch.equal(first["a"], torch.ones(2)) and torch.equal(second["a"], torch.zeros(2))
 
 
 @pytest.mark.parametrize(
@@ -271,10 +213,12 @@ def test_every_difference_of_structure_shape_or_dtype_is_seen(change: Any) -> No
     assert not check_state_dict_similarity(other, plain())
 
 
-def test_values_and_container_classes_may_differ() -> None:
-    other = OrderedDict(reversed(zeroed(plain()).items()))
+def test_values_and_container_classes_may_differ_and_nothing_is_overwritten() -> None:
+    first, other = plain(), OrderedDict(reversed(zeroed(plain()).items()))
     other["nested"]["list"][2] = "other"
-    assert check_state_dict_similarity(plain(), other)
+    assert check_state_dict_similarity(first, other)
+    assert_equal(first, plain())
+    assert not other["w"].any()
 
 
 # --- Room on the CPU, offloading ---------------------------------------------------------------------------

@@ -83,21 +83,19 @@ def raising(number: int) -> Callable[..., Any]:
 
 def calls_of_a_save(path: Path) -> list[list[str]]:
     """The system calls that a save makes on each rank."""
-    with tripwire(None, raising(errno.EIO)) as wire:
+    with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), path, overwrite=True)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, wire.names)
+    dist.all_gather_object(found, calls)
     return found
 
 
 def at_every_call(path: Path, fault: Callable[[int], Any]) -> list[Outcome]:
     """On a rank: a save for every call of every rank, at which there is a fault."""
-    points = [
-        (rank, n, name) for rank, names in enumerate(calls_of_a_save(path)) for n, name in enumerate(names)
-    ]
+    of_ranks = enumerate(calls_of_a_save(path))
+    calls = [(rank, *call) for rank, names in of_ranks for call in enumerate(names)]
     return [
-        save_with(path, victim, f"{name} {n}", fault(n), 2 * i + 1)
-        for i, (victim, n, name) in enumerate(points)
+        save_with(path, rank, f"{name} {n}", fault(n), 2 * i + 1) for i, (rank, n, name) in enumerate(calls)
     ]
 
 
@@ -142,9 +140,7 @@ def test_a_disk_that_becomes_read_only_at_any_call_ends_well(tmp_path: Path) -> 
     on_ranks = launch(go_read_only_at_every_call, 2, tmp_path / "c", timeout=150)
     unclear = [o for o in on_ranks[0] if o.kind != "NoneType" and o.holds == int(o.fault.split()[1]) * 2 + 1]
     assert len(unclear) <= 2  # right after `CURRENT` got its new name, which cannot be put back
-    on_ranks = [
-        [o._replace(holds=o.holds - 1) if o in unclear else o for o in of_rank] for of_rank in on_ranks
-    ]
+    on_ranks = [[o._replace(holds=o.holds - (o in unclear)) for o in of_rank] for of_rank in on_ranks]
     outcomes = check_outcomes(on_ranks, 20)
     assert any("Read-only file system" in outcome.message for outcome in outcomes)
 
@@ -180,15 +176,10 @@ def fail_otherwise(path: Path) -> list[Outcome]:
         *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 63, 64, 200, 300)),
         ("planning", lambda: broken(plan, "identity_of", RuntimeError("one\ntwo"))),
         ("writing out of memory", lambda: broken(saving.blocks, "checksums_of", MemoryError())),
-        (
-            "an error of a strange kind",
-            lambda: broken(saving.blocks, "checksums_of", UnicodeError("ä\ud800")),
-        ),
+        ("an error of its own kind", lambda: broken(saving.blocks, "checksums_of", UnicodeError("ä\ud800"))),
     ]
-    points = [(victim, *fault) for fault in faults for victim in range(dist.get_world_size())]
-    return [
-        save_with(path, victim, name, fault(), 2 * i + 1) for i, (victim, name, fault) in enumerate(points)
-    ]
+    points = [(rank, *fault) for fault in faults for rank in range(dist.get_world_size())]
+    return [save_with(path, rank, name, fault(), 2 * i + 1) for i, (rank, name, fault) in enumerate(points)]
 
 
 def test_a_save_survives_full_disks_and_unexpected_errors(tmp_path: Path) -> None:
@@ -204,9 +195,9 @@ def test_a_save_survives_full_disks_and_unexpected_errors(tmp_path: Path) -> Non
 
 
 def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    with tripwire(None, raising(errno.EIO)) as wire:
+    with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), tmp_path / "new" / "counted")
-    for n, name in enumerate(wire.names):
+    for n, name in enumerate(calls):
         path = tmp_path / f"new {n}" / "c"
         with tripwire(n, raising(errno.EIO)):
             error = error_of(lambda: save(state_dict_of(1), path))
@@ -284,10 +275,9 @@ def surface(path: Path) -> list[str]:
     if dist.get_rank() == 0:
         found_alone = told(finish_saves)
         assert "full" in found_alone
-    found += [
-        told(lambda: save(state_dict_of(1), path, overwrite=True))
-    ]  # rank 0 has heard of it, the others have not
-    found += [told(lambda: save(state_dict_of(1), path, overwrite=True)), str(loaded_from(path))]
+    # rank 0 has heard of it, the others have not
+    found += [told(lambda: save(state_dict_of(1), path, overwrite=True)) for _ in range(2)]
+    found.append(str(loaded_from(path)))
     return found
 
 

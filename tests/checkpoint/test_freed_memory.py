@@ -1,4 +1,4 @@
-"""Tensors whose memory is gone are refused by all that would read or write it."""
+"""Tensors whose memory is gone, or that never had any, are refused by everything that would read or write it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from models import uneven
 
 from hwfsdp import UsageError, checkpoint, fully_shard, launch
 from hwfsdp.checkpoint import dcp, parts
-from hwfsdp.checkpoint.state_dict import copy_state_dict, gather_state_dict
+from hwfsdp.checkpoint.state_dict import copy_state_dict, gather_state_dict, offload_state_dict_to_cpu
 
 
 def freed() -> torch.Tensor:
@@ -17,28 +17,36 @@ def freed() -> torch.Tensor:
     return tensor
 
 
+LOADS = [  # which give memory to tensors on meta
+    lambda t, path: checkpoint.load({"t": t}, path / "store"),
+    lambda t, path: parts.load_into(path / "part", {"t": t}),
+    lambda t, path: dcp.load({"t": t}, path / "dcp"),
+]
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda path: checkpoint.save({"t": freed()}, path / "new"),
-        lambda path: checkpoint.load({"t": freed()}, path / "store"),
-        lambda path: parts.save(path / "new", {"t": freed()}),
-        lambda path: parts.load_into(path / "part", {"t": freed()}),
-        lambda path: dcp.save({"t": freed()}, path / "new"),
-        lambda path: dcp.load({"t": freed()}, path / "dcp"),
-        lambda path: copy_state_dict({"t": freed()}, {"t": torch.zeros(8)}),
-        lambda path: copy_state_dict({"t": torch.zeros(8)}, {"t": freed()}),
-        lambda path: gather_state_dict({"t": freed()}),
+        lambda t, path: checkpoint.save({"t": t}, path / "new"),
+        *LOADS,
+        lambda t, path: parts.save(path / "new", {"t": t}),
+        lambda t, path: dcp.save({"t": t}, path / "new"),
+        lambda t, _: copy_state_dict({"t": t}, {"t": torch.zeros(8)}),
+        lambda t, _: copy_state_dict({"t": torch.zeros(8)}, {"t": t}),
+        lambda t, _: gather_state_dict({"t": t}),
+        lambda t, _: offload_state_dict_to_cpu({"t": t}),
     ],
 )
 def test_freed_memory_is_refused_by_name(use, tmp_path):
-    checkpoint.save({"t": torch.ones(8)}, tmp_path / "store")
+    for name, save in (("store", checkpoint.save), ("dcp", dcp.save)):
+        save({"t": torch.ones(8)}, tmp_path / name)
     parts.save(tmp_path / "part", {"t": torch.ones(8)})
-    dcp.save({"t": torch.ones(8)}, tmp_path / "dcp")
-    with pytest.raises(
-        UsageError, match=r"\['?t'?\].*expected a tensor with memory; got one whose memory was freed"
-    ):
-        use(tmp_path)
+    meta = torch.ones(8, device="meta")
+    unusable = {freed(): "one whose memory was freed", meta: r"one on the meta device, of shape \(8,\)"}
+    for tensor, got in unusable.items():
+        if tensor is not meta or use not in LOADS:
+            with pytest.raises(UsageError, match=rf"\['?t'?\].*expected a tensor with .*; got {got}\."):
+                use(tensor, tmp_path)
     assert not (tmp_path / "new").exists()
 
 

@@ -107,9 +107,9 @@ def save_and_die(
     def main(rank: int) -> Any:
         if rank != victim:
             return save_once(scenario, path, 100)
-        with tripwire(at, kill_around(after), (*SYSTEM_CALLS, *MESSAGES)) as wire:
+        with tripwire(at, kill_around(after), (*SYSTEM_CALLS, *MESSAGES)) as calls:
             save_once(scenario, path, 100)
-        return wire.names
+        return calls
 
     return main
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ import torch
 from faults import (
     CURRENT,
     MANIFEST,
+    Damage,
     contents_of,
     edit_current,
     edit_manifest,
@@ -35,7 +36,7 @@ from faults import (
     saves_in,
     seal_manifest,
 )
-from rank_checks import is_last
+from rank_checks import RankChecks, is_last, raised
 from samples import Bomb, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -255,6 +256,8 @@ MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
     "the same as another dtype": (the_same_as(["a"], "float64"), ["['t']", KEY_A]),
     "the same as a value": (the_same_as(["nested", "lr"]), ["['t']"]),
 }
+for field in ("files", "containers", "entries", "block_bytes", "save"):
+    MANIFESTS[f"no {field}"] = (lambda tree, field=field: tree.pop(field), [])
 FORGERIES |= {
     name: ((lambda path, edit=edit: edit_manifest(path, edit)), [MANIFEST, *words])
     for name, (edit, words) in MANIFESTS.items()
@@ -269,13 +272,11 @@ def check_error(error: FSDPError | None, words: list[str]) -> None:
 
 def check_refused(path: Path, words: list[str]) -> FSDPError:
     """By a load, which leaves its target alone, and when it is verified."""
-    target = emptied(state_dict_of())
-    before = exactly(target)
-    loaded = error_of(lambda: load(target, path))
+    damage = Damage(path, state_dict_of())
+    loaded = damage.load()
     check_error(loaded, words)
     assert isinstance(loaded, CheckpointError) and loaded.file is not None
-    assert exactly(target) == before
-    check_error(error_of(lambda: verify(path)), words)
+    check_error(damage.verify(), words)
     return loaded
 
 
@@ -293,12 +294,12 @@ NO_VALUES = (
     *({}, [], {"type": "eval", "value": "1"}, {"type": "os.system", "value": "true"}),
     *({"type": "dtype", "value": name} for name in ("load", "__class__", ["float32"])),
     *(
-        {"type": "bytes", "value": "!"},
-        {"type": "Size", "value": "ab"},
-        {"type": "device", "value": "toaster"},
+        {"type": kind, "value": value}
+        for kind, value in (("bytes", "!"), ("Size", "ab"), ("device", "toaster"))
     ),
     *({"type": "float"}, {"type": ["float"], "value": "1"}, {"type": "complex", "value": ["0x1p0"]}),
 )
+NO_CHECKSUMS = ("1", "000000000", "0000000G", 5, "+0000000", "００００００００")
 WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a chunk's place": (lambda value: in_chunk(at=value), NO_NUMBERS),
     "a chunk's file": (lambda value: in_chunk(file=value), NO_NUMBERS),
@@ -308,10 +309,7 @@ WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a file's size": (lambda value: in_file(bytes=value), NO_NUMBERS),
     "the bytes of a block": (lambda value: at_top(block_bytes=value), (-1, True, None, 0, 100, 1 << 27)),
     "a file's name": (lambda value: in_file(name=value), ("../00000.bin", "00001.bin", None, 0)),
-    "a checksum": (
-        lambda value: in_chunk(crc32=[value]),
-        ("1", "000000000", "0000000G", 5, "+0000000", "００００００００"),
-    ),
+    "a checksum": (lambda value: in_chunk(crc32=[value]), NO_CHECKSUMS),
     "a key": (lambda value: with_entry([value]), (1.5, None, True, ["a"])),
     "a path": (with_entry, ("a", None, {"a": 1})),
     "a dtype": (lambda value: in_a(dtype=value), ("nn", "load", None, ["float32"])),
@@ -334,12 +332,6 @@ def test_a_manifest_with_a_wrong_value_is_refused_whichever_field_has_it(field: 
         check_refused(path, [MANIFEST])
 
 
-@pytest.mark.parametrize("field", ["files", "containers", "entries", "block_bytes", "save"])
-def test_a_manifest_without_a_field_is_refused(field: str, path: Path) -> None:
-    edit_manifest(path, lambda tree: tree.pop(field))
-    check_refused(path, [MANIFEST])
-
-
 @pytest.mark.parametrize("old", [b"0.5", b"64", b"1", b'"hwfsdp checkpoint"'])
 def test_a_value_that_is_deep_is_refused(old: bytes, path: Path) -> None:
     good = (folder_of(path) / MANIFEST).read_bytes()
@@ -354,19 +346,15 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     file, marker = FILES[what](path), tmp_path / "marker"
     size = file.stat().st_size
     torch.save({"a": Bomb(marker)}, tmp_path / "zipped")
-    pickles = [
-        pickle.dumps(Bomb(marker), protocol=protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-    ]
+    pickles = [pickle.dumps(Bomb(marker), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
         # as long as it should be, or the length alone would tell
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
-        target = emptied(state_dict_of())
-        before = exactly(target)
-        for call in (lambda: load(target, path), lambda: verify(path)):
-            error = error_of(call)
+        damage = Damage(path, state_dict_of())
+        for error in (damage.load(), damage.verify()):
             assert isinstance(error, CheckpointError) and error.file == str(file)
             assert "a pickle, which is never opened" in str(error) or protocol < 2, error
-        assert exactly(target) == before and not marker.exists()
+        assert not marker.exists()
     save(state_dict_of(), path, overwrite=True)
     assert not marker.exists()
 
@@ -375,12 +363,8 @@ def test_the_names_of_no_checkpoint_are_refused(path: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name, got in [
-        ("nowhere", "nothing"),
-        ("file", "a file"),
-        ("empty", "CURRENT"),
-        ("dangling", "nothing"),
-    ]:
+    words = {"nowhere": "nothing", "file": "a file", "empty": "CURRENT", "dangling": "nothing"}
+    for name, got in words.items():
         for call in (lambda: load({}, tmp_path / name), lambda: verify(tmp_path / name)):
             error = error_of(call)
             assert isinstance(error, UsageError) and got in str(error) and name in str(error), error
@@ -492,10 +476,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "an unexpected container": (lambda: target_with(x={}), ["state_dict['x']", "no such entry"]),
     "a str for an int": (lambda: in_nested(**{"0": torch.zeros(3)}), [f"{KEY_NESTED}['0']", "no such entry"]),
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
-    "a tensor for a number": (
-        lambda: in_nested(lr=torch.tensor(1.0)),
-        [f"{KEY_NESTED}['lr']", "tensor", "0.5"],
-    ),
+    "a tensor for a number": (lambda: in_nested(lr=torch.ones(())), [f"{KEY_NESTED}['lr']", "tensor", "0.5"]),
     "a dict for a tensor": (lambda: target_with(a={"x": 1}), [KEY_A, "dict", "(4, 6)"]),
     "an empty dict for a tensor": (lambda: target_with(a={}), [KEY_A, "dict", "(4, 6)"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "Tensor", "dict"]),
@@ -706,14 +687,8 @@ def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
 # --- Ranks that differ -----------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "keys": (
-        lambda last: {"x": 1, **({"y": 1} if last else {})},
-        ["state_dict['y']", "rank 2 has", "rank 0"],
-    ),
-    "a missing key": (
-        lambda last: {"x": 1, **({} if last else {"y": 1})},
-        ["state_dict['y']", "rank 2", "rank 0 has"],
-    ),
+    "keys": (lambda last: {"x": 1, "xy"[last]: 1}, ["state_dict['y']", "rank 2 has", "rank 0"]),
+    "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0 has"]),
     "the order of keys": (lambda last: {"xy"[last]: 1, "yx"[last]: 1}, [KEY_X, "['y']", "rank 2"]),
     "shapes": (lambda last: {"x": torch.ones(3 + last)}, [KEY_X, "(3,)", "(4,)", "rank 2"]),
     "dtypes": (
@@ -742,20 +717,25 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-def save_what_differs(base: Path) -> dict[str, tuple[str, str, bool]]:
-    """On a rank: case to (kind of error, message, whether nothing was created and the old checkpoint is as it was)."""
-    found = {}
-    old = base / "old"
-    save(state_dict_of(), old)
-    before = exactly(contents_of(old))
-    for name, (make, _) in DIFFERENT.items():
-        error = error_of(lambda: save(make(int(is_last())), base / "new" / name))
-        again = error_of(lambda: save(make(int(is_last())), old, overwrite=True))
-        held = (
-            exactly(contents_of(old)) == before and not (base / "new").exists() and str(again) == str(error)
-        )
-        found[name] = (type(error).__name__, str(error), held)
-    return found
+on_ranks = RankChecks()
+
+
+@functools.cache
+def old_in(base: Path) -> Path:
+    """On a rank: a checkpoint that no case may change."""
+    save(state_dict_of(), base / "old")
+    return base / "old"
+
+
+def ranks_that_differ_all_raise_the_same_error(name: str, base: Path) -> None:
+    make, words = DIFFERENT[name]
+    old = old_in(base)
+    before = contents_of(old)
+    for path, options in ((base / "new" / name, {}), (old, {"overwrite": True})):
+        message = raised(lambda: save(make(int(is_last())), path, **options), (UsageError, UnsupportedError))
+        assert all(word in message for word in words), f"{words} in {message}"
+        assert len(message) < 2000
+    assert contents_of(old) == before and not (base / "new").exists()
 
 
 ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
@@ -770,77 +750,39 @@ ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-def load_what_differs(path: Path) -> dict[str, tuple[str, str, bool]]:
-    """On a rank: case to (kind of error, message, whether the target is untouched, and a good one loads afterwards)."""
-    found = {}
-    for name, (make, _) in ON_ONE.items():
-        target = make(int(is_last()))
-        readable = name not in ("meta", "no state dict")
-        before = exactly(target) if readable else None
-        error = error_of(lambda: load(target, path))
-        held = (exactly(target) if readable else None) == before
-        good = without()
-        load(good, path)
-        held &= exactly(good) == exactly(state_dict_of())
-        found[name] = (type(error).__name__, str(error), held)
-    return found
+def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(name: str, base: Path) -> None:
+    make, words = ON_ONE[name]
+    target, readable = make(int(is_last())), name not in ("meta", "no state dict")
+    before = exactly(target) if readable else None
+    message = raised(lambda: load(target, old_in(base)))
+    assert all(word in message for word in [*words, "rank 2"]), message
+    assert (exactly(target) if readable else None) == before
+    good = without()
+    load(good, old_in(base))
+    assert exactly(good) == exactly(state_dict_of())
 
 
-def save_with_other_ties(path: Path) -> list[Any]:
+for refused, cases in (
+    (ranks_that_differ_all_raise_the_same_error, DIFFERENT),
+    (a_target_that_does_not_fit_on_one_rank_is_refused_on_all, ON_ONE),
+):
+    for name in cases:
+        on_ranks[f"{refused.__name__} ({name})"] = functools.partial(refused, name)
+
+
+@on_ranks
+def ranks_may_differ_in_what_is_one_tensor(base: Path) -> None:
     """One rank has many keys for a tensor, the other has as many tensors of the same values."""
     one = torch.arange(1000.0)
     state_dict = {key: one.clone() if is_last() else one for key in "xyzuvw"}
-    save(state_dict, path)
+    save(state_dict, base / "ties")
     target = emptied(state_dict)
-    load(target, path)
-    return [exactly(state_dict), exactly(target)]
-
-
-class OnRank(NamedTuple):
-    """What a rank found; see the functions above."""
-
-    saves: dict[str, tuple[str, str, bool]]
-    loads: dict[str, tuple[str, str, bool]]
-    ties: list[Any]
-
-
-def save_and_load_what_differs(base: Path, path: Path) -> OnRank:
-    return OnRank(save_what_differs(base), load_what_differs(path), save_with_other_ties(base / "ties"))
-
-
-@functools.cache
-def differing(base: Path) -> list[OnRank]:
-    return launch(
-        save_and_load_what_differs, 3, base / "differing", saved_in(base) / "checkpoint", timeout=100
-    )
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_all_raise_the_same_error(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    on_ranks = [found.saves[name] for found in differing(tmp_path_factory.getbasetemp())]
-    kind, message, held = on_ranks[0]
-    assert all(other == on_ranks[0] for other in on_ranks)
-    assert kind in ("UsageError", "UnsupportedError") and held, on_ranks[0]
-    assert all(word in message for word in DIFFERENT[name][1]), f"{DIFFERENT[name][1]} in {message}"
-    assert len(message) < 2000
-
-
-@pytest.mark.parametrize("name", ON_ONE)
-def test_a_target_that_does_not_fit_on_one_rank_is_refused_on_all(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    on_ranks = [found.loads[name] for found in differing(tmp_path_factory.getbasetemp())]
-    assert all(other == on_ranks[0] for other in on_ranks)
-    kind, message, held = on_ranks[0]
-    assert kind == "UsageError" and held, on_ranks[0]
-    assert all(word in message for word in [*ON_ONE[name][1], "rank 2"]), message
-
-
-def test_ranks_may_differ_in_what_is_one_tensor(tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = tmp_path_factory.getbasetemp()
-    for found in differing(base):
-        assert found.ties[0] == found.ties[1]
-    manifest = json.loads((folder_of(base / "differing" / "ties") / MANIFEST).read_text())
+    load(target, base / "ties")
+    assert exactly(target) == exactly(state_dict)
+    manifest = json.loads((folder_of(base / "ties") / MANIFEST).read_text())
     assert manifest["entries"][1]["path"] == ["y"]
+
+
+@pytest.mark.parametrize("check", on_ranks)
+def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    on_ranks.assert_holds(check, 3, tmp_path_factory.getbasetemp() / "differing")

@@ -11,7 +11,7 @@ import copy
 import functools
 import io
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -120,10 +120,7 @@ BYTES: dict[str, tuple[list[Tensor], int]] = {
     "the same column twice": ([WIDE[:, 7], WIDE[:, 7].detach()], 400),
     "two that overlap": ([WIDE[50, 10:20], WIDE[50, 15:25]], 60),
     "two ends": ([WIDE[0, :10], WIDE[-1, -10:]], 80),
-    "two ends, and two that overlap in between": (
-        [WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]],
-        120,
-    ),
+    "two ends, and an overlap": ([WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]], 120),
     "two columns side by side": ([WIDE[:, 7], WIDE[:, 8]], 800),
     "the first column and the last": ([WIDE[:, 0], WIDE[:, 399]], 800),
     "columns of another view": ([WIDE[:, 7], WIDE.view(200, 200)[:, 9:11]], 400 + 1600),
@@ -134,10 +131,7 @@ BYTES: dict[str, tuple[list[Tensor], int]] = {
     "most of it": ([WIDE[:50], WIDE[60:]], WIDE.nbytes),
     "nothing": ([WIDE[:0]], 0),
     "columns that really overlap": ([WIDE[:, 7], WIDE[:50, 7]], 4 * (99 * 400 + 1)),
-    "two pairs of columns that do": (
-        [WIDE[:, 7], WIDE[:50, 7], WIDE[:, 9], WIDE[:50, 9]],
-        4 * (99 * 400 + 3),
-    ),
+    "two such pairs": ([WIDE[:, 7], WIDE[:50, 7], WIDE[:, 9], WIDE[:50, 9]], 4 * (99 * 400 + 3)),
     "two dtypes, the larger of which begins later": ([WIDE[0, 1:9], WIDE[0, 2:8].view(torch.float64)], 36),
 }
 
@@ -263,9 +257,7 @@ def test_the_size_of_the_buffer_follows_that_of_the_source() -> None:
     storage = source.untyped_storage()
     stager.stage(source)
     storage.resize_(0)
-    with pytest.raises(
-        UsageError, match=r"^state_dict\['w'\]: expected a tensor with memory; got one whose memory"
-    ):
+    with pytest.raises(UsageError, match=r"^state_dict\['w'\]: .*; got one whose memory was freed"):
         stager.stage({"w": source})
     storage.resize_(80)
     source.fill_(3)
@@ -280,10 +272,7 @@ def test_buffers_fit_views_that_come_and_go() -> None:
     base, stager = torch.arange(1000.0), StateDictStager()
     for sizes in [(3, 5), (5, 3), (3, 5), (5, 5), (1, 3), (5, 1)]:
         front, back = stager.stage([base[: sizes[0]], base[-sizes[1] :]])
-        assert tuple(tensor.untyped_storage().nbytes() for tensor in (front, back)) == (
-            4 * sizes[0],
-            4 * sizes[1],
-        )
+        assert [tensor.untyped_storage().nbytes() // 4 for tensor in (front, back)] == [*sizes]
         assert torch.equal(front, base[: sizes[0]]) and torch.equal(back, base[-sizes[1] :])
     del front, back
     stager.stage(base)
@@ -581,8 +570,8 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
     "a deque": (lambda a, b: collections.deque([a, b], maxlen=3), tuple),
     "a named tuple": (Pair, tuple),
     "a defaultdict": (
-        lambda a, b: collections.defaultdict(list, a=[a], b=[b]),
-        lambda h: (h["a"][0], h["b"][0]),
+        lambda a, b: defaultdict(list, a=[a], b=[b]),
+        lambda held: (held["a"][0], held["b"][0]),
     ),
     "a dict's attribute": (config, lambda held: (held["first"], held.second)),
     "an array": (array, lambda held: (held[0, 0], held[1, 0][0])),
@@ -636,7 +625,7 @@ def test_tensors_that_an_object_copies_by_itself_are_moved_into_staged_memory() 
     assert view.data_ptr() == staged.first.data_ptr() + 4
     assert (staged.first.tolist(), view.tolist(), copied.tolist()) == ([0, 1, 2, 3], [1, 2, 3], [1, 1])
     with pytest.raises(
-        UsageError, match=r"^state_dict\['own'\]\.first: expected an object whose copy shares no"
+        UsageError, match=r"^state_dict\['own'\]\.first: expected an object whose copy shares"
     ):
         stage({"own": Shared(torch.ones(2), None)})
 
@@ -701,22 +690,20 @@ def lazy() -> Tensor:
     return nn.LazyLinear(2).weight
 
 
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def half_bytes() -> Tensor:
+    return torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "meta": (lambda: torch.ones(2, device="meta"), UsageError, "one on the meta device"),
     "uninitialized": (lazy, UsageError, "got a parameter that is not initialized yet"),
     "sparse": (lambda: torch.eye(2).to_sparse(), UnsupportedError, "got torch.sparse_coo"),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-        UnsupportedError,
-        "got a nested tensor",
-    ),
-    "half bytes": (
-        lambda: torch.quantize_per_channel(
-            torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2
-        ),
-        UnsupportedError,
-        "got torch.quint4x2",
-    ),
+    "nested": (nested, UnsupportedError, "got a nested tensor"),
+    "half bytes": (half_bytes, UnsupportedError, "got torch.quint4x2"),
     "a wrapper": (Wrapper, UnsupportedError, "got Wrapper"),
     "fake": (fake, UnsupportedError, "got FakeTensor"),
     "what cannot be copied": (threading.Lock, UsageError, r"got lock \("),
@@ -735,22 +722,6 @@ def test_an_object_that_cannot_be_staged_is_refused_by_its_path_before_a_copy(
     with pytest.raises(error, match=rf"^state_dict\['k'\]\[1\]: expected .*{got}") as info:
         stage({"first": torch.ones(3), "k": [0, value]})
     assert "\n" not in str(info.value) and not copied
-
-
-@pytest.mark.filterwarnings("ignore:.*DTensor:FutureWarning")
-def test_a_sharded_tensor_is_refused_by_name(tmp_path: Any) -> None:
-    import torch.distributed as dist
-
-    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-        old = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4)
-        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\]: .*got a ShardedTensor\."):
-            stage({"s": old})
-    finally:
-        dist.destroy_process_group()
 
 
 class Fails:

@@ -5,7 +5,6 @@ The oracle is the whole tensor, which every rank can compute, and its cut by `di
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections import OrderedDict
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import bits
-from samples import Pair, cut
+from samples import Pair, Record, cut
 from models import uneven
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -27,21 +26,15 @@ from hwfsdp import checkpoint, fully_shard, launch
 from hwfsdp.checkpoint.blocks import checksums_of
 from hwfsdp.compat import StridedShard
 
-DTYPES = [
-    getattr(torch, name)
-    for name in "float32 bfloat16 float64 int64 uint8 bool complex64 float8_e4m3fn".split()
-]
+NAMES = ("float32", "bfloat16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """The whole tensor, random bits of any kind but NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 120, shape, generator=generator)
-    return (
-        values.to(torch.float32).to(dtype)
-        if not dtype.is_complex
-        else torch.complex(values * 1.0, -values * 0.5)
-    )
+    return torch.complex(values * 1.0, -values * 0.5) if dtype.is_complex else values.float().to(dtype)
 
 
 @functools.cache
@@ -146,12 +139,6 @@ def test_any_sharding_loads_into_any_other(world_size, saved):
     assert launch(load_each_way, world_size, paths, timeout=60) == [[]] * world_size
 
 
-@dataclasses.dataclass
-class Record:
-    tensor: torch.Tensor
-    name: str = ""
-
-
 def nested(value: float, word: str, number: int) -> dict[Any, Any]:
     def full() -> torch.Tensor:
         return torch.full((3,), value)
@@ -178,29 +165,10 @@ def test_containers_keep_their_types_and_their_identity(tmp_path):
 
 
 VALUES = [
-    None,
-    True,
-    0,
-    -(10**30),
-    0.1,
-    -0.0,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-    5e-324,
-    "",
-    "ä\ud800\x00\u2028",
-    b"",
-    b"\x00\xff",
-    bytearray(b"ab"),
-    1 - 2.5j,
-    complex(float("inf"), -0.0),
-    torch.Size([2, 3]),
-    torch.Size([]),
-    torch.bfloat16,
-    torch.device("cuda", 3),
-    torch.strided,
-    torch.channels_last,
+    *(None, True, 0, -(10**30), 0.1, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324),
+    *("", "ä\ud800\x00\u2028", b"", b"\x00\xff", bytearray(b"ab"), 1 - 2.5j, complex(float("inf"), -0.0)),
+    *(torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cuda", 3)),
+    *(torch.strided, torch.channels_last),
 ]
 
 
@@ -218,9 +186,8 @@ def test_subclasses_of_numbers_and_strings_come_back_as_those(tmp_path):
 
 
 def test_an_inspection_tells_what_is_in_a_save(tmp_path):
-    save_id = checkpoint.save(
-        {"w": torch.zeros(2, 3), "tied": {1: (w := torch.ones(4)), 2: w}, "lr": 0.1}, tmp_path
-    )
+    tied = torch.ones(4)
+    save_id = checkpoint.save({"w": torch.zeros(2, 3), "tied": {1: tied, 2: tied}, "lr": 0.1}, tmp_path)
     found = checkpoint.inspect(tmp_path)
     assert (found.save_id, found.saves, found.ranks) == (save_id, (save_id,), 1)
     assert found.values == {"state_dict['lr']": 0.1}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Pair
+from samples import Pair, Record
 from torch import nn
 from torch.distributed import _state_dict_utils as torchs
 from torch.distributed.checkpoint import _traverse as torchs_checkpoint
@@ -33,15 +33,6 @@ from hwfsdp.errors import UsageError
 
 # Hypothesis describes a strategy where it retries a draw; that of nested containers is long, and nobody reads it.
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
-
-
-Point = namedtuple("Point", ["x", "y"])
-
-
-@dataclasses.dataclass
-class Record:
-    a: Any
-    b: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +61,6 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         values.map(tuple),
         values.map(ListOfOurs),
         st.tuples(children, children).map(lambda pair: Pair(*pair)),
-        st.tuples(children, children).map(lambda pair: Point(*pair)),
         st.tuples(children, children).map(lambda pair: Record(*pair)),
         children.map(Frozen),
     )
@@ -204,7 +194,16 @@ def test_missing_items_leave_containers_of_their_types() -> None:
         default=defaultdict(list, a=1, b=2),
     )
     flat, mapping = flatten_state_dict(state_dict)
-    gone = ("state.0.m", "state.10.m", "pair.0", "record.a", "record.b.2", "list.0", "list.2", "default.a")
+    gone = (
+        "state.0.m",
+        "state.10.m",
+        "pair.0",
+        "record.first",
+        "record.second.2",
+        "list.0",
+        "list.2",
+        "default.a",
+    )
     some = unflatten_state_dict({key: flat[key] for key in reversed(flat) if key not in gone}, mapping)
     expected = OrderedDict(
         state={0: {"v": 2}},
@@ -220,9 +219,7 @@ def test_missing_items_leave_containers_of_their_types() -> None:
 def test_flat_keys_that_the_mapping_does_not_know_are_refused() -> None:
     flat, mapping = flatten_state_dict({"a": [1, 2]})
     for known in (mapping, dict(mapping)):
-        with pytest.raises(
-            UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unknown"
-        ):
+        with pytest.raises(UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unk"):
             unflatten_state_dict({"a.0": 1, "b": 2}, known)
 
 
@@ -247,12 +244,12 @@ def cycles() -> dict[str, tuple[Any, str, str]]:
     in_tuple: dict[str, Any] = {"a": ([],)}
     in_tuple["a"][0].append(in_tuple["a"])
     record = Record(1)
-    record.b = {7: record}
+    record.second = {7: record}
     return {
         "dict": (as_dict, "state_dict['a']['b']", "state_dict"),
         "list": (as_list, "state_dict['a'][1][0]", "state_dict['a']"),
         "tuple": (in_tuple, "state_dict['a'][0][0]", "state_dict['a']"),
-        "dataclass": ({"r": record}, "state_dict['r']['b'][7]", "state_dict['r']"),
+        "dataclass": ({"r": record}, "state_dict['r']['second'][7]", "state_dict['r']"),
     }
 
 
@@ -272,9 +269,7 @@ def test_a_cycle_is_an_error_with_both_paths(where: str, go: Any) -> None:
 def test_an_object_that_is_shared_without_a_cycle_stays_shared() -> None:
     tensor, inner = torch.ones(2), {"x": 1}
     state_dict = {"a": inner, "b": [inner, inner], "t": tensor, "u": (tensor,)}
-    copied = map_leaves(
-        lambda path, leaf, _: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state_dict
-    )
+    copied = map_leaves(lambda _, leaf, __: leaf + 0, state_dict)
     assert copied["a"] is copied["b"][0] is copied["b"][1] is not inner
     assert copied["t"] is copied["u"][0] is not tensor
 
@@ -311,9 +306,7 @@ def test_a_size_is_a_leaf() -> None:
 def test_a_read_only_mapping_can_be_visited_but_not_rebuilt() -> None:
     state_dict = {"a": MappingProxyType({"b": 1})}
     assert leaves_of(state_dict) == [(("a", "b"), 1)]
-    with pytest.raises(
-        UsageError, match="mappingproxy in a state dict: expected a mapping that items can be"
-    ):
+    with pytest.raises(UsageError, match="mappingproxy in a state dict: expected a mapping that items can"):
         map_leaves(lambda path, leaf, _: leaf, state_dict)
 
 
@@ -334,7 +327,7 @@ def test_leaves_meet_those_of_the_companion_whatever_the_order_of_its_keys() -> 
         ({"a": [{"b": 1}]}, {"a": [1]}, "['a'][0]"),
         ({"a": {0: 1}}, {"a": [1]}, "['a']"),
         ({"a": {0: 1}}, {"a": {"0": 1}}, "['a']"),
-        ({"a": Record(1)}, {"a": {"a": 1, "b": None}}, "['a']"),
+        ({"a": Record(1)}, {"a": {"first": 1, "second": None}}, "['a']"),
     ],
 )
 def test_a_companion_of_another_structure_is_refused_at_its_path(
