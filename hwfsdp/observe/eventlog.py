@@ -310,7 +310,7 @@ def times_of_rank(log: EventLog) -> StepsOfRank:
 
 
 def _hidden(exposed: float, communicated: float) -> float:
-    return 1.0 - exposed / communicated if communicated else 0.0
+    return max(0.0, 1.0 - exposed / communicated) if communicated else 0.0  # sums of parts may round up
 
 
 def _peaks(samples: Iterable[Sample]) -> dict[str, int]:
