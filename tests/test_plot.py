@@ -25,7 +25,6 @@ from figures import (
     legend_of,
     luma,
     sampled,
-    texts,
     training_log,
 )
 from hwfsdp import EventLog, plot
@@ -290,15 +289,6 @@ def test_the_rank_asked_for_is_drawn() -> None:
     assert figure.texts[0].get_text() == "Memory of rank 3 without activations: at most 512 B at once"
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "unit"), [(512, "B"), (3 * 1024, "KiB"), (3 * MIB, "MiB"), (2**31, "GiB")]
-)
-def test_the_axis_counts_in_a_unit_that_suits_the_peak(nbytes: int, unit: str) -> None:
-    axes = plot_memory(sampled({"sharded_param": nbytes})).axes[0]
-    assert axes.get_ylabel() == f"bytes alive [{unit}]"
-    assert 1.0 < axes.get_ylim()[1] < 1024
-
-
 def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:
     log = sampled({"activation": MIB, "sharded_param": MIB})
     assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
@@ -341,12 +331,3 @@ def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_opti
     expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
     assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
     assert_texts_are_apart_and_on_the_sheet(figure)
-
-
-@pytest.mark.parametrize("peak", [0, 4, 9])
-def test_the_name_of_the_peak_stands_above_the_frame_and_not_beside_it(peak: int) -> None:
-    totals = [{"sharded_param": MIB + (place == peak)} for place in range(10)]
-    figure = plot_memory(sampled(*totals))
-    frame = figure.axes[0].get_window_extent()
-    [name] = [place for text, place in texts(figure) if text.startswith("peak")]
-    assert frame.x0 - 1 <= name.x0 and name.x1 <= frame.x1 + 1 and name.y0 >= frame.y1

@@ -65,12 +65,6 @@ def test_heights_are_moved_apart_and_stay_below_the_top(heights: list[float], mo
     assert sheet.moved_apart(heights, 10.0, 90.0) == moved
 
 
-def test_axes_lie_where_inches_say() -> None:
-    figure = sheet.new_figure(8.0, 4.0)
-    box = sheet.axes_at(figure, 1.0, 0.5, 6.0, 2.0).get_window_extent()
-    assert (box.extents / figure.dpi).tolist() == pytest.approx([1.0, 0.5, 7.0, 2.5])
-
-
 def test_events_are_those_of_the_rank_and_step_asked_for() -> None:
     log = training_log(ranks=2, groups=2)
     events = chosen(log, "draw", rank=1, step=0)
