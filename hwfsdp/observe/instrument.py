@@ -84,20 +84,11 @@ class Instrument:
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         recorder = events.active()
-        return current if recorder is None else self._running(stream, current, recorder)
-
-    @contextmanager
-    def _running(
-        self, stream: Stream, current: AbstractContextManager[Any], recorder: Recorder
-    ) -> Iterator[None]:
-        outer = recorder.stream, recorder.clock, recorder.host_runs_stream
-        recorder.stream, recorder.host_runs_stream = stream.name, stream.is_host
-        recorder.clock = clock_of_stream(stream)
-        try:
-            with current:
-                yield
-        finally:
-            recorder.stream, recorder.clock, recorder.host_runs_stream = outer
+        if recorder is None:
+            return current
+        clock = clock_of_stream(stream)
+        on_it = recorder.holding(stream=stream.name, host_runs_stream=stream.is_host, clock=clock)
+        return _both(on_it, current)
 
     # --- the moments of a state ---
 
@@ -164,7 +155,7 @@ class Instrument:
 def _both(
     inner: AbstractContextManager[Any], outer: AbstractContextManager[Any]
 ) -> AbstractContextManager[Any]:
-    if outer is _NOTHING or isinstance(outer, nullcontext):
+    if isinstance(outer, nullcontext):
         return inner
     stack = ExitStack()
     stack.enter_context(inner)

@@ -170,7 +170,7 @@ class _FileSharder:
 
     def __init__(self, path: Path, model: nn.Module, mesh: DeviceMesh) -> None:
         self.path, self.model, self.mesh = path, model, mesh
-        self.names = names_of(model)
+        self.names = {part: name or type(model).__name__ for name, part in model.named_modules()}
         self.file = load_file(path)
         self.function = getattr(self.file, "fully_shard", None)
         if not callable(self.function):
@@ -223,11 +223,6 @@ class _FileSharder:
 
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of each module in the model. The model itself has the name of its class."""
-    return {module: name or type(model).__name__ for name, module in model.named_modules()}
 
 
 def load_file(path: Path) -> ModuleType:
