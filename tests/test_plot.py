@@ -9,7 +9,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -21,6 +20,7 @@ from figures import (
     MIB,
     assert_texts_are_apart_and_on_the_sheet,
     boxes,
+    canvas_of,
     event,
     legend_of,
     luma,
@@ -149,9 +149,7 @@ def test_the_legend_names_the_ops_drawn_and_lies_outside_the_bands() -> None:
         *("forward", "backward", "optimizer", "wait (exposed communication)"),
         *("copy_in", "copy_out", "all_gather", "reduce_scatter", "waited for by"),
     ]
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    box = figure.legends[0].get_window_extent(canvas.get_renderer())
+    box = figure.legends[0].get_window_extent(canvas_of(figure).get_renderer())
     assert all(Bbox.intersection(box, axes.get_window_extent()) is None for axes in figure.axes)
 
 
@@ -180,11 +178,10 @@ def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
     figure = plot_timeline(EventLog([*log, event(4, "backward", "compute", 6000, 10000, owner="head")]))
     labels = [text for text in figure.axes[0].texts if not isinstance(text, Annotation)]
     assert [label.get_text() for label in labels] == [owner, "blocks.7", "7", "head"]
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    renderer = canvas_of(figure).get_renderer()
     for label, seq in zip(labels, (0, 1, 2, 4), strict=True):
         bar = bars(figure)[0, seq].get_window_extent()
-        text = Text.get_window_extent(label, canvas.get_renderer())
+        text = Text.get_window_extent(label, renderer)
         assert bar.x0 < text.x0 and text.x1 < bar.x1 and bar.y0 < text.y0 and text.y1 < bar.y1
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from commands import Run, Said, assert_refused
 from matplotlib.figure import Figure
 from models import Model, even, frozen, stem, uneven
@@ -25,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import suites
-from figures import events_of
+from figures import canvas_of, events_of
 from hwfsdp import EventLog, UsageError, fully_shard, launch, record
 from hwfsdp.cli import main
 from hwfsdp.launcher.capture import Capture, Steps, read_steps
@@ -617,6 +616,4 @@ def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
 
 
 def content_of(figure: Figure) -> bytes:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return bytes(canvas.buffer_rgba())
+    return bytes(canvas_of(figure).buffer_rgba())
