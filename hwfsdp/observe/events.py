@@ -226,16 +226,6 @@ class Recorder:
         """Return the numbers of the storages of these tensors. Each number appears once."""
         return self.ledger.identities.of(memory)
 
-    @contextmanager
-    def holding(self, **values: Any) -> Iterator[None]:
-        """Let these attributes have these values inside the block, and restore the old values afterwards."""
-        outer = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(outer)
-
     def mark(self, stream: str) -> Mark:
         return (self.clock or _clock)(stream)
 
@@ -423,7 +413,17 @@ def scope(
 
     None keeps the value from outside the block. Without a recording this does nothing.
     """
-    if _active is None:
-        return _NOTHING
-    given = {"phase": phase, "owner": owner, "clock": clock}
-    return _active.holding(**{name: value for name, value in given.items() if value is not None})
+    return _NOTHING if _active is None else _scoped(_active, phase, owner, clock)
+
+
+@contextmanager
+def _scoped(recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> Iterator[None]:
+    """Set fields of the recorder for the block, and restore the old values afterwards."""
+    outer = recorder.phase, recorder.owner, recorder.clock
+    recorder.phase = recorder.phase if phase is None else phase
+    recorder.owner = recorder.owner if owner is None else owner
+    recorder.clock = clock or recorder.clock
+    try:
+        yield
+    finally:
+        recorder.phase, recorder.owner, recorder.clock = outer

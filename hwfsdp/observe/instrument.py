@@ -84,11 +84,20 @@ class Instrument:
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         recorder = events.active()
-        if recorder is None:
-            return current
-        clock = clock_of_stream(stream)
-        on_it = recorder.holding(stream=stream.name, host_runs_stream=stream.is_host, clock=clock)
-        return _both(on_it, current)
+        return current if recorder is None else self._running(stream, current, recorder)
+
+    @contextmanager
+    def _running(
+        self, stream: Stream, current: AbstractContextManager[Any], recorder: Recorder
+    ) -> Iterator[None]:
+        outer = recorder.stream, recorder.clock, recorder.host_runs_stream
+        recorder.stream, recorder.host_runs_stream = stream.name, stream.is_host
+        recorder.clock = clock_of_stream(stream)
+        try:
+            with current:
+                yield
+        finally:
+            recorder.stream, recorder.clock, recorder.host_runs_stream = outer
 
     # --- the moments of a state ---
 
