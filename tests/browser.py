@@ -105,6 +105,14 @@ class Tab:
             raise RuntimeError(found["exceptionDetails"]["exception"].get("description", "?"))
         return found["result"].get("value")
 
+    def text(self, selector: str) -> str:
+        """The text of an element."""
+        return str(self.run(f"document.querySelector('{selector}').textContent"))
+
+    def press(self, selector: str) -> None:
+        """Clicks an element, wherever it is."""
+        self.run(f"document.querySelector('{selector}').click()")
+
     def drawn(self) -> None:
         """Waits for two frames: what was asked for before has been drawn then."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")

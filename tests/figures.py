@@ -119,11 +119,16 @@ class Box(NamedTuple):
         return wide > 1.0 and high > 1.0
 
 
-def texts(figure: Figure) -> list[tuple[str, Box]]:
-    """Every text that is seen, with the rectangle that it fills."""
+def canvas_of(figure: Figure) -> FigureCanvasAgg:
+    """The canvas of a figure, drawn."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    renderer = canvas.get_renderer()
+    return canvas
+
+
+def texts(figure: Figure) -> list[tuple[str, Box]]:
+    """Every text that is seen, with the rectangle that it fills."""
+    renderer = canvas_of(figure).get_renderer()
     hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
     seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
     return [

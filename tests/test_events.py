@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,12 +72,6 @@ def test_seq_counts_events_in_the_order_in_which_they_begin(recorder: Recorder) 
     assert [e.op for e in found] == ["forward", "alloc", "copy_in", "all_gather"]
     assert [e.seq for e in found] == [0, 1, 2, 3]
     assert {e.rank for e in found} == {3}
-
-
-def test_the_last_event_of_each_stream_is_known(recorder: Recorder) -> None:
-    for stream in ("compute", "copy", "compute"):
-        recorder.instant("alloc", stream)
-    assert recorder.last_seq == {"compute": 2, "copy": 1}
 
 
 def test_a_wait_is_noted_only_at_the_next_event_of_its_stream(recorder: Recorder) -> None:
@@ -168,14 +161,3 @@ def test_samples_are_what_the_ledger_counts_and_timed_like_events() -> None:
     (sample,) = recorder.finish()[1]
     assert sample.us == taken.us - 100.0
     assert sample.bytes_by_kind == {**dict.fromkeys(KINDS, 0), "sharded_param": 8}
-
-
-# --- The event itself --------------------------------------------------------------------------------------
-
-
-def test_an_event_is_a_frozen_record_of_all_its_fields() -> None:
-    event = Event(0, 7, "all_gather", "all_gather", bytes=8, start_us=2.0, dur_us=3.5, after=(1, 4))
-    assert event.end_us == 5.5
-    assert Event(**event.as_dict()) == event
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.seq = 8  # type: ignore[misc]

@@ -176,19 +176,17 @@ def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages:
         tab.key(key)
     tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
     assert tab.run("window.harmed") is None
-    assert HOSTILE in tab.run("document.querySelector('#code').textContent")
+    assert HOSTILE in tab.text("#code")
 
 
 def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog) -> None:
-    tables = tab.run("document.querySelector('#tables').textContent")
+    tables = tab.text("#tables")
     for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
         assert part in tables
     for kind, nbytes in log.summary()["peak_bytes_by_kind"].items():
         assert not nbytes or f"{kind}{nbytes:,}" in tables
     tab.key("ArrowRight")
-    spoken, said = (
-        tab.run(f"document.querySelector('{s}').textContent") for s in ("#spoken", "#code .event")
-    )
+    spoken, said = (tab.text(s) for s in ("#spoken", "#code .event"))
     assert spoken.split(".")[0] in said
     for part in ("whole weights, gathered", "blocks.2.up.weight [256 × 64]"):
         assert part in tables
@@ -199,8 +197,8 @@ def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog)
         "!(e.getAttribute('aria-label') || e.labels?.length || e.matches('button') && e.textContent.trim())).length"
     )
     assert tab.run(unnamed) == 0
-    tab.run("document.querySelector('.moment').click()")
-    assert tab.run("nameOf(state.event)") in tab.run("document.querySelector('#spoken').textContent")
+    tab.press(".moment")
+    assert tab.run("nameOf(state.event)") in tab.text("#spoken")
 
 
 # --- One cursor --------------------------------------------------------------------------------------------
@@ -270,14 +268,14 @@ def test_memory_under_the_cursor_is_the_last_sample(tab: Tab, log: EventLog) -> 
 def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> None:
     tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
     tab.drawn()
-    assert "copy_out" in tab.run("document.querySelector('#code mark').textContent")
-    assert "Put what was gathered" in tab.run("document.querySelector('#code .promise').textContent")
+    assert "copy_out" in tab.text("#code mark")
+    assert "Put what was gathered" in tab.text("#code .promise")
     inside = (
         "(() => { const m = document.querySelector('#code mark').getBoundingClientRect(),"
         " l = document.querySelector('#code ol').getBoundingClientRect(); return m.top >= l.top && m.bottom <= l.bottom; })()"
     )
     assert tab.run(inside)
-    tab.run("document.querySelector('#code .place').click()")  # the outermost call
+    tab.press("#code .place")  # the outermost call
     assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
 
 
@@ -291,7 +289,7 @@ def test_code_in_a_promise_stands_without_backticks(tab: Tab) -> None:
     assert tab.run(shown.replace("TEXT", "'One ` alone'")) == [["#text", "One "], ["#text", "` alone"]]
     tab.run("state.choose(state.log.events.find((e) => e.op === 'wait' && e.waitsFor.length))")
     tab.drawn()
-    assert "`" not in tab.run("document.querySelector('#code .promise').textContent")
+    assert "`" not in tab.text("#code .promise")
     assert tab.run("document.querySelector('#code .promise code') !== null")
 
 
@@ -348,7 +346,7 @@ def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -
         "state.panes[0].drawArrow = (context, from, to) => (window.arrows ??= []).push([from.seq, to.seq])"
     )
     tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
-    tip = tab.run("document.querySelector('#tip').textContent")
+    tip = tab.text("#tip")
     found = tab.run("[state.hovered.op, state.hovered.waitsFor.length, state.hovered.waitedForBy.length]")
     assert found[0] == "all_gather" and min(found[1:]) > 0
     assert all(part in tip for part in ("all_gather of", "rank 0, all_gather stream", "waits for copy_in"))
@@ -431,9 +429,9 @@ def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> N
 
 
 def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
-    said = "document.querySelector('#parameters .rows').textContent"
+    said = "#parameters .rows"
     owner = phone.run("state.event.owner")
-    assert phone.run(said).startswith(f"{owner} on rank 0: ")
+    assert phone.text(said).startswith(f"{owner} on rank 0: ")
     shown_at(phone, "#parameters .scroller canvas")
     left, top, width, _ = box(phone, "#parameters .scroller canvas")
     row = phone.run(
@@ -443,8 +441,8 @@ def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_
         phone.tap(left + 0.8 * width, top + row)
         assert phone.run("state.group") == group
         if group:
-            assert phone.run(said).startswith("blocks.1 on rank 1: ")
-            assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.run(said)
+            assert phone.text(said).startswith("blocks.1 on rank 1: ")
+            assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.text(said)
 
 
 # --- Playing -----------------------------------------------------------------------------------------------
@@ -491,7 +489,7 @@ def test_a_link_leads_to_a_moment_and_the_address_follows_the_cursor(tab: Tab, p
 
 def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(pages["two"])
-    head = tab.run("document.querySelector('#head').textContent")
+    head = tab.text("#head")
     assert all(
         part in head
         for part in (
@@ -507,7 +505,7 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
     parting: Any = tab.run("state.parting.map((event) => event && [event.log.side, event.op, event.owner])")
     assert parting[0] != parting[1] and [each[0] for each in parting] == [0, 1]
     assert f"in A it is the {parting[0][1]} of {parting[0][2]}" in head
-    tab.run("document.querySelector('.moment').click()")
+    tab.press(".moment")
     tab.drawn()
     mark = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--cursor').trim()")
     flagged = pixels(tab, TIMELINE, mark)
@@ -553,11 +551,11 @@ def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
         "5.0 µs to 1.50 ms",
         "",
     ]
-    assert "the spread of its times is not known" in tab.run("document.querySelector('#exact').textContent")
+    assert "the spread of its times is not known" in tab.text("#exact")
     tab.open(pages["two"])
-    assert "spread not known" in tab.run("document.querySelector('#facts').textContent")
+    assert "spread not known" in tab.text("#facts")
     tab.open(pages["steps"])
-    said = tab.run("document.querySelector('#head').textContent")
+    said = tab.text("#head")
     assert "of the 2 recorded steps" in said and "peaks are the same in every run" in said
     times = tab.run("state.logs[0].times.step_us")
     assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
@@ -574,32 +572,32 @@ def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
     moment = [0, start.rank, pytest.approx(start.us - begin, abs=0.1), "all_gather"]
     opened = "[state.side, state.rank, state.t, state.event.op]"
     assert tab.run(opened) == moment
-    assert tab.run("document.querySelector('#looks button').textContent") == start.said
+    assert tab.text("#looks button") == start.said
     tab.run("state.lookAt(1, 0), state.seek(0)")
     assert tab.run(opened.replace("state.event.op", "0")) == [1, 0, 0, 0]
-    tab.run("document.querySelector('#looks button').click()")
+    tab.press("#looks button")
     assert tab.run(opened) == moment and tab.run("window.harmed") is None
 
 
 def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_part(
     tab: Tab, pages: dict[str, str]
 ) -> None:
-    first = "document.querySelector('#begin').textContent"
+    first = "#begin"
     assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
     assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")
-    assert "why the gather is late" in tab.run(first)
-    said = tab.run("document.querySelector('#code').textContent")
+    assert "why the gather is late" in tab.text(first)
+    said = tab.text("#code")
     assert "Compute stands still" in said and "waits for all_gather of" in said
     tab.open(pages["two"])
     assert tab.run("state.event === state.parting[0]")
-    assert "A and B do not share" in tab.run(first)
+    assert "A and B do not share" in tab.text(first)
 
 
 def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: Tab) -> None:
     freed, kept = step(), step(reshard=False)
     gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
     whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
-    said = tab.run("document.querySelector('#otherwise').textContent").replace("\u00a0", " ")
+    said = tab.text("#otherwise").replace("\u00a0", " ")
     for now, before in (gathered, whole):
         words = [tab.run(f"bytesText({nbytes})") for nbytes in (now, before)]
         assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
@@ -610,7 +608,7 @@ def test_a_page_of_two_logs_or_of_one_that_frees_nothing_says_nothing_of_that(
 ) -> None:
     for page in ("two", "kept"):
         tab.open(pages[page])
-        assert tab.run("document.querySelector('#otherwise').textContent") == "", page
+        assert tab.text("#otherwise") == "", page
 
 
 def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
@@ -623,11 +621,11 @@ def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
 ) -> None:
     peak = max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values()))
     [block] = [e for e in log.select("backward", rank=0) if e.end_us == pytest.approx(peak.us) and e.owner]
-    tab.run("document.querySelector('.moment').click()")
+    tab.press(".moment")
     begin = min(e.start_us for e in log.events)
     assert tab.run("state.t") == pytest.approx(peak.us - begin, abs=0.1)
     assert tab.run("[state.event.op, state.event.seq]") == ["backward", block.seq]
-    said = tab.run("document.querySelector('.moment').textContent")
+    said = tab.text(".moment")
     assert f"at the end of the backward of {block.owner}" in said
     stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
     said = said.replace("\u00a0", " ")

@@ -9,7 +9,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -21,11 +20,11 @@ from figures import (
     MIB,
     assert_texts_are_apart_and_on_the_sheet,
     boxes,
+    canvas_of,
     event,
     legend_of,
     luma,
     sampled,
-    texts,
     training_log,
 )
 from hwfsdp import EventLog, plot
@@ -150,9 +149,7 @@ def test_the_legend_names_the_ops_drawn_and_lies_outside_the_bands() -> None:
         *("forward", "backward", "optimizer", "wait (exposed communication)"),
         *("copy_in", "copy_out", "all_gather", "reduce_scatter", "waited for by"),
     ]
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    box = figure.legends[0].get_window_extent(canvas.get_renderer())
+    box = figure.legends[0].get_window_extent(canvas_of(figure).get_renderer())
     assert all(Bbox.intersection(box, axes.get_window_extent()) is None for axes in figure.axes)
 
 
@@ -181,11 +178,10 @@ def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
     figure = plot_timeline(EventLog([*log, event(4, "backward", "compute", 6000, 10000, owner="head")]))
     labels = [text for text in figure.axes[0].texts if not isinstance(text, Annotation)]
     assert [label.get_text() for label in labels] == [owner, "blocks.7", "7", "head"]
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    renderer = canvas_of(figure).get_renderer()
     for label, seq in zip(labels, (0, 1, 2, 4), strict=True):
         bar = bars(figure)[0, seq].get_window_extent()
-        text = Text.get_window_extent(label, canvas.get_renderer())
+        text = Text.get_window_extent(label, renderer)
         assert bar.x0 < text.x0 and text.x1 < bar.x1 and bar.y0 < text.y0 and text.y1 < bar.y1
 
 
@@ -290,15 +286,6 @@ def test_the_rank_asked_for_is_drawn() -> None:
     assert figure.texts[0].get_text() == "Memory of rank 3 without activations: at most 512 B at once"
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "unit"), [(512, "B"), (3 * 1024, "KiB"), (3 * MIB, "MiB"), (2**31, "GiB")]
-)
-def test_the_axis_counts_in_a_unit_that_suits_the_peak(nbytes: int, unit: str) -> None:
-    axes = plot_memory(sampled({"sharded_param": nbytes})).axes[0]
-    assert axes.get_ylabel() == f"bytes alive [{unit}]"
-    assert 1.0 < axes.get_ylim()[1] < 1024
-
-
 def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:
     log = sampled({"activation": MIB, "sharded_param": MIB})
     assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
@@ -341,12 +328,3 @@ def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_opti
     expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
     assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
     assert_texts_are_apart_and_on_the_sheet(figure)
-
-
-@pytest.mark.parametrize("peak", [0, 4, 9])
-def test_the_name_of_the_peak_stands_above_the_frame_and_not_beside_it(peak: int) -> None:
-    totals = [{"sharded_param": MIB + (place == peak)} for place in range(10)]
-    figure = plot_memory(sampled(*totals))
-    frame = figure.axes[0].get_window_extent()
-    [name] = [place for text, place in texts(figure) if text.startswith("peak")]
-    assert frame.x0 - 1 <= name.x0 and name.x1 <= frame.x1 + 1 and name.y0 >= frame.y1

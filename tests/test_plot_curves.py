@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 from matplotlib.figure import Figure
 
@@ -51,12 +49,6 @@ def test_measured_points_say_how_far_the_farthest_is_from_the_closed_form(
     figure = plot_model_states(SHAPES, SIZES, measured=measured)
     assert lines_of(figure)["measured ZERO3 4"] == ([4], [nbytes[4]])
     assert words in " ".join(text.get_text() for text in figure.texts[1:])
-
-
-def test_strategies_differ_by_color_and_by_marker() -> None:
-    drawn = plot_model_states(SHAPES, SIZES, shards=2).axes[0].lines
-    for a, b in combinations(drawn, 2):
-        assert a.get_color() != b.get_color() and a.get_marker() != b.get_marker()
 
 
 # scaling

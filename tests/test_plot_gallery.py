@@ -23,7 +23,7 @@ from figures import (
     sampled,
 )
 from figures import training_log
-from hwfsdp import EventLog, UsageError, plot
+from hwfsdp import EventLog, UsageError
 from hwfsdp.compat import strided_shard
 from hwfsdp.course import gallery
 from hwfsdp.layout.explain import Explanation, ParamRow
@@ -43,7 +43,6 @@ from hwfsdp.plot.timeline import plot_timeline
 from hwfsdp.plot.traffic import plot_traffic
 
 DOCS = Path(__file__).parent.parent / "docs"
-ROOMS = {path.stem for path in Path(plot.__file__).parent.glob("[!_]*") if path.suffix in (".py", "")}
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +205,3 @@ def test_the_files_of_the_documents_have_two_pixels_for_each_of_a_page() -> None
     paths = [*(DOCS / "pictures").glob("*.png"), *exercises.glob("*/picture.png")]
     widths = {path: int.from_bytes(path.read_bytes()[16:20], "big") for path in paths}
     assert {path: width for path, width in widths.items() if width != round(sheet.DPI * sheet.PAGE)} == {}
-
-
-def test_the_table_of_contents_names_every_room() -> None:
-    named = re.findall(r"^    (\w+)  +\S", plot.__doc__ or "", re.MULTILINE)
-    assert sorted(named) == sorted(ROOMS)

@@ -257,9 +257,3 @@ def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
 def test_the_strip_is_the_dimension_that_is_cut(placement: str) -> None:
     found = boxes(plot_parameters(Explanation([row("w", "m", (100, 8), (4, 8), placement=placement)], [])))
     assert found["w own"].get_width() / found["w all"].get_width() == pytest.approx(0.5)
-
-
-def test_a_real_table_is_drawn(on_ranks: Any) -> None:
-    figure = plot_parameters(on_ranks[1][0])
-    assert "0.weight own" in boxes(figure) and "0.weight padding" in boxes(figure)
-    assert_everything_is_on_the_sheet(figure)

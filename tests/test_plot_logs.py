@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from figures import boxes, event, gathered_and_freed, lifetime_log, training_log
@@ -46,14 +45,6 @@ def test_the_text_counts_the_groups_that_are_full_at_the_same_time() -> None:
     assert text == "3 groups, at most 1 full at the same time"
     at_once = EventLog([*gathered_and_freed(0, 0.0), *gathered_and_freed(1, 1000.0)])
     assert plot_lifetimes(at_once).texts[1].get_text() == "2 groups, at most 2 full at the same time"
-
-
-def test_a_step_shows_what_was_alive_in_its_time() -> None:
-    first = gathered_and_freed(0, 0.0)
-    second = [replace(e, step=1) for e in gathered_and_freed(0, 5000.0)]
-    figure = plot_lifetimes(EventLog([*first, *second]), step=1)
-    assert extents(figure, "row 0 full") == [pytest.approx((6.0, 8.0))]
-    assert figure.axes[0].get_xlim() == (5.0, 8.0)
 
 
 @pytest.mark.parametrize(("step", "full"), [(0, (1.0, 2.5)), (1, (2.6, 3.0))])
@@ -198,13 +189,6 @@ def test_ranks_that_moved_different_bytes_have_bars_of_their_own() -> None:
     half = [replace(e, rank=1, bytes=e.bytes // 2) for e in first]
     bars = boxes(plot_traffic(EventLog([*first, *half]), {}))
     assert bars["all_gather rank 0"].get_width() == 2 * bars["all_gather rank 1"].get_width()
-
-
-def test_closed_forms_are_hollow_and_measurements_have_the_look_of_their_collective() -> None:
-    bars = boxes(plot_traffic(moving(CLOSED), {"closed form": CLOSED}))
-    measured, closed = bars["all_gather each of 2 ranks"], bars["all_gather closed form"]
-    assert to_rgb(measured.get_facecolor()) == to_rgb(style.look_of_op("all_gather").color)
-    assert to_rgb(closed.get_facecolor()) == to_rgb(style.WHITE) and not closed.get_hatch()
 
 
 # comparison

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from figures import assert_texts_are_apart_and_on_the_sheet, training_log
+from figures import assert_texts_are_apart_and_on_the_sheet, canvas_of, training_log
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
@@ -28,7 +27,7 @@ def test_the_estimated_width_of_a_line_is_at_least_the_drawn_width(dpi: int, siz
     figure = sheet.new_figure(10.0, 1.0)
     figure.set_dpi(dpi)
     text = figure.text(0.0, 0.5, LONG, fontsize=size)
-    drawn = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    drawn = text.get_window_extent(canvas_of(figure).get_renderer())
     assert drawn.width / dpi <= sheet.inches(LONG, size) <= 1.2 * drawn.width / dpi
 
 
@@ -46,9 +45,7 @@ def test_a_head_fits_whatever_its_width(width: float) -> None:
     figure = sheet.new_figure(width + 2 * sheet.MARGIN, head.height + 0.1)
     head.draw(figure)
     assert_texts_are_apart_and_on_the_sheet(figure)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    legend = figure.legends[0].get_window_extent(canvas.get_renderer())
+    legend = figure.legends[0].get_window_extent(canvas_of(figure).get_renderer())
     assert legend.x1 <= figure.bbox.x1 and legend.y0 >= figure.bbox.y0
 
 
@@ -63,12 +60,6 @@ def test_a_head_fits_whatever_its_width(width: float) -> None:
 )
 def test_heights_are_moved_apart_and_stay_below_the_top(heights: list[float], moved: list[float]) -> None:
     assert sheet.moved_apart(heights, 10.0, 90.0) == moved
-
-
-def test_axes_lie_where_inches_say() -> None:
-    figure = sheet.new_figure(8.0, 4.0)
-    box = sheet.axes_at(figure, 1.0, 0.5, 6.0, 2.0).get_window_extent()
-    assert (box.extents / figure.dpi).tolist() == pytest.approx([1.0, 0.5, 7.0, 2.5])
 
 
 def test_events_are_those_of_the_rank_and_step_asked_for() -> None:

@@ -51,30 +51,32 @@ LOST_PEER = (
 )
 
 
-class _Failure(NamedTuple):
-    """The failure of a rank: `RankError.reason`, what happened, its traceback, and the exception if it can be pickled."""
-
-    reason: str
-    got: str
-    traceback: str = ""
-    exception: BaseException | None = None
-
-
 @dataclass
 class Rank:
     """A rank as its caller sees it.
 
     Attributes:
-        history: the file in which the rank notes its calls (`history`).
+        history: the file in which the rank notes its calls (`history`). failure: how it failed; None if it did not.
     """
 
+    number: int
     process: BaseProcess
     connection: Connection
     history: BinaryIO
     finished: bool = False
     result: Any = None
-    failure: _Failure | None = None
+    failure: RankError | None = None
     inbox: Inbox = field(default_factory=Inbox)
+
+    @property
+    def is_running(self) -> bool:
+        return not self.finished and self.failure is None
+
+    def fail(self, reason: str, got: str, traceback: str = "", cause: BaseException | None = None) -> None:
+        """Note how the rank failed (see `RankError`). `cause`: its exception, if it could be pickled."""
+        remedy = TRACEBACK_BELOW if traceback else "Its standard error may say more."
+        self.failure = RankError(self.number, got, traceback, remedy, reason)
+        self.failure.__cause__ = cause
 
 
 def start_ranks(task: Task) -> list[Rank]:
@@ -89,7 +91,7 @@ def start_ranks(task: Task) -> list[Rank]:
         with _hidden_main():
             process.start()
         theirs.close()
-        ranks.append(Rank(process, ours, notes))
+        ranks.append(Rank(rank, process, ours, notes))
     return ranks
 
 
@@ -134,7 +136,7 @@ class Caller:
 
     def read_messages(self, deadline: float | None) -> bool:
         """Wait for messages of ranks that still run, and handle them. Return False if no message came in time."""
-        running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
+        running = [rank for rank in self.ranks if rank.is_running]
         remaining = None if deadline is None else deadline - time.monotonic()
         is_late = remaining is not None and remaining < 0  # also if a rank never stops sending
         if not running or is_late:
@@ -150,10 +152,10 @@ class Caller:
             for kind, content in rank.inbox.take(rank.connection):
                 self.take_in(rank, kind, content)
         except (EOFError, OSError):
-            if not rank.finished and not rank.failure:
-                rank.failure = _Failure("died", _how_it_died(rank.process))
+            if rank.is_running:
+                rank.fail("died", _how_it_died(rank.process))
         except Exception as error:
-            rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
+            rank.fail("died", f"a message that cannot be read: {error!r}")
 
     def take_in(self, rank: Rank, kind: str, content: Any) -> None:
         """Handle a message by its kind."""
@@ -164,11 +166,10 @@ class Caller:
                 rank.finished, rank.result = True, self.unpickle(content) if self.unpickle else content
             except Exception as error:
                 rank.finished = False
-                got = f"a result that cannot be unpickled: {error!r}"
-                rank.failure = _Failure("raised", got, exception=error)
+                rank.fail("raised", f"a result that cannot be unpickled: {error!r}", cause=error)
         elif kind == "raise":
-            exception = _unpickled(content[2]) if self.unpickle else None
-            rank.failure = _Failure("raised", content[0], content[1], exception)
+            got, traceback, exception = content
+            rank.fail("raised", got, traceback, _unpickled(exception) if self.unpickle else None)
 
 
 def _unpickled(exception: bytes | None) -> BaseException | None:
@@ -187,25 +188,22 @@ def _how_it_died(process: BaseProcess) -> str:
     return f"exit with status {code} before the function returned"
 
 
-def _lost_peer(failure: _Failure) -> bool:
+def _lost_peer(failure: RankError) -> bool:
     return any(sign in failure.got for sign in LOST_PEER)
 
 
-def _is_consequence(failure: _Failure) -> bool:
+def _is_consequence(failure: RankError) -> bool:
     """True if a rank failed in a collective, perhaps because another rank had ended."""
     return _lost_peer(failure) or failure.got.startswith("CollectiveError: ")
 
 
 def _first_failure(ranks: list[Rank]) -> RankError:
     """See Note [Which rank failed first]."""
-    failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
-    own = [(n, f) for n, f in failed if not _lost_peer(f)]
-    number, failure = (own or failed)[0]
-    remedy = TRACEBACK_BELOW if failure.traceback else "Its standard error may say more."
-    error = RankError(number, failure.got, failure.traceback, remedy, failure.reason)
-    error.__cause__ = failure.exception
-    error.table = _describe_divergence(ranks, _ask_where(ranks))
-    return error
+    failed = [rank.failure for rank in ranks if rank.failure]
+    own = [failure for failure in failed if not _lost_peer(failure)]
+    first = (own or failed)[0]
+    first.table = _describe_divergence(ranks, _ask_where(ranks))
+    return first
 
 
 class _Stand(NamedTuple):
@@ -217,19 +215,19 @@ class _Stand(NamedTuple):
 
 def _ask_where(ranks: list[Rank]) -> dict[int, _Stand]:
     """Ask every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
-    running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
+    running = [rank for rank in ranks if rank.is_running]
     stands: dict[int, _Stand] = {}
-    for number in running:
+    for rank in running:
         try:
-            ranks[number].connection.send("where")
+            rank.connection.send("where")
         except OSError:
-            stands[number] = _Stand(_GONE, "")
+            stands[rank.number] = _Stand(_GONE, "")
     until = time.monotonic() + _ANSWER
-    for number in running:
-        rank = ranks[number]
-        while number not in stands and (left := until - time.monotonic()) > 0 and rank.connection.poll(left):
+    for rank in running:
+        number, connection = rank.number, rank.connection
+        while number not in stands and (left := until - time.monotonic()) > 0 and connection.poll(left):
             try:
-                heard = dict(rank.inbox.take(rank.connection))
+                heard = dict(rank.inbox.take(connection))
             except Exception:
                 break
             if "where" in heard:
@@ -278,9 +276,9 @@ def _turns(pid: int | None) -> str | None:
 def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str:
     """Describe the last calls of the ranks, side by side. Return "" if they agree."""
     reports = []
-    for number, rank in enumerate(ranks):
+    for rank in ranks:
         calls = history.read(os.pread(rank.history.fileno(), history.SIZE, 0))
-        stand = stands.get(number, _Stand("", ""))
+        stand = stands.get(rank.number, _Stand("", ""))
         left, stack = _SILENT if stand.waiting == _SILENT else "", stand.stack
         if rank.failure is not None:
             stack = rank.failure.traceback
@@ -288,7 +286,7 @@ def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str
             left = "has returned"
         elif rank.failure is not None and not _is_consequence(rank.failure):
             left = f"{'raised' if stack else 'is gone:'} {_shortened(rank.failure.got)}"
-        reports.append(Report(number, calls, left, place_in(stack)))
+        reports.append(Report(rank.number, calls, left, place_in(stack)))
     return describe_divergence(reports)
 
 

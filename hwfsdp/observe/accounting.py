@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from math import prod
 from typing import NamedTuple
 
@@ -105,6 +105,8 @@ def peak_unsharded_bytes(kept: Sequence[GroupSizes], passing: Sequence[GroupSize
 class Strategy(Enum):
     """Which model states are sharded. Every rank holds the other states whole. The ZeRO stages are from arXiv:1910.02054.
 
+    The value is the strategy's name, as the papers write it.
+
     Attributes:
         DDP: no state.
         ZERO1: the optimizer's state (the paper's P_os).
@@ -113,11 +115,11 @@ class Strategy(Enum):
         HSDP: as ZERO3, within groups of ranks. The shards are replicated across these groups; `fully_shard` over a 2D mesh.
     """
 
-    DDP = auto()
-    ZERO1 = auto()
-    ZERO2 = auto()
-    ZERO3 = auto()
-    HSDP = auto()
+    DDP = "DDP"
+    ZERO1 = "ZeRO-1"
+    ZERO2 = "ZeRO-2"
+    ZERO3 = "ZeRO-3"
+    HSDP = "HSDP"
 
 
 class MeshShape(NamedTuple):

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -152,7 +153,7 @@ class _WatchedFunction:
                 recorder.ledger.watch(arguments[name], kind)
         recorder.inside_collective = True
         try:
-            call = functools.partial(self.original, *args, **kwargs)
+            call = partial(self.original, *args, **kwargs)
             event = draft.event
             work = history.watch(call, event.op, arguments.get("group"), event.dtype, event.bytes)
         finally:
@@ -267,60 +268,50 @@ def watch_operators(recorder: Recorder) -> Iterator[None]:
         for namespace in functional_operators():
             for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
                 if hasattr(namespace, name + variant):
-                    operator = _WatchedOperator(getattr(namespace, name + variant), recorder, op)
+                    operator = _Operator(getattr(namespace, name + variant), recorder, partial(_log_call, op))
                     patches.enter_context(mock.patch.object(namespace, name + variant, operator))
             if hasattr(namespace, "wait_tensor"):
-                waiting = _WatchedWaiting(namespace.wait_tensor, recorder)
+                waiting = _Operator(namespace.wait_tensor, recorder, _log_wait)
                 patches.enter_context(mock.patch.object(namespace, "wait_tensor", waiting))
         yield
 
 
 class _Operator:
-    """A stand-in for an operator of torch. It can be called, and has the operator's overloads."""
+    """A stand-in for an operator of torch, with the operator's overloads. While its recording is active, `logged` calls the operator."""
 
-    def __init__(self, original: Any, recorder: Recorder) -> None:
-        self._original, self._recorder = original, recorder
+    def __init__(self, original: Any, recorder: Recorder, logged: Callable[..., Any]) -> None:
+        self._original, self._recorder, self._logged = original, recorder, logged
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
-    @property
-    def _is_seen(self) -> bool:
-        watched = events.active() is self._recorder and not self._recorder.inside_collective
-        return watched and not torch.compiler.is_compiling()
-
-
-class _WatchedOperator(_Operator):
-    """A functional collective whose event begins with the call and ends after the wait for its result."""
-
-    def __init__(self, original: Any, recorder: Recorder, op: str) -> None:
-        super().__init__(original, recorder)
-        self._op = op
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_seen:
+        recorder = self._recorder
+        is_watched = events.active() is recorder and not recorder.inside_collective
+        if not is_watched or torch.compiler.is_compiling():
             return self._original(*args, **kwargs)
-        recorder, given = self._recorder, tensors_in([*args, *kwargs.values()])
-        draft = _begin_on(self._op, given, recorder)
-        result = self._original(*args, **kwargs)
-        made = tensors_in(result)
-        draft.writes = recorder.identify(made)
-        _describe(draft, made if self._op == "all_gather" else given)
-        recorder.results |= dict.fromkeys(draft.writes, draft)
-        return result
+        return self._logged(self._original, recorder, *args, **kwargs)
 
 
-class _WatchedWaiting(_Operator):
-    """The operator that waits for the result of a functional collective."""
+def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """Call a functional collective. Its event begins with the call and ends after the wait for its result."""
+    given = tensors_in([*args, *kwargs.values()])
+    draft = _begin_on(op, given, recorder)
+    result = original(*args, **kwargs)
+    made = tensors_in(result)
+    draft.writes = recorder.identify(made)
+    _describe(draft, made if op == "all_gather" else given)
+    recorder.results |= dict.fromkeys(draft.writes, draft)
+    return result
 
-    def __call__(self, tensor: Tensor) -> Any:
-        if not self._is_seen:
-            return self._original(tensor)
-        (number,) = self._recorder.identify([tensor])
-        draft = self._recorder.results.pop(number, None)
-        if draft is None:
-            return self._original(tensor)
-        with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
-            result = self._original(tensor)
-            draft.close()
-        return result
+
+def _log_wait(original: Any, recorder: Recorder, tensor: Tensor) -> Any:
+    """Call the operator that waits for the result of a functional collective."""
+    (number,) = recorder.identify([tensor])
+    draft = recorder.results.pop(number, None)
+    if draft is None:
+        return original(tensor)
+    with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
+        result = original(tensor)
+        draft.close()
+    return result

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from math import inf
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length, subtract
+from hwfsdp.observe.eventlog import EventLog, times_of_rank
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.tables import lay_out, ms, number_of, signed
+
+TIMES = ("step_us", "exposed_comm_us", "overlap_fraction")
 
 
 class PerStep(NamedTuple):
@@ -59,7 +60,7 @@ class Comparison:
     Attributes:
         ranks: the ranks of each log. steps: the number of steps in each log, at least 1. ops: the events of each op, per step.
         parting: the first difference in order, in the steps that both logs have; None if there is no difference.
-        step_us, exposed_comm_us, overlap: the times of both logs, as in `EventLog.summary`.
+        times: the times of both logs, by their names in `EventLog.summary` (`TIMES`).
         peaks: peak bytes by kind of memory, for each kind that at least one log has.
     """
 
@@ -67,9 +68,7 @@ class Comparison:
     steps: Pair
     ops: dict[str, Pair]
     parting: Parting | None
-    step_us: Pair
-    exposed_comm_us: Pair
-    overlap: Pair
+    times: dict[str, Pair]
     peaks: dict[str, Pair]
 
     @property
@@ -92,24 +91,13 @@ class StepTimes(NamedTuple):
 
 def times_of_steps(log: EventLog) -> StepTimes:
     """Return the time of each step. They show how much steps of one run differ, for comparison with a difference between two runs."""
-    found = [_steps_of_rank(part) for part in log.by_rank().values() if part.events]
-    by_step = list(zip(*found, strict=False))
-    means = [[fmean(times[which] for times in ranks) for ranks in by_step] for which in (0, 1)]
-    return StepTimes(*means)
+    found = [times_of_rank(part) for part in log.by_rank().values() if part.events]
+    steps, exposed = [times.steps for times in found], [times.exposed for times in found]
+    return StepTimes(_mean_of_ranks(steps), _mean_of_ranks(exposed))
 
 
-def _steps_of_rank(log: EventLog) -> list[tuple[float, float]]:
-    """Return for each step its time, and the part of it in which a collective ran and the rank computed nothing."""
-    optimizers = log.select("optimizer")
-    last: dict[int, float] = {}
-    for event in optimizers:
-        last[event.step] = max(last.get(event.step, event.end_us), event.end_us)
-    first = 0.0 if optimizers and log.clocks else min(e.start_us for e in log.events)
-    ends = sorted(last.values()) or [max(e.end_us for e in log.events)]
-    exposed = subtract(communicating(log.events), computing(log.events))
-    cuts = [-inf, *ends[:-1], inf]  # time before the first step or after the last step belongs to that step
-    waits = [length(intersect(exposed, [cut])) for cut in pairwise(cuts)]
-    return [(end - start, wait) for (start, end), wait in zip(pairwise([first, *ends]), waits, strict=True)]
+def _mean_of_ranks(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(of_ranks) for of_ranks in zip(*by_rank, strict=False)]
 
 
 def compare(a: EventLog, b: EventLog) -> Comparison:
@@ -119,11 +107,10 @@ def compare(a: EventLog, b: EventLog) -> Comparison:
     first, second = a.summary(), b.summary()
     most = Pair(first["peak_bytes_by_kind"], second["peak_bytes_by_kind"])
     peaks = {kind: Pair(most.a.get(kind, 0), most.b.get(kind, 0)) for kind in {**most.a, **most.b}}
-    keys = ("step_us", "exposed_comm_us", "overlap_fraction")
-    step, exposed, overlap = [Pair(first[key], second[key]) for key in keys]
     peaks = {kind: pair for kind, pair in peaks.items() if any(pair)}
-    ranks, parting = Pair(a.ranks, b.ranks), _first_parting(a, b, min(steps))
-    return Comparison(ranks, steps, ops, parting, step, exposed, overlap, peaks)
+    times = {name: Pair(first[name], second[name]) for name in TIMES}
+    parting = _first_parting(a, b, min(steps))
+    return Comparison(Pair(a.ranks, b.ranks), steps, ops, parting, times, peaks)
 
 
 def _is_work(event: Event) -> bool:
@@ -150,11 +137,10 @@ def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
     """Find the first difference within the first `steps` steps: the earliest in order of issue, on any rank that both logs have."""
     found = []
     for rank in sorted({*a.ranks} & {*b.ranks}):
-        ours, theirs = _work_of(a, rank, steps), _work_of(b, rank, steps)
-        for number in range(max(len(ours), len(theirs))):
-            pair = [side[number] if number < len(side) else None for side in (ours, theirs)]
-            if _identity(pair[0]) != _identity(pair[1]):
-                found.append(Parting(rank, number, *pair))
+        pairs = zip_longest(_work_of(a, rank, steps), _work_of(b, rank, steps))
+        for number, (ours, theirs) in enumerate(pairs):
+            if _identity(ours) != _identity(theirs):
+                found.append(Parting(rank, number, ours, theirs))
                 break
     return min(found, key=lambda parting: parting.number, default=None)
 
@@ -177,14 +163,9 @@ def _identity(event: Event | None) -> tuple[Any, ...]:
 
 def describe(found: Comparison, names: tuple[str, str]) -> str:
     """Return the text that `hwfsdp trace diff` prints."""
-    parts = [
-        [f"A: {names[0]}", f"B: {names[1]}"],
-        [_verdict(found)],
-        _order(found),
-        _ops(found),
-        _times(found),
-    ]
-    return "\n\n".join("\n".join(part) for part in [*parts, _peaks(found)] if part)
+    parts = [[f"A: {names[0]}", f"B: {names[1]}"], [_verdict(found)]]
+    parts += [_order(found), _ops(found), _times(found), _peaks(found)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _verdict(found: Comparison) -> str:
@@ -234,9 +215,11 @@ def _mark(a: float, b: float) -> str:
 
 def _times(found: Comparison) -> list[str]:
     rows = [["", "A", "B", "B / A"]]
-    for label, (a, b) in (("step", found.step_us), ("exposed communication", found.exposed_comm_us)):
+    for label, name in (("step", "step_us"), ("exposed communication", "exposed_comm_us")):
+        a, b = found.times[name]
         rows.append([label, ms(a), ms(b), f"{b / a:.2f}" if a else "–"])
-    rows.append(["communication hidden", f"{found.overlap.a:.0%}", f"{found.overlap.b:.0%}", ""])
+    a, b = found.times["overlap_fraction"]
+    rows.append(["communication hidden", f"{a:.0%}", f"{b:.0%}", ""])
     return ["Time of one step, mean", *lay_out(rows)]
 
 
@@ -257,8 +240,6 @@ def as_json(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
         "steps": found.steps._asdict(),
         "orders_part": found.parting and asdict(found.parting),
         "per_step": {op: Pair(a._asdict(), b._asdict())._asdict() for op, (a, b) in found.ops.items()},
-        "step_us": found.step_us._asdict(),
-        "exposed_comm_us": found.exposed_comm_us._asdict(),
-        "overlap_fraction": found.overlap._asdict(),
+        **{name: pair._asdict() for name, pair in found.times.items()},
         "peak_bytes_by_kind": {kind: pair._asdict() for kind, pair in found.peaks.items()},
     }

@@ -9,9 +9,11 @@ import gzip
 import importlib
 import json
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,27 +120,28 @@ class EventLog:
             slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
         """
         parts = self.by_rank()
-        times = {rank: _rank_times(part) for rank, part in parts.items()}
+        times = {rank: times_of_rank(part) for rank, part in parts.items()}
         traffic = traffic_of(parts[min(parts)].collectives()) if parts else {}
         peaks = self.peak_bytes_by_kind()
-        communicated, exposed = sum(t.comm for t in times.values()), sum(t.exposed for t in times.values())
+        by_rank = {rank: self._summary_of(rank, t) for rank, t in times.items()}
+        exposed = sum(sum(t.exposed) for t in times.values())
         return {
-            "step_us": _mean([t.total / t.steps for t in times.values()]),
+            "step_us": _mean([each["step_us"] for each in by_rank.values()]),
             "bytes_by_op": {op: moved.bytes for op, moved in traffic.items()},
             "count_by_op": {op: moved.calls for op, moved in traffic.items()},
-            "exposed_comm_us": _mean([t.exposed / t.steps for t in times.values()]),
-            "overlap_fraction": _hidden(exposed, communicated),
+            "exposed_comm_us": _mean([each["exposed_comm_us"] for each in by_rank.values()]),
+            "overlap_fraction": _hidden(exposed, sum(t.communicated for t in times.values())),
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
             "peak_bytes_by_kind": peaks,
-            "by_rank": {rank: self._summary_of(rank, t) for rank, t in times.items()},
+            "by_rank": by_rank,
             **self._skew()._asdict(),
         }
 
-    def _summary_of(self, rank: int, times: _Times) -> dict[str, Any]:
+    def _summary_of(self, rank: int, times: StepsOfRank) -> dict[str, Any]:
         return {
-            "step_us": times.total / times.steps,
-            "exposed_comm_us": times.exposed / times.steps,
-            "overlap_fraction": _hidden(times.exposed, times.comm),
+            "step_us": _mean(times.steps),
+            "exposed_comm_us": _mean(times.exposed),
+            "overlap_fraction": _hidden(sum(times.exposed), times.communicated),
             "peak_bytes_by_kind": _peaks(self.samples.get(rank, [])),
         }
 
@@ -274,30 +277,40 @@ class _Skew(NamedTuple):
     slowest_rank: int | None
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Times of one rank in µs: all its steps, its communication, and the communication that was not hidden."""
+class StepsOfRank(NamedTuple):
+    """Times of one rank in µs.
 
-    total: float
-    comm: float
-    exposed: float
-    steps: int
+    Attributes:
+        steps: the time of each step. exposed: for each step, the part in which a collective ran and the rank computed nothing.
+        communicated: the time in which collectives ran, in all steps together.
+    """
+
+    steps: list[float]
+    exposed: list[float]
+    communicated: float
 
 
-def _rank_times(log: EventLog) -> _Times:
+def times_of_rank(log: EventLog) -> StepsOfRank:
+    """Return the times of the steps in one rank's log. Without optimizer steps, the whole log is one step."""
     events = log.events
     if not events:
-        return _Times(0.0, 0.0, 0.0, 1)
-    optimizers = log.select("optimizer")
-    first = 0.0 if optimizers and log.clocks else min(e.start_us for e in events)
-    total = max(e.end_us for e in optimizers or events) - first
-    comm = communicating(events)
-    exposed = length(comm) - length(intersect(comm, computing(events)))
-    return _Times(total, length(comm), exposed, max(1, len(log.finished_steps)))
+        return StepsOfRank([0.0], [0.0], 0.0)
+    last: dict[int, float] = {}
+    for event in log.select("optimizer"):
+        last[event.step] = max(last.get(event.step, event.end_us), event.end_us)
+    first = 0.0 if last and log.clocks else min(e.start_us for e in events)
+    ends = sorted(last.values()) or [max(e.end_us for e in events)]
+    communicated = communicating(events)
+    exposed = [0.0] * len(ends)
+    cuts = [-inf, *ends[:-1], inf]  # time before the first step or after the last belongs to that step
+    for start, end in intersect(subtract(communicated, computing(events)), list(pairwise(cuts))):
+        exposed[bisect_right(cuts, start) - 1] += end - start
+    steps = [end - start for start, end in pairwise([first, *ends])]
+    return StepsOfRank(steps, exposed, length(communicated))
 
 
 def _hidden(exposed: float, communicated: float) -> float:
-    return 1.0 - exposed / communicated if communicated else 0.0
+    return max(0.0, 1.0 - exposed / communicated) if communicated else 0.0  # sums of parts may round up
 
 
 def _peaks(samples: Iterable[Sample]) -> dict[str, int]:

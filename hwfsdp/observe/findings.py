@@ -8,7 +8,7 @@ with an evaluation gathers more, too. Then the measured bytes are a multiple of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from hwfsdp.observe.races import find_races
 from hwfsdp.observe.run_info import About, GroupAbout, read_about
 
 REDUCED = ("reduce_scatter", "all_reduce")
-_SAID = {"ZERO1": "ZeRO-1", "ZERO2": "ZeRO-2", "ZERO3": "ZeRO-3"}
 
 
 class StrategyTraffic(NamedTuple):
@@ -120,21 +119,21 @@ class Findings:
 
 def examine(log: EventLog) -> Findings:
     """Compute all findings of a log. Raises the errors of `run_info.read_about` if the description of the run is not readable."""
-    about, ranks, summary = read_about(log.about), log.ranks, log.summary()
+    about, parts, summary = read_about(log.about), log.by_rank(), log.summary()
     owners = _owners(about, {e.owner for e in log.collectives()})
-    moved = {rank: _by_step(log.of_rank(rank), owners) for rank in ranks}
-    first = moved[ranks[0]] if ranks else {}
-    expected = expect(about.groups) if about and about.groups else None
+    first = next(iter(parts.values()), EventLog())
+    measured = _by_step(first, owners)
+    groups = about.groups if about else ()
     return Findings(
         about,
-        ranks,
-        sorted(first),
-        first,
-        _traffic(e for e in log.of_rank(ranks[0]).collectives() if e.owner not in owners) if ranks else {},
-        all(each == first for each in moved.values()),
-        expected,
-        _strategies(about.groups, first) if about and about.groups else [],
-        [_times(rank, summary["by_rank"][rank], bool(log.of_rank(rank).collectives())) for rank in ranks],
+        list(parts),
+        sorted(measured),
+        measured,
+        _traffic(e for e in first.collectives() if e.owner not in owners),
+        all(_by_step(part, owners) == measured for part in parts.values()),
+        expect(groups) if groups else None,
+        _strategies(groups, measured) if groups else [],
+        [_times(rank, summary["by_rank"][rank], bool(part.collectives())) for rank, part in parts.items()],
         summary,
         _races(log, about is not None and about.world_size > 1 and not log.collectives()),
         sum(len(e.reads) + len(e.writes) for e in log.events),
@@ -175,15 +174,24 @@ def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
 
 def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
     """Compute the traffic of one forward and one backward by the closed forms. Each group is sharded over its own mesh."""
-    nbytes, counts = Counter[str](), Counter[str]()
-    for group in groups:
-        for op, n in _group_traffic(group).items():
-            nbytes[op] += n
-        again = group.gathered_again_from
-        counts["all_gather"] += (group.shards > 1) + (again > 1)
-        counts["reduce_scatter"] += group.is_trained and group.shards > 1
-        counts["all_reduce"] += group.is_trained and group.replicas > 1
-    return {op: Traffic(counts[op], nbytes[op]) for op in ("all_gather", *REDUCED)}
+    found = dict.fromkeys(("all_gather", *REDUCED), Traffic(0, 0))
+    for op, nbytes in (moved for group in groups for moved in _collectives_of(group)):
+        found[op] = Traffic(found[op].calls + 1, found[op].bytes + nbytes)
+    return found
+
+
+def _collectives_of(group: GroupAbout) -> Iterator[tuple[str, int]]:
+    """Yield the op and the bytes of each collective of a group in one forward and one backward."""
+    for ranks in (group.shards, group.gathered_again_from):  # the backward may gather fewer, larger shards
+        if ranks > 1:
+            yield "all_gather", sum(unsharded_bytes(sizes, ranks) for sizes in group.sizes())
+    if group.is_trained:
+        trained = group.sizes(trained_only=True)
+        reduced = sum(sizes.padded_numel(group.shards) * sizes.reduce_itemsize for sizes in trained)
+        if group.shards > 1:
+            yield "reduce_scatter", reduced
+        if group.replicas > 1:
+            yield "all_reduce", reduced // group.shards
 
 
 def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
@@ -210,20 +218,6 @@ def _is_root(group: GroupAbout) -> bool:
     return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
 
 
-def _group_traffic(group: GroupAbout) -> Counter[str]:
-    """Return the bytes of the forward's gather, the backward's gather (perhaps of fewer, larger shards) and the gradient reduction."""
-    ranks, again = group.shards * group.replicas, group.gathered_again_from
-    once = [replace(sizes, resharded_after_forward=False) for sizes in group.sizes()]
-    total = Counter[str]()
-    total["all_gather"] += strategy_traffic(once, Strategy.HSDP, ranks, group.shards)["all_gather"]
-    if again:
-        total["all_gather"] += strategy_traffic(once, Strategy.ZERO3, again)["all_gather"]
-    reduced = strategy_traffic(group.sizes(trained_only=True), Strategy.HSDP, ranks, group.shards)
-    for op in REDUCED:
-        total[op] += reduced[op]
-    return total
-
-
 def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) -> list[StrategyTraffic]:
     """Compare all strategies for these parameters and ranks. HSDP is included only if the log's mesh has two axes.
 
@@ -243,7 +237,7 @@ def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) 
         traffic = {op: nbytes[op] for op in ("all_gather", *REDUCED)}
         moving = {op: n for op, n in traffic.items() if n}
         matches = bool(seen) and all(s == moving for s in seen)
-        found.append(StrategyTraffic(strategy_name(strategy), traffic, matches))
+        found.append(StrategyTraffic(strategy.value, traffic, matches))
     return found
 
 
@@ -257,8 +251,3 @@ def _under(strategy: Strategy, group: GroupAbout, all_again: bool) -> dict[str, 
     reduced = strategy_traffic(trained, strategy, ranks, group.shards)
     updated = strategy in (Strategy.ZERO1, Strategy.ZERO2)  # they gather only parameters that were trained
     return {**reduced, "all_gather": (reduced if updated else traffic)["all_gather"]}
-
-
-def strategy_name(strategy: Strategy) -> str:
-    """Return the strategy's name, as the papers write it."""
-    return _SAID.get(strategy.name, strategy.name)

@@ -164,7 +164,7 @@ class Instrument:
 def _both(
     inner: AbstractContextManager[Any], outer: AbstractContextManager[Any]
 ) -> AbstractContextManager[Any]:
-    if outer is _NOTHING or isinstance(outer, nullcontext):
+    if isinstance(outer, nullcontext):
         return inner
     stack = ExitStack()
     stack.enter_context(inner)

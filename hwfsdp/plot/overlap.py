@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
@@ -63,18 +64,17 @@ def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
     """
     events = chosen(log, "plot_overlap", step=step)
     start, end = min(e.start_us for e in events), max(e.end_us for e in events)
-    ranks = sorted({e.rank for e in events})
-    shares = {rank: shares_of([e for e in events if e.rank == rank], start, end) for rank in ranks}
+    shares = {rank: shares_of(of_rank, start, end) for rank, of_rank in by_rank(events).items()}
     width = sheet.PAGE - _LEFT - sheet.MARGIN
     keys = [sheet.key(_LOOKS[name], label) for name, label in _LABELS.items()]
     title = f"Where the time of {name_of_steps(events)} went"
     head = sheet.head(title, _text(shares, end - start), keys, width)
-    figure, axes = sheet.page(head, _LEFT, width, len(ranks) * _ROW, _BOTTOM)
+    figure, axes = sheet.page(head, _LEFT, width, len(shares) * _ROW, _BOTTOM)
     axes.set_xlim(0.0, (end - start) / 1e3)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    sheet.name_rows(axes, range(len(ranks)), [f"rank {rank}" for rank in ranks], "ms")
-    for row, rank in enumerate(ranks):
-        _draw_row(axes, row, shares[rank], width * style.POINTS_PER_INCH / (end - start))
+    axes.set_ylim(len(shares) - 0.5, -0.5)
+    sheet.name_rows(axes, range(len(shares)), [f"rank {rank}" for rank in shares], "ms")
+    for row, of_rank in enumerate(shares.values()):
+        _draw_row(axes, row, of_rank, width * style.POINTS_PER_INCH / (end - start))
     return figure
 
 

@@ -21,13 +21,6 @@ from hwfsdp.plot import sheet, style
 
 _HEIGHT, _LEFT, _BOTTOM = 3.6, 0.85, 0.55  # inches; the height is the frame's
 _LINE_OF_TEXT = 13.0  # points
-_NAMES = {
-    Strategy.DDP: "DDP",
-    Strategy.ZERO1: "ZeRO-1",
-    Strategy.ZERO2: "ZeRO-2",
-    Strategy.ZERO3: "ZeRO-3 (fully_shard)",
-    Strategy.HSDP: "HSDP",
-}
 _COLORS = dict(zip(Strategy, (style.BLACK, style.ORANGE, style.PURPLE, style.BLUE, style.GREEN), strict=True))
 _DASHES = dict(zip(Strategy, ("solid", (0, (6, 2)), (0, (3, 2)), "solid", (0, (1, 1.5))), strict=True))
 _MARKERS = dict(zip(Strategy, "s^Dov", strict=True))
@@ -104,7 +97,8 @@ def _draw_points(axes: Axes, measured: Sequence[MeasuredState]) -> None:
 
 
 def _name(strategy: Strategy, line: Mapping[int, int], shards: int | None) -> str:
-    name = f"HSDP, {shards} shards" if strategy is Strategy.HSDP else _NAMES[strategy]
+    more = {Strategy.ZERO3: " (fully_shard)", Strategy.HSDP: f", {shards} shards"}
+    name = f"{strategy.value}{more.get(strategy, '')}"
     return f"{name}: {style.format_bytes(line[max(line)])}"
 
 

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import name_of_steps
 from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
@@ -45,11 +46,11 @@ def plot_timeline(
         UsageError: nothing is left to draw.
     """
     events = _selected(log, start_us, end_us, step)
-    by_rank = {rank: [e for e in events if e.rank == rank] for rank in sorted({e.rank for e in events})}
+    ranks = by_rank(events)
     words = Words(title or _title(events), _subtitle(events), "ms since the recording began")
-    gaps = [0.0, *[_GAP] * (len(by_rank) - 1)]
-    figure, bands = draw_bands(words, list(by_rank.values()), gaps)
-    for axes, (rank, of_rank) in zip(bands, by_rank.items(), strict=True):
+    gaps = [0.0, *[_GAP] * (len(ranks) - 1)]
+    figure, bands = draw_bands(words, list(ranks.values()), gaps)
+    for axes, (rank, of_rank) in zip(bands, ranks.items(), strict=True):
         axes.set_ylabel(f"rank {rank}", fontsize=style.TEXT_SIZE, weight="bold")
         axes.yaxis.set_label_coords(-1.06 / WIDTH, 0.5)
         _draw_step_ends(axes, of_rank, named=axes is bands[0])

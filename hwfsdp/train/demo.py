@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import local_of
+from hwfsdp.checkpoint.tensors import memory_of
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.accounting import GroupSizes, on_the_wire, peak_unsharded_bytes, step_traffic
 from hwfsdp.observe.eventlog import EventLog
@@ -29,9 +28,9 @@ from hwfsdp.train.implementations import NONE, TORCHS, label_of, limit_collectiv
 from hwfsdp.train.loop import (
     TrainConfig,
     Trainee,
+    TrainResult,
     build_model,
     launch_blaming,
-    mean_over_ranks,
     sum_over_ranks,
     train_step,
 )
@@ -49,31 +48,23 @@ class Comparison:
     """The result of the three runs on one rank. Their names are `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
 
     Attributes:
-        losses: for each run and step, the mean loss over the whole batch.
-        grad_norms: for each run and step, the L2 norm of the gradients of all parameters together.
-        step_ms: for each run and step, its time in milliseconds.
+        runs: the losses, gradient norms and times of each run.
         equal: True if every loss and every gradient of the first run equaled FSDP2's, bit for bit, on all ranks.
         largest_difference: the largest difference between a gradient of the first run and FSDP2's, on this rank.
         log: the last `RECORDED_STEPS` steps of the first run.
     """
 
-    losses: dict[str, list[float]]
-    grad_norms: dict[str, list[float]]
-    step_ms: dict[str, list[float]]
+    runs: dict[str, TrainResult]
     equal: bool = True
     largest_difference: float = 0.0
     log: EventLog = field(default_factory=EventLog)
 
-    @classmethod
-    def of(cls, runs: list[str]) -> Comparison:
-        """Make an empty comparison."""
-        return cls({run: [] for run in runs}, {run: [] for run in runs}, {run: [] for run in runs})
-
-    def note(self, run: str, loss: float, square: float, ms: float) -> None:
-        """Add one step of a run: this rank's loss, its share of the squared gradient norm, and milliseconds."""
-        self.losses[run].append(loss)
-        self.grad_norms[run].append(square)
-        self.step_ms[run].append(ms)
+    def note(self, name: str, loss: float, grad_norm: float, ms: float) -> None:
+        """Add one step of a run: its loss and gradient norm over all ranks, and this rank's milliseconds."""
+        run = self.runs[name]
+        run.losses.append(loss)
+        run.grad_norms.append(grad_norm)
+        run.step_ms.append(ms)
 
 
 class _Comparer:
@@ -84,7 +75,7 @@ class _Comparer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.text = load_text(config.text)
         self.name = label_of(config.implementation)
-        self.found = Comparison.of([self.name, THEIRS, WHOLE])
+        self.found = Comparison({run: TrainResult() for run in (self.name, THEIRS, WHOLE)})
         self.sharded = {self.name: Trainee(config, config.implementation), THEIRS: Trainee(config, TORCHS)}
         self.whole = build_model(config.model, config.seed)
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=config.lr)
@@ -103,25 +94,22 @@ class _Comparer:
             start = time.perf_counter()
             losses[run] = self.sharded[run].step(*share(batch, self.rank, self.world_size))
             ms = (time.perf_counter() - start) * 1e3
-            self.found.note(run, float(losses[run]), self.sharded[run].own_square(), ms)
+            loss, square = sum_over_ranks([float(losses[run]), self.sharded[run].own_square()])
+            self.found.note(run, loss / self.world_size, math.sqrt(square), ms)
         ours, theirs = (self.sharded[run].model for run in (self.name, THEIRS))
         _note_difference(self.found, ours, theirs, [losses[self.name], losses[THEIRS]])
         dist.barrier()
         if self.rank == 0:
             start = time.perf_counter()
-            loss = train_step(self.whole, self.optimizer, *batch)
+            whole_loss = train_step(self.whole, self.optimizer, *batch)
             ms = (time.perf_counter() - start) * 1e3
-            self.found.note(WHOLE, float(loss), own_square(self.whole, {}), ms)
+            self.found.note(WHOLE, float(whole_loss), math.sqrt(own_square(self.whole, {})), ms)
         dist.barrier()
 
     def finish(self) -> Comparison:
-        """Record a few more steps. Return the result, with means and norms over all ranks."""
+        """Record a few more steps. Return the result."""
         found = self.found
-        for run in self.sharded:
-            found.losses[run] = mean_over_ranks(found.losses[run])
-            found.grad_norms[run] = sum_over_ranks(found.grad_norms[run])
-        found.grad_norms = {run: list(map(math.sqrt, squares)) for run, squares in found.grad_norms.items()}
-        found.equal = min(mean_over_ranks([float(found.equal)])) == 1.0
+        found.equal = not any(sum_over_ranks([float(not found.equal)]))
         found.log = _record_steps(self)
         return found
 
@@ -132,10 +120,9 @@ def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | 
     runs = _Comparer(config)
     for step in range(config.steps):
         runs.step(step)
-        loss, square = runs.found.losses[runs.name][-1], runs.found.grad_norms[runs.name][-1]
-        loss, square = mean_over_ranks([loss])[0], sum_over_ranks([square])[0]
         if on_step and runs.rank == 0:
-            on_step(step + 1, loss, math.sqrt(square))
+            run = runs.found.runs[runs.name]
+            on_step(step + 1, run.losses[-1], run.grad_norms[-1])
     return runs.finish()
 
 
@@ -153,8 +140,7 @@ def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, loss
 
 
 def _local_grad(param: nn.Parameter | None) -> Tensor | None:
-    grad = None if param is None else param.grad
-    return local_of(grad) if isinstance(grad, DTensor) else grad
+    return None if param is None or param.grad is None else memory_of(param.grad)
 
 
 def _record_steps(runs: _Comparer) -> EventLog:
@@ -212,20 +198,22 @@ def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig)
     root, blocks = group_sizes(build_model(config.model, config.seed))
     traffic = step_traffic([root, *blocks], ranks)
     expected = {op: RECORDED_STEPS * nbytes for op, nbytes in traffic.items() if nbytes}
-    measured, ours = log.summary(), label_of(config.implementation)
-    pairs = [*_pairs(found.losses, ours, THEIRS), *_pairs(found.grad_norms, ours, THEIRS)]
+    measured, label = log.summary(), label_of(config.implementation)
+    ours, theirs, whole = (found.runs[name] for name in (label, THEIRS, WHOLE))
+    pairs = zip([*ours.losses, *ours.grad_norms], [*theirs.losses, *theirs.grad_norms], strict=True)
+    differences = [abs(a - b) for a, b in zip(ours.losses, whole.losses, strict=True)]
     return {
-        "implementation": ours,
+        "implementation": label,
         "ranks": ranks,
         "steps": config.steps,
-        "loss_first": found.losses[ours][0],
-        "loss_last": found.losses[ours][-1],
-        "losses": found.losses,
-        "grad_norms": found.grad_norms,
+        "loss_first": ours.losses[0],
+        "loss_last": ours.losses[-1],
+        "losses": {name: run.losses for name, run in found.runs.items()},
+        "grad_norms": {name: run.grad_norms for name, run in found.runs.items()},
         "equal_to_fsdp2": found.equal,
         "agrees_with_fsdp2": all(math.isclose(a, b, rel_tol=ROUNDING) for a, b in pairs),
         "largest_gradient_difference_to_fsdp2": found.largest_difference,
-        "largest_loss_difference_to_unsharded": max(abs(a - b) for a, b in _pairs(found.losses, ours, WHOLE)),
+        "largest_loss_difference_to_unsharded": max(differences),
         "recorded_steps": RECORDED_STEPS,
         **{key: measured[key] for key in _MEASURED},
         "expected_bytes_by_op": expected,
@@ -233,9 +221,5 @@ def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig)
         "peak_unsharded_bytes": measured["peak_unsharded_bytes"],
         "expected_peak_unsharded_bytes": peak_unsharded_bytes([root], blocks, ranks),
         "peak_bytes_by_kind": measured["peak_bytes_by_kind"],
-        "step_ms": {run: statistics.median(times) for run, times in found.step_ms.items()},
+        "step_ms": {name: statistics.median(run.step_ms) for name, run in found.runs.items()},
     }
-
-
-def _pairs(curves: dict[str, list[float]], a: str, b: str) -> list[tuple[float, float]]:
-    return list(zip(curves[a], curves[b], strict=True))

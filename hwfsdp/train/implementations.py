@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -34,7 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hwfsdp.compat import local_of
+from hwfsdp.checkpoint.tensors import memory_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.features.door import fully_shard
@@ -169,7 +170,7 @@ class _FileSharder:
 
     def __init__(self, path: Path, model: nn.Module, mesh: DeviceMesh) -> None:
         self.path, self.model, self.mesh = path, model, mesh
-        self.names = names_of(model)
+        self.names = {part: name or type(model).__name__ for name, part in model.named_modules()}
         self.file = load_file(path)
         self.function = getattr(self.file, "fully_shard", None)
         if not callable(self.function):
@@ -224,11 +225,6 @@ class _FileSharder:
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of each module in the model. The model itself has the name of its class."""
-    return {module: name or type(model).__name__ for name, module in model.named_modules()}
-
-
 def load_file(path: Path) -> ModuleType:
     """Run a user's file as a module. Like a script, it can import the files in its folder."""
     module = ModuleType(_MODULE)
@@ -262,24 +258,17 @@ def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
     """
     total = 0.0
     for name, param in model.named_parameters():
-        grad = param.grad
+        grad, copies = param.grad, 1  # copies: the number of ranks that hold this part
         if grad is None:
             continue
-        copies = _copies(grad) if isinstance(grad, DTensor) else 1
-        if not isinstance(grad, DTensor) and grad.shape == shapes.get(name):
+        if isinstance(grad, DTensor):
+            axes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            copies = prod(size for size, placement in axes if isinstance(placement, Replicate))
+        elif grad.shape == shapes.get(name):
             copies = dist.get_world_size()
-        local = local_of(grad) if isinstance(grad, DTensor) else grad
-        norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
+        norm = torch.linalg.vector_norm(memory_of(grad).detach(), dtype=torch.float64)
         total += float(norm) ** 2 / copies
     return total
-
-
-def _copies(grad: DTensor) -> int:
-    """Return the number of ranks that hold the same part of the gradient."""
-    copies = 1
-    for axis, placement in enumerate(grad.placements):
-        copies *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
-    return copies
 
 
 # --- Time limits and errors --------------------------------------------------------------------------------

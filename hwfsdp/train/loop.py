@@ -140,11 +140,6 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return sums
 
 
-def mean_over_ranks(values: Sequence[float]) -> list[float]:
-    """Average each value over all ranks. Every rank must give the same number of values."""
-    return [total / dist.get_world_size() for total in sum_over_ranks(values)]
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
