@@ -188,10 +188,10 @@ def test_a_finding_shows_what_came_back_and_what_should_have() -> None:
 def test_a_gather_too_many_is_told_with_its_unit_and_phase() -> None:
     units = ["0", "1", "2", "3", "4"]
     gathered = {"machine": "host", "shown": None, "gathers": [[0, 0, 0, False, owner] for owner in units]}
-    machines._gathered_once("A forward", gathered, False)
+    machines._gathered_once(gathered, "forward")
     gathered["gathers"].append([7, 0, 0, False, "1"])
-    with pytest.raises(Finding, match=r"^A forward has 6 .*; too often: 1 \(2×\)\.$") as caught:
-        machines._gathered_once("A forward", gathered, False)
+    with pytest.raises(Finding, match=r"^A forward on .* has 6 .*; too often: 1 \(2×\)\.$") as caught:
+        machines._gathered_once(gathered, "forward")
     assert caught.value.seen.us == 7, "the player opens at the second gather"
     facts = {"moves": {"backward 0": [["all_gather", "blocks.0", 12, "float32"]]}}
     with pytest.raises(Finding, match=r"backward 0 of step 2.*; too often: blocks.0 \(1×\)\.$"):
