@@ -20,6 +20,7 @@ from hwfsdp.course.processes import MEMORY
 from hwfsdp.course.run import Broken, Raised, Run
 from hwfsdp.course.verdict import Finding
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.tables import lay_out
 
 # --- Numbers -----------------------------------------------------------------------------------------------
 
@@ -57,14 +58,12 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
             continue
         pairs = enumerate(zip_longest(order, first))
         at = next(place for place, (own, other) in pairs if own != other)
-        rows: list[tuple[str, ...]] = [("", "rank 0", f"rank {rank}")]
+        rows = [["", "rank 0", f"rank {rank}"]]
         for index in range(max(0, at - 1), at + 3):
             cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
-            rows.append((f"{index + 1}.", *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+            rows.append([f"{index + 1}.", *cells])
         title = f"Collective number {at + 1} differs between ranks 0 and {rank}:"
-        raise Finding("order-diverged", "\n".join([title, *lines]))
+        raise Finding("order-diverged", "\n".join([title, *lay_out(rows, left=3, indent="")]))
 
 
 # --- Failures ----------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hwfsdp.compat import strided_shard
-from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.layout.explain import Explanation, explain
@@ -100,24 +99,9 @@ def make_runs() -> Runs:
         results = launch(train, ranks, config, timeout=300)
         logs[ranks] = EventLog.merge(result.log for result in results)
         losses[f"{ranks} rank{'s' * (ranks > 1)}"] = results[0].losses
-    virtual = {n: simulate(partial(_virtual_step, n), GPUS, "h100").log for n in SEQUENCES}
+    settings: dict[str, Any] = {"seq": VIRTUAL.seq_len, "reshard_after_forward": True}
+    virtual = {n: simulate(VIRTUAL, GPUS, "h100", batch=n, **settings).log for n in SEQUENCES}
     return Runs(logs, virtual, losses, launch(_look, 4, timeout=300))
-
-
-def _virtual_step(sequences: int) -> Callable[[], None]:
-    with torch.device("meta"):
-        model = GPT(VIRTUAL)
-    shard_model(model, fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    model.to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(sequences, VIRTUAL.seq_len, dtype=torch.long)
-
-    def step() -> None:
-        model(tokens).float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 # --- On the ranks ------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from __future__ import annotations
 import ast
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
+
 from hwfsdp.course import holes, rules
 from hwfsdp.course.manifest import module_source
 from hwfsdp.course.rules import Use
-from hwfsdp.course.submission import NOT_PYTHON, Source, not_python
+from hwfsdp.course.submission import NOT_PYTHON, Source, not_python, parameters
 from hwfsdp.course.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
@@ -59,20 +60,14 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
     for function, arguments in needed.items():
         if function not in defined:
             raise Finding("missing", f"{name} does not define {function}.", function, "nothing")
-        given = _arguments(defined[function])
-        if lacking := [a for a in arguments if a not in given and "*" not in given]:
+        given = [argument for argument, _ in parameters(defined[function])]
+        if lacking := [a for a in arguments if a not in given and not any("*" in other for other in given)]:
             message = f"{name}: {function} has no argument {lacking[0]!r}."
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
     if use := next(forbidden_uses(tree, source.text), None):
         message = f"{name}, line {use.line}: {use.what}."
         raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
     rules.check_rules(name, source.text)
-
-
-def _arguments(node: holes.Function) -> list[str]:
-    given = node.args
-    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return [*names, *("*" for star in (given.vararg, given.kwarg) if star)]
 
 
 def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:

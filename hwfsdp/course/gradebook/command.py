@@ -262,7 +262,7 @@ def _print_json(book: Gradebook, single: bool) -> None:
 def _lines(book: Gradebook) -> str:
     """Return the text for one submission: a line for each exercise."""
     (result,) = book.results()
-    names = {"result": result, "book": book, "standing": book.standing(result), "style": Style()}
+    names = {"result": result, "book": book, "standing": book.policy.standing(result), "style": Style()}
     width = max(len(exercise.title) for exercise in book.course.exercises)
     names |= {"marks": MARKS, "width": width, "extras": _extras(result.extra), "by": _by(result)}
     return template(TEMPLATES / "submission.txt").render(names).removesuffix("\n")
@@ -288,7 +288,7 @@ def _table(book: Gradebook) -> str:
     """Return the text for a class: a line for each submission."""
     rows = []
     for result in book.results():
-        standing = book.standing(result)
+        standing = book.policy.standing(result)
         late = (
             f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
             if standing.late_seconds
