@@ -27,7 +27,8 @@ from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
 from hwfsdp.course.stations.course import THREE, memory_of, plainly
-from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, refuse_races, travels_of
+from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, judge_forward_peak
+from hwfsdp.course.stations.machines import refuse_races, travels_of
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
@@ -209,8 +210,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     # a forward without autograd did free it
     laws.freed(found, cases.DEEP, "between", kind="replaced-not-resized")
     laws.freed(found, cases.DEEP, "after", kind="grad-not-freed")
-    forward = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", forward, FORWARD_PEAK, "unbounded-prefetch")
+    judge_forward_peak("unbounded-prefetch", ranks, seed, FORWARD_PEAK)
     compare_traffic(cases.TASKS.found(ranks, seed, cases.PLAIN, task_ranks(ranks)), cases.PLAIN, seed)
 
 

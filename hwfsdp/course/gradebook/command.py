@@ -39,6 +39,7 @@ from hwfsdp.course.manifest import PACKAGE, find_course
 from hwfsdp.course.pages import template
 from hwfsdp.course.refusals import refused, unusable, write_whole
 from hwfsdp.course.report import MARKS, Style
+from hwfsdp.observe.tables import lay_out
 
 
 @dataclass(frozen=True)
@@ -297,5 +298,5 @@ def _table(book: Gradebook) -> str:
         begun = {name: found for name, found in result.extra.items() if found.get("status") != "not_started"}
         told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
         rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
-    width, points = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows)
+    lines = lay_out([row[:2] for row in rows], indent="")
+    return "\n".join(f"{line}  {told}".rstrip() for line, (*_, told) in zip(lines, rows, strict=True))

@@ -168,10 +168,9 @@ def compare_overlap(ranks: Ranks, seed: int) -> None:
     compare_exposed(figures(ranks, seed, "gpu"), "forward", GPU_FORWARD_US, "no-overlap")
 
 
-def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
+def judge_forward_peak(misconception: str, ranks: Ranks, seed: int, limit: int = FORWARD_PEAK) -> None:
     """Check that few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
-    found = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, misconception)
+    compare_peak("A forward on the virtual host", figures(ranks, seed, "forward"), limit, misconception)
 
 
 # --- 09 Forward prefetch -----------------------------------------------------------------------------------
