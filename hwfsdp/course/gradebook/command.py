@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.confinement import Limit, limits_in_force
+from hwfsdp.course.confinement import limits_in_force
 from hwfsdp.course.gradebook.book import Gradebook
 from hwfsdp.course.gradebook.formats import (
     BY_SUFFIX,
@@ -123,8 +123,10 @@ def grade_submissions(
     )
     run = ClassRun(paths, course, settings)
     output.check(len(run.handed))
-    limits = known_limits(isolated)
-    if missing := missing_limits(limits):
+    limits = limits_in_force()
+    if missing := "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force):
+        if isolated:
+            raise unusable("grade.isolation", missing=missing)
         print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
     with run:
         plain = output.format is None and len(run.handed) == 1
@@ -159,26 +161,6 @@ def refuse_second_copy() -> None:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
             raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())
-
-
-def known_limits(required: bool = False) -> list[Limit]:
-    """Return every limit of submissions, and whether this machine enforces it.
-
-    Args:
-        required: all limits must be in force.
-
-    Raises:
-        UsageError: `required` is True, and a limit is not in force.
-    """
-    found = limits_in_force()
-    if required and (missing := missing_limits(found)):
-        raise unusable("grade.isolation", missing=missing)
-    return found
-
-
-def missing_limits(limits: Sequence[Limit]) -> str:
-    """Describe the limits that are not in force, and why; "" if all are in force."""
-    return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)
 
 
 @contextmanager

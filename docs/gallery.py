@@ -1,6 +1,6 @@
-"""Draw one picture of every kind for docs/pictures.md, from runs made for it.
+"""Draw one picture of every kind for pictures.md, from runs made for it.
 
-    python -m hwfsdp.course.gallery [DIR]
+    python docs/gallery.py [DIR]
 
 trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Only the times differ
 from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs, whose times are the
