@@ -22,7 +22,7 @@ from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.capstone import cases
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.capstone.runs import probe_parts, two_halves
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
@@ -160,11 +160,9 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
     found, model = part_of(ranks, seed, "forward"), scenarios.build(cases.PLAIN, seed).model
     whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
     for rank, of_rank in enumerate(found):
-        if of_rank["gathered"] != whole and len(found) > 1:
-            more = of_rank["gathered"] > whole
-            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once"
-            message += f"{laws.too_often(of_rank['owners']) if more else ''}."
-            raise Finding("gathered-again" if more else "not-freed", message, whole, of_rank["gathered"])
+        gathered = of_rank["gathered"] if len(found) > 1 else whole
+        often = laws.too_often(of_rank["owners"]) if gathered > whole else ""
+        expect("capstone.second_forward", f"Rank {rank}:", gathered, whole, too_often=often)
         for number, output in enumerate(of_rank["outputs"]):
             with torch.no_grad():
                 expected = model(scenarios.batch_of(model, seed, rank, number))
@@ -243,8 +241,8 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
     order = [owner for owner, _ in groupby(each[4] for each in travels_of(found, "backward"))]
     if twice := sorted({name for name in order if order.count(name) > 1}):
-        message = f"A backward on the virtual host gathers {', '.join(order)}, in this order: {', '.join(twice)} more than once."
-        raise Finding("guessed-wrong", message, "each once, the last first", ", ".join(order))
+        where, right = "A backward on the virtual host", "each once, the last first"
+        raise told("capstone.order", where, ", ".join(order), right, twice=", ".join(twice))
     refuse_races(ranks, seed, "backward")
     compare_exposed(found, "backward", HOST_GATHERS_US, "not-prefetched")
     if found["flying"] <= 2:
