@@ -14,6 +14,7 @@ from typing import Any
 
 from hwfsdp.course.trust import codes_in
 
+# the packages with checks; learners' code cannot read their files (`confinement`)
 ROOMS = ("hwfsdp.course.checks", "hwfsdp.course.stations", "hwfsdp.course.capstone", "hwfsdp.course.lab")
 _DEEPEST = 5  # levels of nested tables that are searched for functions
 
