@@ -22,6 +22,7 @@ from typing import NamedTuple
 from hwfsdp.course import holes, provided
 from hwfsdp.course.provided import Definition
 
+
 class Import(NamedTuple):
     """One imported name, as it stands in a module.
 

@@ -10,7 +10,8 @@ import pytest
 from hwfsdp.course import grader_report
 from hwfsdp.course.__main__ import main
 from hwfsdp.course.commands import everything
-from hwfsdp.course.grader_report import Answers, ExerciseReport, KillRate, hole_mutants, kill, known_equivalents
+from hwfsdp.course.grader_report import Answers, ExerciseReport, KillRate, hole_mutants, kill
+from hwfsdp.course.grader_report import known_equivalents
 from hwfsdp.course.manifest import Exercise, find_course
 
 COURSE = find_course(Path(__file__))
