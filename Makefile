@@ -59,13 +59,13 @@ check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(FORMAT) --check
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
 	$(BIN)/python -m hwfsdp.course check
-	$(BIN)/python -m hwfsdp.course.lab check
+	$(BIN)/python -m hwfsdp.course check-lab
 
 exercises: setup  ## write starters and solutions from the package, and draw the pictures
 	$(BIN)/python -m hwfsdp.course write
 	$(BIN)/python -m hwfsdp.course pictures
 	$(BIN)/python -m hwfsdp.course logs
-	$(BIN)/python -m hwfsdp.course.lab
+	$(BIN)/python -m hwfsdp.course lab
 
 mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; writes docs/grading.md; takes long
 	$(BIN)/python -m hwfsdp.course mutants

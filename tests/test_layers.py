@@ -201,11 +201,7 @@ PRIVATE = re.compile(
 def test_private_torch_api_is_used_in_modules_called_compat() -> None:
     suspects = [path for path in SOURCES if PRIVATE.search(path.read_text())]
     users = [path.relative_to(PACKAGE) for path in suspects if PRIVATE.search(code_of(path))]
-    naming = {
-        "course/rules.py",
-        "course/guard.py",
-        "course/capstone/rules.py",
-    }  # what a learner's file may not use
+    naming = {"course/rules.py", "course/guard.py"}  # what a learner's file may not use
     assert {str(path) for path in users} == {"compat.py", "core/compat.py"} | naming
 
 

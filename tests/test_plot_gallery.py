@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from figures import (
 from figures import training_log
 from hwfsdp import EventLog, UsageError
 from hwfsdp.compat import strided_shard
-from hwfsdp.course import gallery
 from hwfsdp.layout.explain import Explanation, ParamRow
 from hwfsdp.plot import sheet
 from hwfsdp.plot.cartoon import plot_collective
@@ -43,6 +43,9 @@ from hwfsdp.plot.timeline import plot_timeline
 from hwfsdp.plot.traffic import plot_traffic
 
 DOCS = Path(__file__).parent.parent / "docs"
+sys.path.insert(0, str(DOCS))
+
+import gallery  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -93,13 +93,9 @@ def _check_sweep(args: argparse.Namespace) -> None:
 
 def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:
     """Draw the curve of a sweep, or the streams of a step."""
-    from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
+    from hwfsdp.plot.scaling import plot_scaling, points_of
     from hwfsdp.plot.timeline import plot_timeline
 
-    points = []
-    for s in found:
-        speed, exposed = s.tokens_per_second_per_gpu or 0.0, s.exposed_comm_fraction
-        points.append(ScalingPoint(s.gpus, speed, s.step_seconds, s.peak_memory_gib, exposed))
     title, caption = f"{found[0].target} on {found[0].device.name}", f"Predicted: {run.LIMITS}."
-    sweep = args.sweep and plot_scaling(points, title=title, caption=caption)
+    sweep = args.sweep and plot_scaling(points_of(found), title=title, caption=caption)
     (sweep or plot_timeline(found[0].log)).savefig(args.png, format="png")

@@ -10,7 +10,6 @@
     cuts            three ways to compute which rows a rank holds
     lesson          helpers for notebooks
     pictures        the pictures of exercises
-    gallery         one picture of every kind, for docs/pictures.md
 
     How an answer runs
     overlay         load the package with a learner's functions in its holes

@@ -1,4 +1,4 @@
-"""Starters, solutions and pictures of the exercises; see `workbook`.
+"""Starters, solutions and pictures of the exercises (`workbook`), and the files of the lab (`lab.workshop`).
 
 Of the exercises and the homework ("capstone"):
 
@@ -7,16 +7,22 @@ python -m hwfsdp.course check [NN …]     says what does not hold, of these exe
 python -m hwfsdp.course pictures [NN …]  draws their pictures
 python -m hwfsdp.course logs             records the reference on the virtual machines (`beside`)
 python -m hwfsdp.course mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
+
+Of the lab:
+
+python -m hwfsdp.course lab              writes READMEs, empty answers and seals; needs the key, so the instructor's edition
+python -m hwfsdp.course check-lab        says what does not hold
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hwfsdp.course import beside, grader_report, workbook
 from hwfsdp.course.commands import everything, wanted_exercise
+from hwfsdp.course.lab import workshop
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet
@@ -27,10 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     verb, *numbers = arguments or ("",)
     course = find_course()
     chosen = [wanted_exercise(course, number) for number in numbers] or everything(course)
-    if verb == "write":
-        for path in workbook.write(course):
+    if verb in ("write", "lab"):
+        for path in (workbook if verb == "write" else workshop).write(course):
             print(f"wrote {path.relative_to(course.root)}")
         return 0
+    if verb == "check-lab":
+        return _complain(workshop.problems(course))
     if verb == "check":
         return _check(course, chosen)
     if verb == "pictures":
@@ -55,11 +63,18 @@ def _check(course: Course, chosen: Sequence[Exercise]) -> int:
     with workbook.grading_pool() as pool:
         for problems in [pool.submit(workbook.grading_problems, course, exercise) for exercise in chosen]:
             found += problems.result()
-    for problem in found:
-        print(problem, file=sys.stderr)
     if not found:
         print(f"{len(chosen)} exercises: starters, solutions, holes and checks fit.")
-    return 1 if found else 0
+    return _complain(found)
+
+
+def _complain(problems: Iterable[str]) -> int:
+    """Print the problems, and return the exit status."""
+    status = 0
+    for problem in problems:
+        print(problem, file=sys.stderr)
+        status = 1
+    return status
 
 
 def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.overlay import Overlay
 from hwfsdp.course.run import Ranks, Run, Times
-from hwfsdp.course.stations.clocked import probe_clock, probe_order
+from hwfsdp.course.stations.clocked import MACHINES, probe_clock, probe_order
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Grade, Seen
@@ -25,7 +25,6 @@ from hwfsdp.observe.places import INSIDE, path_of
 
 LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # the reference's logs, by station and machine
 STATIONS = {"03": ("forward",), **dict.fromkeys(("08", "09", "10"), ("order", "gpu", "host", "forward"))}
-MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # the names that learners see
 FOLDER = Path("runs", "check")
 _TIMES = Times(60.0, 120.0)  # seconds, for the reference's runs
 

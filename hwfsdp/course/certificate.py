@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 
 from hwfsdp.course.manifest import OWN_FILE, Course
+from hwfsdp.course.pages import filled
 from hwfsdp.course.progress import Progress
 
 STATION = "10"  # the learner gets the certificate after this station
@@ -22,8 +23,6 @@ def write_certificate(course: Course, progress: Progress) -> Path | None:
     standings = [progress.standing(station) for station in stations]
     if any((s.status, s.stale) != ("passed", False) for s in standings if s.exercise.number != "02"):
         return None
-    from hwfsdp.course.pages import filled  # the library takes time to load
-
     content = stations[0].path.read_bytes()
     page = filled(
         "certificate.html",

@@ -12,16 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hwfsdp.course.manifest import Exercise
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.refusals import unusable
 from hwfsdp.course.verdict import Check
 
 ENTRIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("checks.toml").read_text())
 
 
-def checks_of(*exercises: str) -> tuple[Check, ...]:
-    """Return the checks of these exercises, with their judges."""
-    chosen = [check for exercise in exercises for check in ENTRIES if check.startswith(f"{exercise}.")]
-    return tuple(_check(check, ENTRIES[check]) for check in chosen)
+def checks_of(exercise: Exercise) -> tuple[Check, ...]:
+    """Return the checks of an exercise with their judges, in order; the bonuses of the homework come last.
+
+    Raises:
+        UsageError: their points do not add up to the points in the manifest.
+    """
+    groups = (exercise.number, *(("bonus", "ours") if exercise.bonus else ()))
+    chosen = [check for group in groups for check in ENTRIES if check.startswith(f"{group}.")]
+    checks = tuple(_check(check, ENTRIES[check]) for check in chosen)
+    points, most = sum(check.points for check in checks), exercise.points + exercise.bonus
+    if points != most:
+        raise unusable("manifest.points", number=exercise.number, most=most, points=points)
+    return checks
 
 
 def _check(check: str, entry: dict[str, Any]) -> Check:
@@ -29,6 +40,11 @@ def _check(check: str, entry: dict[str, Any]) -> Check:
     judge = getattr(importlib.import_module(f"hwfsdp.course.{module}"), name)
     judge = partial(judge, *entry.get("arguments", ()))
     return Check(check, entry["sentence"], entry["points"], judge, tuple(entry.get("needs", ())))
+
+
+def sentence_of(check: str) -> str:
+    """Return the sentence of a check; its id, if there is no such check."""
+    return str(ENTRIES.get(check, {}).get("sentence", check))
 
 
 def question_of(check: str, misconception: str) -> str:

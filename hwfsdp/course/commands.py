@@ -6,10 +6,9 @@ Each command returns the exit status: 0 when the requested result holds, 1 when 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hwfsdp.course.filemap import file_map
 from hwfsdp.course.manifest import (
@@ -21,12 +20,15 @@ from hwfsdp.course.manifest import (
     find_course,
     read_homework,
 )
+from hwfsdp.course.pages import filled_for_terminal
 from hwfsdp.course.progress import Progress, replace_file
 from hwfsdp.course.refusals import unusable
-from hwfsdp.course.report import Style, shown_path
+from hwfsdp.course.report import Style, shown_path, wrapped
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
 from hwfsdp.course.submission import starter
 from hwfsdp.errors import UsageError
+
+_TIED = "\0"  # stands for a space at which no line may break
 
 
 def list_exercises(as_json: bool) -> int:
@@ -57,14 +59,8 @@ def list_exercises(as_json: bool) -> int:
         homework = read_homework(course)
     bugs = list((course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
     names = {"exercises": exercises, "width": width, "homework": homework, "bugs": bugs, "is_here": is_here}
-    print(_filled("exercises.txt", **names))
+    print(filled_for_terminal("exercises.txt", **names))
     return 0
-
-
-def _filled(name: str, **values: Any) -> str:
-    from hwfsdp.course.pages import filled  # the library loads slowly, and --json does not need it
-
-    return filled(name, **values).removesuffix("\n")
 
 
 def wanted_exercise(course: Course, number: str) -> Exercise:
@@ -110,7 +106,7 @@ def status(as_json: bool) -> int:
     own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
     contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
     next_one = next((s.exercise for s in standings if s.status not in ("passed", "forgone")), None)
-    text = _filled(
+    text = filled_for_terminal(
         "status.txt",
         standings=standings,
         score=score,
@@ -152,16 +148,10 @@ def catch_up(number: str, as_json: bool) -> int:
     return 0
 
 
-def filled_lines(items: Sequence[object], width: int) -> Iterator[str]:
+def filled_lines(items: Sequence[object], width: int) -> list[str]:
     """Fill lines with items, separated by commas. No item is split."""
-    line = ""
-    for item in map(str, items):
-        if line and len(line) + 2 + len(item) > width:
-            yield line + ","
-            line = ""
-        line = f"{line}, {item}" if line else item
-    if line:
-        yield line
+    tied = ", ".join(str(item).replace(" ", _TIED) for item in items)
+    return [line.replace(_TIED, " ") for line in wrapped(tied, width)]
 
 
 def reset_exercise(number: str, as_json: bool) -> int:

@@ -28,6 +28,7 @@ import torch.distributed.fsdp
 
 from hwfsdp.course import landlock, privileges
 from hwfsdp.course.manifest import PACKAGE
+from hwfsdp.course.oracles import ROOMS
 from hwfsdp.course.processes import FILE, MEMORY, PROCESSES, close_pipes, limit_this_process
 
 _SYSTEM = tuple(
@@ -36,7 +37,7 @@ _SYSTEM = tuple(
     /etc/group /etc/protocols /etc/services""".split()
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
-_CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "capstone", "lab"))
+_CHECKS = tuple(PACKAGE.joinpath(*room.split(".")[1:]) for room in ROOMS)
 HIDDEN = (
     *_CHECKS,
     Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",

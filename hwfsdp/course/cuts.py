@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from hwfsdp.compat import strided_shard
+from hwfsdp.course.checks import piece
 from hwfsdp.layout.extents import local_extent_of
 
 Way = Callable[[int, int, int, tuple[int, int]], Tensor]
@@ -26,13 +27,13 @@ Way = Callable[[int, int, int, tuple[int, int]], Tensor]
 
 def cut_by_cut(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
     """Compute the oracle: `torch.chunk` cuts the rows on tp, then cuts this rank's chunk again on dp."""
-    return _part(_part(torch.arange(rows), tp, at[1]), dp, at[0])
+    return piece(piece(torch.arange(rows), tp, at[1]), dp, at[0])
 
 
 def by_stripes(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
     """Cut as the name "strided" suggests: a dp index gets one stripe of each of the tp pieces, and tp then divides these stripes."""
-    stripes = [_part(piece, dp, at[0]) for piece in torch.arange(rows).chunk(tp)]
-    return _part(torch.cat(stripes), tp, at[1])
+    stripes = [piece(chunk, dp, at[0]) for chunk in torch.arange(rows).chunk(tp)]
+    return piece(torch.cat(stripes), tp, at[1])
 
 
 def from_placements(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
@@ -45,9 +46,3 @@ def is_right(way: Way, rows: int, dp: int, tp: int) -> bool:
     """True if a way gives every rank of the mesh the same rows as `cut_by_cut`."""
     ranks = product(range(dp), range(tp))
     return all(torch.equal(way(rows, dp, tp, at), cut_by_cut(rows, dp, tp, at)) for at in ranks)
-
-
-def _part(tensor: Tensor, parts: int, index: int) -> Tensor:
-    """Return the chunk number `index` of `parts` chunks; an empty tensor if `torch.chunk` makes fewer."""
-    chunks = tensor.chunk(parts)
-    return chunks[index] if index < len(chunks) else tensor[:0]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hwfsdp.course.processes import MEMORY
 from hwfsdp.course.run import Broken, Raised, Run
-from hwfsdp.course.verdict import Finding
+from hwfsdp.course.verdict import Finding, one_line
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.tables import lay_out
 
 # --- Numbers -----------------------------------------------------------------------------------------------
 
@@ -57,14 +58,12 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
             continue
         pairs = enumerate(zip_longest(order, first))
         at = next(place for place, (own, other) in pairs if own != other)
-        rows: list[tuple[str, ...]] = [("", "rank 0", f"rank {rank}")]
+        rows = [["", "rank 0", f"rank {rank}"]]
         for index in range(max(0, at - 1), at + 3):
             cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
-            rows.append((f"{index + 1}.", *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+            rows.append([f"{index + 1}.", *cells])
         title = f"Collective number {at + 1} differs between ranks 0 and {rank}:"
-        raise Finding("order-diverged", "\n".join([title, *lines]))
+        raise Finding("order-diverged", "\n".join([title, *lay_out(rows, left=3, indent="")]))
 
 
 # --- Failures ----------------------------------------------------------------------------------------------
@@ -73,6 +72,8 @@ MISMATCH = (  # messages of torch and of this package when ranks do not run the 
     "Detected mismatch between collectives",
     "ranks call different collectives",
 )
+
+LONGEST = 400  # characters of what a rank says
 
 TIMEOUT = ("Timed out", "timed out")  # messages when a rank waited too long for another one
 
@@ -87,7 +88,7 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
         return Finding("left-early", "A rank returned without having reported anything.")
     raised = run.raised[0]
     kind, message = raised.kind, raised.message
-    where, line = f"Rank {raised.rank}{_place(raised, paths)}", _one_line(message)
+    where, line = f"Rank {raised.rank}{_place(raised, paths)}", one_line(message, LONGEST)
     if kind == "MissingHole":
         return Finding("missing", f"{message}.")
     if kind == "NotImplementedError" and raised.frames and _is_hole(raised):
@@ -127,14 +128,9 @@ def _place(raised: Raised, paths: Sequence[str]) -> str:
     return " outside your file" if raised.frames else ""
 
 
-def _one_line(message: str) -> str:
-    text = " ".join(message.split())
-    return text if len(text) <= 400 else f"{text[:397]}…"
-
-
 def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
     """Explain why a run was ended. `paths` are the learner's files."""
-    got, line = _one_line(broken.got), _line_of_learner(broken, paths)
+    got, line = one_line(broken.got, LONGEST), _line_of_learner(broken, paths)
     waiting = "waiting in" in got
     name, message = {
         "processes": (
@@ -171,4 +167,4 @@ def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
 def _last_words(broken: Broken) -> str:
     """Return the message of the native code that ended the process; "" if there is none."""
     found = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", broken.stacks)
-    return f" It said: {_one_line(found[0])}" if found else ""
+    return f" It said: {one_line(found[0], LONGEST)}" if found else ""

@@ -38,7 +38,7 @@ from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.course.overlay import SUBMITTED
 from hwfsdp.course.rules import ATTRIBUTES, BOUND, CLOSED, FRAMES, HOMEWORK_MAY, INSTRUMENTS, LOCKS
 from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, is_below
-from hwfsdp.course.trust import ROOTS
+from hwfsdp.course.trust import ROOTS, codes_in
 
 Refuse = Callable[[str], NoReturn]
 _STREAMS = "hwfsdp.core.streams"
@@ -192,7 +192,7 @@ class Doors:
         marked = _Marked((self._look, self._touch, self._hold), tree, self._refuse)
         tree = ast.fix_missing_locations(marked.visit(tree))
         code = compile(tree, path, mode, dont_inherit=True)
-        for each in (code, *_codes_in(code)):
+        for each in codes_in(code):
             self._came_in[id(each)] = each
             if found := BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
                 self._refuse(f"uses {min(found)}")
@@ -429,13 +429,6 @@ def _may_hold_spies(module: types.ModuleType, home: str) -> bool:
 
 def _public(module: Any) -> list[str]:
     return list(getattr(module, "__all__", None) or [n for n in vars(module) if n[:1] != "_"])
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _codes_in(constant)
 
 
 def _closed_objects() -> Iterator[tuple[str, Any]]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from hwfsdp.course import checklist
 from hwfsdp.course.capstone.rules import NEEDED
 from hwfsdp.course.capstone.rules import check_rules as check_file
+from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.diagnose import explain_broken, explain_failure
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.misconceptions import FATAL
@@ -58,19 +58,6 @@ class Options:
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
-
-
-def checks_of(exercise: Exercise) -> tuple[Check, ...]:
-    """Return the checks of an exercise, in order.
-
-    Raises:
-        UsageError: their points do not add up to the points in the manifest.
-    """
-    checks = checklist.checks_of(exercise.number, *(("bonus", "ours") if exercise.bonus else ()))
-    points, most = sum(check.points for check in checks), exercise.points + exercise.bonus
-    if points != most:
-        raise unusable("manifest.points", number=exercise.number, most=most, points=points)
-    return checks
 
 
 def grade(

@@ -22,7 +22,6 @@ function. The checks of that station run first, then the checks of all stations,
 from __future__ import annotations
 
 import importlib
-import random
 import re
 import sys
 import tomllib
@@ -108,13 +107,6 @@ def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
             if mutant.operator != "drop context" or not RANGE.fullmatch(lines[mutant.line - 1]):
                 found.append(HoleMutant(name, mutant))
     return found
-
-
-def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
-    """Return a random sample of `count` mutants of an exercise (all, if there are fewer), in their order."""
-    found = hole_mutants(exercise)
-    chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
-    return [found[index] for index in sorted(chosen)]
 
 
 def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:

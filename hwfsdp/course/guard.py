@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from hwfsdp.course.doors import Doors
 from hwfsdp.course.manifest import Place
-from hwfsdp.course.overlay import SUBMITTED
+from hwfsdp.course.overlay import SUBMITTED, owner_of
 from hwfsdp.course.rules import RECORDS
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted
 
@@ -295,7 +295,7 @@ def forget(places: Iterable[Place]) -> None:
     """Make the loaded functions at these places, and torch's own FSDP, raise from now on, wherever references to them exist."""
     for place in places:
         if place.module in sys.modules:
-            _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
+            _blank_at(sys.modules[place.module], place.name, "the package's own")
     forget_modules(FOREIGN, "torch's own")
 
 
@@ -311,15 +311,13 @@ def _blank_module(module: types.ModuleType, whose: str) -> None:
         if getattr(value, "__module__", None) == module.__name__ and name not in RECORDS:
             inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
             for each in inner or [name]:
-                _blank_at(vars(module), each, whose)
+                _blank_at(module, each, whose)
 
 
-def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:
+def _blank_at(module: types.ModuleType, name: str, whose: str) -> None:
     """Blank the function of this dotted name, and the functions that its decorators have wrapped."""
-    *classes, attribute = name.split(".")
-    for inner in classes:
-        names = vars(names[inner])
-    found = names.get(attribute)
+    owner, attribute = owner_of(module, name)
+    found = vars(owner).get(attribute)
     found = getattr(found, "fget", None) or getattr(found, "__func__", found)
     while type(found) is types.FunctionType:
         wrapped = vars(found).get("__wrapped__")

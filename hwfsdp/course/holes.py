@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hwfsdp.course.refusals import unusable
+from hwfsdp.course.refusals import suggestion, unusable
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -131,9 +130,7 @@ def find(source: str, name: str) -> Span:
     """
     known = functions(source)
     if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known)}."
-        raise unusable("manifest.hole", name=name, remedy=remedy)
+        raise unusable("manifest.hole", name=name, remedy=suggestion(name, known))
     return known[name]
 
 

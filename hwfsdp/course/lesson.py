@@ -21,10 +21,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwfsdp.errors import FSDPError, UsageError
+from hwfsdp.course.pages import filled
+from hwfsdp.course.refusals import unusable
+from hwfsdp.errors import FSDPError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,20 +41,11 @@ def begin() -> None:
     """
     shell = _shell()
     if shell is None:
-        raise UsageError(
-            "lesson.begin",
-            expected="a notebook or IPython",
-            got="plain Python",
-            remedy="Open the notebook in Jupyter: .venv/bin/jupyter lab notebooks",
-        )
+        raise unusable("lesson.no_notebook")
     shell.set_custom_exc((FSDPError,), _show_error)
     if sys.version_info < OLDEST:
-        raise UsageError(
-            "this notebook",
-            expected=f"a kernel with Python {OLDEST[0]}.{OLDEST[1]} or newer",
-            got=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
-            remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
-        )
+        oldest, version = (f"{major}.{minor}" for major, minor, *_ in (OLDEST, sys.version_info))
+        raise unusable("lesson.old", oldest=oldest, version=version)
     backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # only in notebooks, untyped
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
     backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
@@ -76,19 +68,9 @@ def explore(
     """
     empty = [name for name, values in choices.items() if not len(values)]
     if empty or not choices:
-        raise UsageError(
-            "lesson.explore",
-            expected="values to choose from",
-            got=f"none for {empty[0]!r}" if empty else "no name at all",
-            remedy="Pass them by name: explore(draw, rank=range(4)).",
-        )
+        raise unusable("lesson.empty", got=f"none for {empty[0]!r}" if empty else "no name at all")
     if bool(question) != bool(answer):
-        raise UsageError(
-            "lesson.explore",
-            expected="a question with its answer, or neither",
-            got="only the question" if question else "only the answer",
-            remedy="Pass both: explore(draw, question=..., answer=..., rank=range(4)).",
-        )
+        raise unusable("lesson.half", got="question" if question else "answer")
     return Choices(draw, question, answer, choices)
 
 
@@ -110,11 +92,9 @@ class Choices:
         self.pictures = [(each, draw(**each)) for each in combinations]
 
     def _repr_html_(self) -> str:
-        pages: Any = importlib.import_module("hwfsdp.course.pages")
-        page = pages.template(Path(__file__).parent / "templates" / "explore.html")
         choices = {name: [str(value) for value in values] for name, values in self.choices.items()}
         data = {"choices": choices, "pictures": [_as_address(figure) for _, figure in self.pictures]}
-        return str(page.render(question=self.question, answer=self.answer, data=data))
+        return filled("explore.html", question=self.question, answer=self.answer, data=data)
 
     def stills(self) -> Iterator[tuple[str, Figure]]:
         """Yield the first and the last picture, each with a text of its values."""

@@ -219,13 +219,12 @@ def read_manifest(path: Path) -> Exercise:
     number, _, topic = path.parent.name.partition("_")
     with misread("manifest.file", folder=path.parent.name, file=path.name):
         found = tomllib.loads(path.read_text())
-        is_station = found.get("file") == OWN_FILE
-        places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
+        holes = () if found.get("file") == OWN_FILE else _texts(found["holes"])
+        calls = _texts(found["calls"]) if "calls" in found else ()
+        places, named = (tuple(map(Place.parse, each)) for each in (holes, calls))
+        hints = tuple(map(flowed, _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])))
         title, points = str(found["title"]), int(found["points"])
-        texts = _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])
-        hints = tuple(map(flowed, texts))
-        calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
-    return Exercise(number, topic, title, points, places, hints, path.parent, calls)
+    return Exercise(number, topic, title, points, places, hints, path.parent, named)
 
 
 def read_homework(course: Course) -> Exercise:

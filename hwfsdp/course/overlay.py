@@ -183,7 +183,7 @@ def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
 
 def _insert_socket(module: types.ModuleType, name: str) -> Socket:
     """Replace the blank function by a socket. A property or static method stays one."""
-    owner, attribute = _owner(module, name)
+    owner, attribute = owner_of(module, name)
     blank = vars(owner)[attribute]
     socket = Socket(_function_of(blank))
     replaced: Any = socket.function
@@ -195,7 +195,7 @@ def _insert_socket(module: types.ModuleType, name: str) -> Socket:
     return socket
 
 
-def _owner(module: types.ModuleType, name: str) -> tuple[Any, str]:
+def owner_of(module: types.ModuleType, name: str) -> tuple[Any, str]:
     """Return the class or module that owns a dotted name, and the last part of the name."""
     *classes, attribute = name.split(".")
     owner: Any = module
@@ -231,7 +231,7 @@ def _learners_function(names: dict[str, Any], place: Place, path: str) -> Functi
 
 
 def _package_class(place: Place) -> type:
-    owner: type = _owner(sys.modules[place.module], place.name)[0]
+    owner: type = owner_of(sys.modules[place.module], place.name)[0]
     return owner
 
 

@@ -14,7 +14,6 @@ shown only if the source states it. So an attribute that a function of another m
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from hwfsdp.course import holes
-from hwfsdp.course.refusals import unusable
+from hwfsdp.course.refusals import suggestion, unusable
 
 WIDTH = 110  # of a line
 TITLE = "# Names of the package that the docstrings mention:"
@@ -89,9 +88,7 @@ def described(name: Definition) -> str:
     if last in types:
         return f"{'attribute' if owner else 'constant'} {name.name}{types[last]}"
     known = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)] + list(types)
-    close = difflib.get_close_matches(last, known, 1)
-    remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}."
-    raise unusable("manifest.call", module=name.module, name=name.name, remedy=remedy)
+    raise unusable("manifest.call", module=name.module, name=name.name, remedy=suggestion(last, known))
 
 
 def _function(node: ast.FunctionDef, name: str, *, is_method: bool) -> str:
@@ -141,7 +138,7 @@ def _class(node: ast.ClassDef, name: str) -> str:
 
 def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yield the variables of a module, each with its type, or with its value if that is short."""
-    for name, of in _variables(body):
+    for name, of in variables(body):
         yield name, of and f": {of}"
     for statement in body:
         if isinstance(statement, ast.Assign):
@@ -150,7 +147,7 @@ def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(each), f" = {text}" if len(text) < _SHORT else ""
 
 
-def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+def variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yield the names that statements assign, with their types; "" if the source states no type."""
     for statement in body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -162,7 +159,7 @@ def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yield the attributes of a class: declared in it, or assigned in its methods. The first stated type counts."""
-    found = dict(_variables(body))
+    found = dict(variables(body))
     methods = [statement for statement in body if isinstance(statement, ast.FunctionDef)]
     returned = {f"self.{method.name}": method.returns for method in methods}
     made = {name: ast.unparse(returns) for name, returns in returned.items() if returns}

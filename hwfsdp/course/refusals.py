@@ -5,10 +5,11 @@ The texts of these errors are in `refusals.toml`, by part of the course and name
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ def unusable(refusal: str, /, **words: Any) -> UsageError:
     part, _, name = refusal.partition(".")
     subject, expected, got, remedy = (text.format(**words) for text in refusals()[part][name])
     return UsageError(subject, expected=expected, got=got, remedy=remedy)
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """Return the remedy for a name that is not known: the closest known name, or all of them."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}."
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from hwfsdp.course.checklist import question_of
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.pages import filled_for_terminal
 from hwfsdp.course.verdict import CheckResult, Grade
 
 _CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
@@ -58,11 +59,9 @@ def shown(
     Args:
         before: the figures of an earlier verdict. page: the path of a page that plays the failed run (`beside`).
     """
-    from hwfsdp.course.pages import filled  # the library loads slowly, and other commands do not need it
-
     results = grade.shown_results
     earlier = dict.fromkeys(result.check.id[:2] for result in grade.before)
-    verdict = filled(
+    return filled_for_terminal(
         "verdict.txt",
         grade=grade,
         exercise=grade.exercise,
@@ -81,7 +80,6 @@ def shown(
         still_right=earlier if all(result.passed for result in grade.before) else (),
         lost=dict.fromkeys(result.check.id[:2] for result in grade.before if result.passed is False),
     )
-    return verdict.removesuffix("\n")
 
 
 def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:

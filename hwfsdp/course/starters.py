@@ -22,8 +22,6 @@ from typing import NamedTuple
 from hwfsdp.course import holes, provided
 from hwfsdp.course.provided import Definition
 
-WIDTH = 110  # characters of a line
-
 
 class Import(NamedTuple):
     """One imported name, as it stands in a module.
@@ -97,7 +95,7 @@ def _import_lines(chosen: Sequence[Definition]) -> list[str]:
         names = [found.renamed for found in group]
         line = f"from {module} import {', '.join(names)}"
         wrapped = "".join(f"    {name},\n" for name in names)
-        lines.append(line if len(line) <= WIDTH else f"from {module} import (\n{wrapped})")
+        lines.append(line if len(line) <= provided.WIDTH else f"from {module} import (\n{wrapped})")
     blocks = [list(block) for _, block in groupby(sorted(lines, key=_origin), key=_origin)]
     return [line for block in blocks for line in ["", *block]][1:]
 
@@ -146,7 +144,4 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    if isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+    yield from (name for name, _ in provided.variables([statement]))

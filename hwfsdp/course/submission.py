@@ -180,10 +180,10 @@ def _is_blank(node: ast.FunctionDef) -> bool:
 
 
 def _signature(node: ast.FunctionDef) -> str:
-    return f"{node.name}({', '.join(name for name, _ in _parameters(node))})"
+    return f"{node.name}({', '.join(name for name, _ in parameters(node))})"
 
 
-def _parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
+def parameters(node: holes.Function) -> list[tuple[str, bool]]:
     """Return the names in order, with `*` and `**`, each with True if a call may leave it out."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -200,14 +200,14 @@ def _parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
 
 def _can_stand_for(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
     """True if every call of `wanted` also fits `given`: the same names in order; further parameters must be optional."""
-    if any(name[:1] == "*" for name, _ in _parameters(given)) and not wanted.args.vararg:
-        names = [name for name, _ in _parameters(given)]
+    if any(name[:1] == "*" for name, _ in parameters(given)) and not wanted.args.vararg:
+        names = [name for name, _ in parameters(given)]
         return names[-2:] == ["*args", "**kwargs"] or _prefix(wanted, given)
     return _prefix(wanted, given) and _kind(wanted) == _kind(given)
 
 
 def _prefix(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
-    ours, theirs = _parameters(wanted), _parameters(given)
+    ours, theirs = parameters(wanted), parameters(given)
     head, rest = theirs[: len(ours)], theirs[len(ours) :]
     same = [name for name, _ in ours] == [name for name, _ in head]
     optional = all(may or not could for (_, may), (_, could) in zip(head, ours, strict=False))

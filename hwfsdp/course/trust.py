@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ _FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 _HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
 _IMPORTLIB = "<frozen importlib"
 _EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code, and the codes of all functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
 
 
 def is_trusted(code: types.CodeType) -> bool:

@@ -72,8 +72,13 @@ def _shown(value: Any) -> str | int | float | None:
         value = (
             value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
         )
-    text = " ".join(str(value).split())
-    return text if len(text) <= 300 else f"{text[:297]}…"
+    return one_line(str(value), 300)
+
+
+def one_line(text: str, longest: int) -> str:
+    """Return a text without line breaks, shortened to `longest` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"{line[: longest - 3]}…"
 
 
 Judge: TypeAlias = "Callable[[Ranks, int], None]"  # called with ranks and a seed

@@ -9,8 +9,8 @@ picture says what the model of the hardware leaves out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,6 +19,9 @@ from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
+
+if TYPE_CHECKING:
+    from hwfsdp.virtual.run import Simulation
 
 _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 4.0, 0.8, 0.3, 0.55, 4.4, 0.65, 0.34  # inches
 _CAPTION_LINE = 0.17  # inches
@@ -39,6 +42,17 @@ class ScalingPoint(NamedTuple):
     step_seconds: float
     memory_gib: float
     exposed_fraction: float
+
+
+def points_of(simulations: Iterable[Simulation]) -> list[ScalingPoint]:
+    """Return the points of predictions for several numbers of GPUs. The speed is 0 if the number of tokens is not known."""
+    return [
+        ScalingPoint(
+            *(found.gpus, found.tokens_per_second_per_gpu or 0.0, found.step_seconds),
+            *(found.peak_memory_gib, found.exposed_comm_fraction),
+        )
+        for found in simulations
+    ]
 
 
 class MeasuredSpeed(NamedTuple):

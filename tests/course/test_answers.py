@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hwfsdp.course.grade import Options, checks_of
+from hwfsdp.course.checklist import checks_of
+from hwfsdp.course.grade import Options
 from hwfsdp.course.manifest import Exercise, find_course
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.stations.stages import LAST, stage

@@ -15,7 +15,8 @@ import pytest
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.course import beside, checking
 from hwfsdp.course.beside import LOGS, STATIONS, record_reference, write_page
-from hwfsdp.course.grade import Options, checks_of, grade
+from hwfsdp.course.checklist import checks_of
+from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.report import Style, shown
 from hwfsdp.course.run import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.course.grade import checks_of
+from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.report import Style, shown
 from hwfsdp.course.verdict import CheckResult, Finding, Grade

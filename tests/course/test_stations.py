@@ -20,7 +20,8 @@ from hwfsdp.cli import main
 from hwfsdp.course import commands
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.certificate import write_certificate
-from hwfsdp.course.grade import Options, checks_of, own_file
+from hwfsdp.course.checklist import checks_of
+from hwfsdp.course.grade import Options, own_file
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.report import Style, shown

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.course.grade import checks_of
+from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.manifest import Exercise, find_course
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.verdict import Finding, Grade

@@ -22,12 +22,13 @@ from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.capstone import cases
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.capstone.runs import probe_parts, two_halves
-from hwfsdp.course.findings import compare, told
+from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
 from hwfsdp.course.stations.course import THREE, memory_of, plainly
-from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, gathers_of, refuse_races
+from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, judge_forward_peak
+from hwfsdp.course.stations.machines import refuse_races, travels_of
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
@@ -159,11 +160,9 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
     found, model = part_of(ranks, seed, "forward"), scenarios.build(cases.PLAIN, seed).model
     whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
     for rank, of_rank in enumerate(found):
-        if of_rank["gathered"] != whole and len(found) > 1:
-            more = of_rank["gathered"] > whole
-            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once"
-            message += f"{laws.too_often(of_rank['owners']) if more else ''}."
-            raise Finding("gathered-again" if more else "not-freed", message, whole, of_rank["gathered"])
+        gathered = of_rank["gathered"] if len(found) > 1 else whole
+        often = laws.too_often(of_rank["owners"]) if gathered > whole else ""
+        expect("capstone.second_forward", f"Rank {rank}:", gathered, whole, too_often=often)
         for number, output in enumerate(of_rank["outputs"]):
             with torch.no_grad():
                 expected = model(scenarios.batch_of(model, seed, rank, number))
@@ -209,8 +208,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     # a forward without autograd did free it
     laws.freed(found, cases.DEEP, "between", kind="replaced-not-resized")
     laws.freed(found, cases.DEEP, "after", kind="grad-not-freed")
-    forward = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", forward, FORWARD_PEAK, "unbounded-prefetch")
+    judge_forward_peak("unbounded-prefetch", ranks, seed, FORWARD_PEAK)
     compare_traffic(cases.TASKS.found(ranks, seed, cases.PLAIN, task_ranks(ranks)), cases.PLAIN, seed)
 
 
@@ -235,25 +233,18 @@ def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 2: gathers have a stream of their own. Only code that reads a gathered weight waits for its gather."""
     refuse_races(ranks, seed, "forward")
-    found = figures(ranks, seed, "gpu")
-    if not gathers_of(found, False):
-        raise told("capstone.forward_gathers", "A second forward on the virtual GPU", 0, "5 all-gathers")
-    where = "A forward on the virtual GPU: gathers"
-    compare_exposed(where, found, "forward", GPU_FORWARD_US, "no-overlap")
+    compare_exposed(figures(ranks, seed, "gpu"), "forward", GPU_FORWARD_US, "no-overlap")
 
 
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 3: in backward, the next gather starts before this module's backward."""
     found = figures(ranks, seed, "host")
-    if not (gathers := gathers_of(found, True)):
-        raise told("capstone.backward_gathers", "A backward on the virtual host", 0, "5 all-gathers")
-    order = [owner for owner, _ in groupby(each[4] for each in gathers)]
+    order = [owner for owner, _ in groupby(each[4] for each in travels_of(found, "backward"))]
     if twice := sorted({name for name in order if order.count(name) > 1}):
-        message = f"A backward on the virtual host gathers {', '.join(order)}, in this order: {', '.join(twice)} more than once."
-        raise Finding("guessed-wrong", message, "each once, the last first", ", ".join(order))
+        where, right = "A backward on the virtual host", "each once, the last first"
+        raise told("capstone.order", where, ", ".join(order), right, twice=", ".join(twice))
     refuse_races(ranks, seed, "backward")
-    where = "A backward on the virtual host: gathers"
-    compare_exposed(where, found, "backward", HOST_GATHERS_US, "not-prefetched")
+    compare_exposed(found, "backward", HOST_GATHERS_US, "not-prefetched")
     if found["flying"] <= 2:
         compare_step_peak(found, "unbounded-prefetch")
 
@@ -262,10 +253,7 @@ def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
     """Task 3: the gradients of one module travel while the next module computes its own."""
     refuse_races(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
-    if not found["reductions"]:
-        raise told("capstone.reduces", "A step on the virtual host", 0, "5 reductions")
-    where = "A backward on the virtual host: gradients"
-    compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
+    compare_exposed(found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
     if found["flying"] > 2:
         compare_step_peak(found, "unbounded-reductions")
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import ast
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
+
 from hwfsdp.course import holes, rules
 from hwfsdp.course.manifest import module_source
-from hwfsdp.course.rules import Use
-from hwfsdp.course.submission import NOT_PYTHON, Source, not_python
+from hwfsdp.course.rules import READY_MADE, RECORDS, Use
+from hwfsdp.course.submission import NOT_PYTHON, Source, not_python, parameters
 from hwfsdp.course.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
-TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-FROM_TORCHS_OWN = {"MixedPrecisionPolicy", *rules.RECORDS}  # allowed: the policy is an argument
+FROM_READY_MADE = {"MixedPrecisionPolicy", *RECORDS}  # allowed: the policy is an argument
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
 )
@@ -59,20 +59,14 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
     for function, arguments in needed.items():
         if function not in defined:
             raise Finding("missing", f"{name} does not define {function}.", function, "nothing")
-        given = _arguments(defined[function])
-        if lacking := [a for a in arguments if a not in given and "*" not in given]:
+        given = [argument for argument, _ in parameters(defined[function])]
+        if lacking := [a for a in arguments if a not in given and not any("*" in other for other in given)]:
             message = f"{name}: {function} has no argument {lacking[0]!r}."
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
     if use := next(forbidden_uses(tree, source.text), None):
         message = f"{name}, line {use.line}: {use.what}."
         raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
     rules.check_rules(name, source.text)
-
-
-def _arguments(node: holes.Function) -> list[str]:
-    given = node.args
-    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return [*names, *("*" for star in (given.vararg, given.kwarg) if star)]
 
 
 def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
@@ -120,7 +114,7 @@ def _names_plainly(call: ast.Call) -> bool:
 def _imported_module(name: str, line: int) -> Iterator[Use]:
     if name.partition(".")[0] == "hwfsdp" and name not in ALLOWED:
         yield Use(f"import {name}", line)
-    if name.startswith(TORCHS_OWN) or name in ROUND_ABOUT:
+    if name.startswith(READY_MADE) or name in ROUND_ABOUT:
         yield Use(f"import {name}", line)
 
 
@@ -130,7 +124,7 @@ def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Us
         yield Use(f"from {'.' * level}{module} import {name}", line)
     elif module.startswith("hwfsdp.") and (module not in ALLOWED or name in _borrowed(module)):
         yield Use(f"from {module} import {name}", line)
-    elif (module.startswith(TORCHS_OWN) or whole.startswith(TORCHS_OWN)) and name not in FROM_TORCHS_OWN:
+    elif (module.startswith(READY_MADE) or whole.startswith(READY_MADE)) and name not in FROM_READY_MADE:
         yield Use(f"from {module} import {name}", line)
     elif module in ROUND_ABOUT or (module, name) == ("sys", "modules"):
         yield Use(f"from {module} import {name}", line)
@@ -151,8 +145,8 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
         module = ".".join(parts[:2])
         if module not in ALLOWED or (len(parts) > 2 and parts[2] in _borrowed(module)):
             yield Use(dotted, line)
-    elif whole.startswith(TORCHS_OWN) and parts[-1] not in FROM_TORCHS_OWN:
-        if whole not in TORCHS_OWN:
+    elif whole.startswith(READY_MADE) and parts[-1] not in FROM_READY_MADE:
+        if whole not in READY_MADE:
             yield Use(dotted, line)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def piece(whole: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
     """The oracle of shards: the chunk that `torch.chunk` gives one of `size` ranks; empty if there are fewer chunks than ranks."""
     chunks = whole.chunk(size, dim)
     return chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def two_layers(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Return two linear layers, `up` and `down`, with a ReLU between them."""
+    parts = {"up": nn.Linear(width, hidden), "relu": nn.ReLU(), "down": nn.Linear(hidden, out)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 @contextmanager

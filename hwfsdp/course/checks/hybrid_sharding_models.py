@@ -10,19 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hwfsdp.course.checks import two_layers
+
 WIDTH, ROWS = 6, 4
 ALL = (0, 1, 2)
-
-
-class Layer(nn.Module):
-    """Two linear layers; no number of ranks divides their five rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):
@@ -31,7 +22,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in ALL)
+        # no number of ranks divides five rows
+        self.layers = nn.ModuleList(two_layers(WIDTH, 5, WIDTH) for _ in ALL)
         self.head = nn.Linear(WIDTH, 3)
         self.layers[1].get_parameter("down.bias").requires_grad_(False)
 

@@ -205,7 +205,7 @@ def _wrong_whole(actual: Tensor, laid_out: Tensor) -> str:
 
 def _oracle_training(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[float]]]:
     """Train the same model without sharding: parameters before and after, losses by data-parallel index."""
-    model = runs.Model(seed)
+    model = runs.build(seed)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses: list[list[float]] = [[] for _ in range(runs.GRID[0])]
     optimizer = torch.optim.SGD(model.parameters(), lr=runs.LR)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hwfsdp import compat, fully_shard
-from hwfsdp.course.checks import piece, with_nan
+from hwfsdp.course.checks import piece, two_layers, with_nan
 from hwfsdp.course.run import Report, attempt
 from hwfsdp.errors import UsageError
 from hwfsdp.features import layouts
@@ -328,20 +328,15 @@ def _misfits() -> list[Callable[[], object]]:
 # --- FSDP over tensor parallelism, on four ranks -----------------------------------------------------------
 
 
-class Model(nn.Module):
-    """Two linear layers. Tensor parallelism cuts the first along its outputs, the second along its inputs."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(seed)
-        hidden = (7, 3, 9, 5)[int(torch.randint(0, 4, (1,), generator=draw))]  # 2 and 4 divide none of them
-        self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 3)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randint(-2, 3, param.shape, generator=draw))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+def build(seed: int) -> nn.Sequential:
+    """Return two linear layers. Tensor parallelism cuts the first along its outputs, the second along its inputs."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = (7, 3, 9, 5)[int(torch.randint(0, 4, (1,), generator=draw))]  # 2 and 4 divide none of them
+    model = two_layers(4, hidden, 3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randint(-2, 3, param.shape, generator=draw))
+    return model
 
 
 def batch(seed: int, step: int, index: int) -> Tensor:
@@ -357,7 +352,7 @@ def loss_of(out: Tensor) -> Tensor:
 def probe_training(report: Report, seed: int) -> None:
     """Train two steps; report every parameter's rows before and after."""
     mesh = init_device_mesh("cpu", GRID, mesh_dim_names=("dp", "tp"))
-    model = Model(seed)
+    model = build(seed)
     parallelize_module(
         model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     )

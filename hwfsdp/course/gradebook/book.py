@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from hwfsdp.course.checklist import question_of
-from hwfsdp.course.grade import checks_of
-from hwfsdp.course.gradebook.late import LatePolicy, Standing
+from hwfsdp.course.checklist import question_of, sentence_of
+from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.results import Result, opaque
-from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.manifest import Course
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.report import printable
 
@@ -42,21 +41,6 @@ class Gradebook:
     made: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     limits: Sequence[Data] = ()
 
-    def __post_init__(self) -> None:
-        found = [(exercise, check) for exercise in self.course.exercises for check in checks_of(exercise)]
-        self._sentences = {check.id: check.sentence for _, check in found}
-
-    def sentence(self, check_id: str) -> str:
-        """Return the sentence of a check; its id, if this course does not have the check."""
-        return self._sentences.get(check_id, check_id)
-
-    def exercise(self, number: str) -> Exercise:
-        return self.course.exercise(number)
-
-    def standing(self, result: Result) -> Standing:
-        """Return the points that are earned, taken off and left."""
-        return self.policy.standing(result)
-
     def for_student(self, result: Result) -> Result:
         """Return the part of a result that its student may read."""
         return opaque(result) if self.hidden else result
@@ -64,6 +48,11 @@ class Gradebook:
     def count(self) -> int:
         """Return the number of results."""
         return sum(1 for _ in self.results())
+
+
+def title(check: Data) -> str:
+    """Return the id of a check and its sentence."""
+    return f"{check['id']}: {sentence_of(check['id'])}"
 
 
 def verdict(exercise: Data, check: Data) -> str:

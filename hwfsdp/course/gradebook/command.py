@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.confinement import Limit, limits_in_force
+from hwfsdp.course.confinement import limits_in_force
 from hwfsdp.course.gradebook.book import Gradebook
 from hwfsdp.course.gradebook.formats import (
     BY_SUFFIX,
@@ -39,6 +39,7 @@ from hwfsdp.course.manifest import PACKAGE, find_course
 from hwfsdp.course.pages import template
 from hwfsdp.course.refusals import refused, unusable, write_whole
 from hwfsdp.course.report import MARKS, Style
+from hwfsdp.observe.tables import lay_out
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ def grade_submissions(
     )
     run = ClassRun(paths, course, settings)
     output.check(len(run.handed))
-    limits = known_limits(isolated)
-    if missing := missing_limits(limits):
+    limits = limits_in_force()
+    if missing := "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force):
+        if isolated:
+            raise unusable("grade.isolation", missing=missing)
         print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
     with run:
         plain = output.format is None and len(run.handed) == 1
@@ -158,26 +161,6 @@ def refuse_second_copy() -> None:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
             raise unusable("grade.copies", package=PACKAGE, copy=copy.absolute())
-
-
-def known_limits(required: bool = False) -> list[Limit]:
-    """Return every limit of submissions, and whether this machine enforces it.
-
-    Args:
-        required: all limits must be in force.
-
-    Raises:
-        UsageError: `required` is True, and a limit is not in force.
-    """
-    found = limits_in_force()
-    if required and (missing := missing_limits(found)):
-        raise unusable("grade.isolation", missing=missing)
-    return found
-
-
-def missing_limits(limits: Sequence[Limit]) -> str:
-    """Describe the limits that are not in force, and why; "" if all are in force."""
-    return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)
 
 
 @contextmanager
@@ -262,7 +245,7 @@ def _print_json(book: Gradebook, single: bool) -> None:
 def _lines(book: Gradebook) -> str:
     """Return the text for one submission: a line for each exercise."""
     (result,) = book.results()
-    names = {"result": result, "book": book, "standing": book.standing(result), "style": Style()}
+    names = {"result": result, "book": book, "standing": book.policy.standing(result), "style": Style()}
     width = max(len(exercise.title) for exercise in book.course.exercises)
     names |= {"marks": MARKS, "width": width, "extras": _extras(result.extra), "by": _by(result)}
     return template(TEMPLATES / "submission.txt").render(names).removesuffix("\n")
@@ -288,7 +271,7 @@ def _table(book: Gradebook) -> str:
     """Return the text for a class: a line for each submission."""
     rows = []
     for result in book.results():
-        standing = book.standing(result)
+        standing = book.policy.standing(result)
         late = (
             f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
             if standing.late_seconds
@@ -297,5 +280,5 @@ def _table(book: Gradebook) -> str:
         begun = {name: found for name, found in result.extra.items() if found.get("status") != "not_started"}
         told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
         rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
-    width, points = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows)
+    lines = lay_out([row[:2] for row in rows], indent="")
+    return "\n".join(f"{line}  {told}".rstrip() for line, (*_, told) in zip(lines, rows, strict=True))

@@ -22,8 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.commands import wanted_exercise
-from hwfsdp.course.grade import Options, checks_of, grade
+from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
 from hwfsdp.course.gradebook.jobs import Order, Outcome, Pool
 from hwfsdp.course.gradebook.journal import Journal, Key, make_folder, remove_folder

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hwfsdp.course.checklist import question_of
-from hwfsdp.course.gradebook.book import Gradebook, told, verdict
+from hwfsdp.course.checklist import question_of, sentence_of
+from hwfsdp.course.gradebook.book import Gradebook, evidence, title, told, verdict
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.pages import template
@@ -16,7 +16,10 @@ from hwfsdp.course.pages import template
 COLUMNS = 10  # of the histogram
 COMMON = 15  # misconceptions that are listed
 TEMPLATES = Path(__file__).with_name("templates")
-_NAMES = {"verdict": verdict, "told": told, "question_of": question_of, "misconceptions": MISCONCEPTIONS}
+NAMES = {  # that templates use
+    **{"verdict": verdict, "told": told, "evidence": evidence, "title": title},
+    **{"sentence_of": sentence_of, "question_of": question_of, "misconceptions": MISCONCEPTIONS},
+}
 
 
 class Overview:
@@ -43,7 +46,7 @@ class Overview:
 
     def _add(self, result: Result, book: Gradebook) -> None:
         self.first = self.first or result
-        self.scores.append(book.standing(result).final)
+        self.scores.append(book.policy.standing(result).final)
         self.full += result.score == result.max_score
         self.errors += [(result.name, error) for error in result.errors]
         seen = set()
@@ -88,11 +91,11 @@ class Overview:
 
 def render_class(book: Gradebook) -> Iterator[str]:
     """Yield the instructor's page in pieces. It reads the results three times, one by one."""
-    page = template(TEMPLATES / "class.html", **_NAMES)
+    page = template(TEMPLATES / "class.html", **NAMES)
     return page.generate(book=book, overview=Overview(book))
 
 
 def render_student(result: Result, book: Gradebook) -> Iterator[str]:
     """Yield the page for a student in pieces. It shows only what the student may read."""
-    page = template(TEMPLATES / "student.html", **_NAMES)
+    page = template(TEMPLATES / "student.html", **NAMES)
     return page.generate(book=book, result=book.for_student(result))

@@ -144,11 +144,10 @@ def _read_bug(path: Path) -> Bug:
         asked = dict(found["evidence"])
         evidence = Evidence(_text(asked.pop("question")), str(asked.pop("kind")), asked)
         choices = {question: _read_choices(directory, question, found[question]) for question in CHOSEN}
-        texts = [_text(found[name]) for name in ("title", "symptom", "shows")]
+        title, symptom, shows = (_text(found[name]) for name in ("title", "symptom", "shows"))
         look = tuple(map(_text, found["look"]))
         if evidence.kind not in KINDS:
             raise ValueError(f"kind {evidence.kind!r}")
-    title, symptom, shows = texts
     hangs = found.get("ends") == "never"
     return Bug(directory, title, symptom, look, shows, evidence, choices, hangs, path.parent)
 

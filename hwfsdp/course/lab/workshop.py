@@ -1,7 +1,7 @@
 """The files of the lab that are made from others: READMEs and empty answers from `bug.toml`, seals from the key.
 
-    python -m hwfsdp.course.lab           writes them; needs the key, so the instructor's edition
-    python -m hwfsdp.course.lab check     says what does not hold, without writing
+    python -m hwfsdp.course lab           writes them; needs the key, so the instructor's edition
+    python -m hwfsdp.course check-lab     says what does not hold, without writing
 
 What has to hold: the key names a cause and a fix of every bug; its plain text is in `solutions/` only, as far as that can be
 seen from names; all made files are what they would be made now; evidence of the broken script can be measured, and
@@ -77,7 +77,7 @@ def problems(course: Course) -> Iterator[str]:
     """Yield what does not hold, one line each."""
     values = measured_values(course)
     for path in outdated(written_files(course, values)):
-        yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course.lab"
+        yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course lab"
     bugs = read_bugs(course)
     runs = run_all(bugs, mended_scripts(course))
     for bug in bugs:

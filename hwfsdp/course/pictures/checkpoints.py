@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 
 from hwfsdp.checkpoint.boxes import Box, intersection, within
 from hwfsdp.core.sharding import chunk_extents
-from hwfsdp.course.pictures.drawing import box, clear, headline, say
+from hwfsdp.course.pictures.drawing import box, cells, clear, headline, say
 from hwfsdp.plot import sheet, style
 
 ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks that load it
-COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)
 HEIGHT = 0.62  # of a row of cells
 
 
@@ -61,7 +60,7 @@ def _draw_boxes(axes: Axes) -> None:
     left, y = 2.55, 0.25
     say(axes, (0, y + HEIGHT / 2), "saved", style.TEXT_SIZE + 1)
     for rank, part in enumerate(parts(SAVED)):
-        _draw_rows(axes, left, y, part, COLORS[rank])
+        _draw_rows(axes, left, y, part, style.color_of(rank))
         middle = left + part.offset[0] + part.shape[0] / 2
         say(axes, (middle, y - 0.17), f"chunk {rank}", ha="center")
     for rank, part in enumerate(parts(LOADED)):
@@ -73,7 +72,7 @@ def _draw_boxes(axes: Axes) -> None:
             if (shared := intersection(chunk, part))
         ]
         for line, (number, chunk, shared) in enumerate(found):
-            _draw_rows(axes, left, y, shared, COLORS[number])
+            _draw_rows(axes, left, y, shared, style.color_of(number))
             there, here = within(shared, chunk), within(shared, part)
             text = f"rows {_range(shared)}: {_range(there)} of chunk {number}, {_range(here)} of this part"
             say(axes, (left + ROWS + 0.25, y + 0.13 + line * 0.42), text)
@@ -88,8 +87,8 @@ def _range(part: Box) -> str:
 
 
 def _draw_rows(axes: Axes, left: float, y: float, part: Box, color: str) -> None:
-    for row in range(part.offset[0], part.offset[0] + part.shape[0]):
-        box(axes, (left + row, y), color, str(row), size=(1, HEIGHT))
+    rows = range(part.offset[0], part.offset[0] + part.shape[0])
+    cells(axes, (left + rows.start, y), list(map(str, rows)), color, size=(1, HEIGHT))
 
 
 def _draw_commit(axes: Axes) -> None:

@@ -52,9 +52,14 @@ def box(
         say(axes, middle, text, fontsize, ha="center", color=style.ink_on(color), path_effects=rim)
 
 
-def padding(axes: Axes, at: Point) -> None:
-    """A cell that is no part of a parameter."""
-    box(axes, at, style.GREYS[0], edgecolor=style.GREYS[2], linestyle="--")
+def cells(axes: Axes, at: Point, texts: Sequence[str | None], color: str, **look: Any) -> None:
+    """Cells of one color, side by side, each with its text; None is padding, which is no part of a parameter."""
+    for place, text in enumerate(texts):
+        corner = at[0] + place, at[1]
+        if text is None:
+            box(axes, corner, style.GREYS[0], edgecolor=style.GREYS[2], linestyle="--")
+        else:
+            box(axes, corner, color, text, **look)
 
 
 def arrow(axes: Axes, start: Point, end: Point, color: str, width: float = 1.2, **options: Any) -> None:

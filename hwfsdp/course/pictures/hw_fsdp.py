@@ -6,22 +6,19 @@ import types
 from dataclasses import replace
 from functools import partial
 
-import torch.distributed as dist
 from matplotlib.figure import Figure
 
 from hwfsdp.course import holes
 from hwfsdp.course.manifest import find_course, read_homework
-from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks
+from hwfsdp.course.stations.clocked import HOST, WIDE, Runner, stack_of_blocks
 from hwfsdp.course.stations.facts import homeworks_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.virtual.run import simulate
 
 
 def backwards() -> dict[str, EventLog]:
     """Without task 3, and with it. In a process of its own, for there is no process group in a virtual world."""
-    dist.destroy_process_group()
     text = read_homework(find_course()).solution_path.read_text()
     reduce = holes.extract(text, "FSDPModule.reduce_gradients").rstrip()
     waiting = f"{reduce}\n        self.comm_ctx.wait_for_reductions()\n"
@@ -36,10 +33,8 @@ def backward(text: str) -> EventLog:
     module = types.ModuleType("homework")
     exec(compile(text, "hw_fsdp.py", "exec"), module.__dict__)
     stack = partial(stack_of_blocks, shard=homeworks_shard(module), with_root=False)
-    runner = Runner(stack, with_backward=True)
-    with runner.watch.looking():
-        found = simulate(runner.start, GPUS, HOST)
-    log = runner.watch.log_of(found.log, [("forward", 0), ("backward", runner.forward_end)])
+    runner = Runner(WIDE, stack)
+    log = runner.shown(runner.run(HOST).log)
     events = [e for e in log.events if e.phase == "backward" and e.op not in ("wait", "alloc", "free")]
     return EventLog([replace(e, owner=e.owner.removeprefix("blocks.")) for e in events])
 

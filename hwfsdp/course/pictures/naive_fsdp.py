@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from hwfsdp.core import form as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
-from hwfsdp.course.pictures.drawing import arrow, box, clear, headline, say
+from hwfsdp.course.pictures.drawing import arrow, cells, clear, headline, say
 from hwfsdp.plot import sheet, style
 
 SHAPE, RANKS = (5, 3), 3
-COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)  # of ranks
+CELL: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}
 
 
 def draw() -> Figure:
@@ -35,14 +35,14 @@ def _draw_rows(axes: Axes) -> None:
     say(axes, (1.5, -0.45), f"whole: {SHAPE}", ha="center")
     for rank, extent in enumerate(extents):
         for row in range(extent.start, extent.stop):
-            _draw_row(axes, 0.0, float(row), columns, COLORS[rank], f"r{row}")
+            cells(axes, (0.0, row), [f"r{row}"] * columns, style.color_of(rank), **CELL)
     for rank, extent in enumerate(extents):
         top = rank * (chunk + 0.85)
         say(axes, (6.5, top - 0.35), f"rank {rank}", ha="center")
         for row in range(chunk):
             own = row < extent.length
-            color = COLORS[rank] if own else style.GREYS[0]
-            _draw_row(axes, 5.0, top + row, columns, color, f"r{extent.start + row}" if own else "0")
+            color, text = (style.color_of(rank), f"r{extent.start + row}") if own else (style.GREYS[0], "0")
+            cells(axes, (5.0, top + row), [text] * columns, color, **CELL)
         middle = extent.start + 0.5 * extent.length
         arrow(axes, (3.2, middle), (4.8, top + 0.5 * chunk), style.GREYS[2], 1.0)
         _draw_bracket(axes, 8.25, top, extent.length, f"its rows: ({extent.length}, {columns})")
@@ -51,12 +51,6 @@ def _draw_rows(axes: Axes) -> None:
         f"With padding, every rank has {padded_local_numel(SHAPE, RANKS)} elements.\nIts own rows come first."
     )
     say(axes, (0.0, last + 0.75), text)
-
-
-def _draw_row(axes: Axes, x: float, y: float, columns: int, color: str, text: str) -> None:
-    for column in range(columns):
-        look: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}
-        box(axes, (x + column, y), color, text, **look)
 
 
 def _draw_bracket(axes: Axes, x: float, y: float, rows: int, text: str) -> None:

@@ -16,8 +16,7 @@ from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.plot import sheet, style
 
-RANKS = 4
-COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE)  # of what ranks give
+RANKS, BLOCKS = 4, "abcd"
 PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a block is 1 wide
 
 
@@ -32,13 +31,15 @@ def draw() -> Figure:
     _frame(right, "Reduce-scatter: sums are passed on", steps)
     for rank in range(RANKS):
         for step in range(RANKS):
-            _draw_blocks(left, rank, step, walks[rank]["held"][step])
-            _draw_sum(right, rank, step, walks[rank]["sums"][step])
+            _draw_memory(left, rank, step, walks[rank]["held"][step], BLOCKS)
+            shares = walks[rank]["sums"][step]
+            block = int(shares.sum(0).argmax())  # the one that this rank has a sum of
+            _draw_memory(right, rank, step, shares[:, block], BLOCKS[block] * RANKS)
     for step in range(RANKS - 1):
         for rank in range(RANKS):
             receiver = walks[(rank + 1) % RANKS]["held"]
             new = (receiver[step + 1] - receiver[step]).nonzero().item()
-            _draw_arrow(left, rank, step, float(new) + 0.5, COLORS[int(new)])
+            _draw_arrow(left, rank, step, float(new) + 0.5, style.color_of(int(new)))
             _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
     texts = (
         "A color is the rank that gave it; on the right, a letter is the block that it is a share of.",
@@ -92,19 +93,10 @@ def _frame(axes: Axes, title: str, rows: list[str]) -> None:
     axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
 
 
-def _draw_blocks(axes: Axes, rank: int, step: int, held: Tensor) -> None:
-    """The memory of a rank, with the letters of the blocks that are there."""
-    for block, owner in enumerate(int(value) - 1 for value in held.tolist()):
-        color, text = (COLORS[owner], "abcd"[owner]) if owner >= 0 else (style.GREYS[0], "")
-        box(axes, (rank * PITCH + block, step * ROW), color, text, edgecolor=style.GREYS[2])
-
-
-def _draw_sum(axes: Axes, rank: int, step: int, shares: Tensor) -> None:
-    """The sum that a rank has, a cell for each rank whose share is in it, and the letter of the block above."""
-    block = int(shares.sum(0).argmax())
-    for giver in range(RANKS):
-        there = bool(shares[giver, block])
-        color, text = (COLORS[giver], "abcd"[block]) if there else (style.GREYS[0], "")
+def _draw_memory(axes: Axes, rank: int, step: int, there: Tensor, letters: str) -> None:
+    """The memory of a rank: a cell for each rank, with its color and letter if what it gave is there."""
+    for giver, (is_there, letter) in enumerate(zip(there.tolist(), letters, strict=True)):
+        color, text = (style.color_of(giver), letter) if is_there else (style.GREYS[0], "")
         box(axes, (rank * PITCH + giver, step * ROW), color, text, edgecolor=style.GREYS[2])
 
 

@@ -6,12 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.core.sharding import chunk_extents, chunk_length
-from hwfsdp.course.pictures.drawing import box, caption, clear, padding, say
+from hwfsdp.course.pictures.drawing import caption, cells, clear, say
 from hwfsdp.plot import sheet, style
 
 RANKS = 4
 CASES = (8, 7, 6, 5, 2)  # rows
-COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 PITCH, ROW = 2.5, 1.45  # from rank to rank, from case to case; a row of the tensor is a cell, 1 wide
 
 
@@ -36,14 +35,10 @@ def draw() -> Figure:
 
 def _draw_case(axes: Axes, y: float, n: int) -> None:
     """The chunks of all ranks, and their extents at the right."""
-    extents = chunk_extents(n, RANKS)
+    extents, chunk = chunk_extents(n, RANKS), chunk_length(n, RANKS)
     for rank, extent in enumerate(extents):
-        for place in range(chunk_length(n, RANKS)):
-            at = rank * PITCH + place, y
-            if place < extent.length:
-                number = str(extent.start + place)
-                box(axes, at, COLORS[rank], number, fontsize=style.TEXT_SIZE + 2)
-            else:
-                padding(axes, at)
+        rows: list[str | None] = [*map(str, range(extent.start, extent.stop))]
+        rows += [None] * (chunk - extent.length)
+        cells(axes, (rank * PITCH, y), rows, style.color_of(rank), fontsize=style.TEXT_SIZE + 2)
     lengths = " + ".join(str(extent.length) for extent in extents)
     say(axes, (RANKS * PITCH, y + 0.5), f"{lengths} = {n}")

@@ -9,12 +9,11 @@ from matplotlib.figure import Figure
 from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.compat import strided_shard
-from hwfsdp.course.pictures.drawing import box, caption, clear, padding, say
+from hwfsdp.course.pictures.drawing import caption, cells, clear, say
 from hwfsdp.layout.extents import nested_extent, orders_of_cuts
 from hwfsdp.plot import sheet, style
 
 ROWS, MESH, NAMES = 7, (3, 2), ("fsdp", "tp")
-COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.YELLOW, style.PURPLE, style.VERMILION)  # of ranks
 LINE, GAP = 2.1, 0.34  # from cut to cut; between pieces
 
 
@@ -52,12 +51,10 @@ def _draw_line(axes: Axes, y: float, order: list[int]) -> None:
         where = dict(zip(order, piece, strict=True))
         replica, shard = (where.get(mesh_dim, 0) for mesh_dim in range(len(MESH)))
         extent = nested_extent((ROWS,), MESH, {0: order}, (replica, shard))
-        color = COLORS[replica * MESH[1] + shard] if is_last else style.GREYS[1]
-        for place in range(extent.shape[0]):
-            box(axes, (x + place, top), color, str(extent.offset[0] + place))
-        if not extent.shape[0]:
-            padding(axes, (x, top))
-        width = max(extent.shape[0], 1)
+        color = style.color_of(replica * MESH[1] + shard) if is_last else style.GREYS[1]
+        rows = range(extent.offset[0], extent.offset[0] + extent.shape[0])
+        texts: list[str | None] = [*map(str, rows)] or [None]
+        cells(axes, (x, top), texts, color)
         name = f"({replica}, {shard})" if is_last else "".join(f"{NAMES[m]} {where[m]}" for m in order)
-        axes.text(x + width / 2, top + 1.12, name, ha="center", va="top", fontsize=style.SMALL_SIZE + 1)
-        x += width + GAP
+        axes.text(x + len(texts) / 2, top + 1.12, name, ha="center", va="top", fontsize=style.SMALL_SIZE + 1)
+        x += len(texts) + GAP

@@ -31,6 +31,7 @@ from hwfsdp.course.refusals import check_new_folder, unusable
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.leaks import find_leaks, secrets_of
 from hwfsdp.course.submission import KEPT_STARTER, starter
+from hwfsdp.course.trust import codes_in
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/gpu. docs/testing.md
@@ -154,12 +155,9 @@ def body_of(module: str, source: str, name: str) -> types.CodeType:
     Raises:
         LookupError: there is no function of this name.
     """
-    todo = [_compiled(module, source)]
-    while todo:
-        code = todo.pop()
+    for code in codes_in(_compiled(module, source)):
         if code.co_qualname == name:
             return code
-        todo += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     raise LookupError(f"no function {name} in {module}")
 
 

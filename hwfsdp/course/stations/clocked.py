@@ -50,20 +50,14 @@ def _device(name: str, flops: float, memory_bandwidth: float, link: float, host:
         fitted_on="made up",
         source="made up",
         attention_efficiency=0.3,
-        memory_efficiency=0.85,
-        link_efficiency=0.8,
         launch_us=5.0,
-        kernel_us=3.0,
-        dtensor_us=60.0,
-        collective_us=20.0,
-        hop_us=1.5,
-        node_hop_us=6.0,
         host=host,
     )
 
 
 GPU = _device("a GPU", 50e12, 2e12, 200e9, host=False)
 HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
+MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # key of a report → its machine
 
 
 def simulate_here(target: Target, gpus: int, device: Device | str) -> Simulation:
@@ -100,9 +94,10 @@ def stack_of_blocks(
     return model
 
 
-def learners_stack(config: GPTConfig) -> nn.Sequential:
+def learners_stack(config: GPTConfig, kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     """Build the same stack with the learner's file; the homework has no root."""
-    return stack_of_blocks(config, learners_shard(), HOMEWORK not in sys.modules)
+    with_root = HOMEWORK not in sys.modules
+    return stack_of_blocks(config, learners_shard(), with_root, kind if with_root else nn.Sequential)
 
 
 def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
@@ -120,53 +115,88 @@ def probe_order(report: Report, seed: int) -> None:
 
 def ordered() -> dict[str, Any]:
     """Run two steps on the GPU. Return the log, the number of events at the end of each forward and backward, and a player's log."""
-    runner = Ordered()
-    with runner.watch.looking():
-        found = simulate_here(lambda: runner.start(), GPUS, GPU)
-    starts = [0, *(end for _, end in runner.ends)]
-    begins = [(part, start) for (part, _), start in zip(runner.ends, starts, strict=False)]
-    shown = runner.watch.log_of(found.log, begins)
-    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(shown)}
+    runner = Ordered(NARROW, partial(learners_stack, kind=Scaled))
+    found = runner.run(GPU)
+    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(found.log))}
 
 
-class Ordered:
-    """Two steps of the narrow model, for `simulate`; with a witness, every operator is an event.
+class Runner:
+    """A step of a model, for `simulate`.
+
+    Args:
+        stack: builds the model. with_backward: False: a forward without gradients, and nothing else.
+
+    Attributes:
+        watch: watches the last step. ends: the number of events at the end of each part of it, "forward" or "backward".
+    """
+
+    def __init__(self, config: GPTConfig, stack: Stack, with_backward: bool = True) -> None:
+        self.config, self.stack, self.with_backward = config, stack, with_backward
+        self.watch, self.ends = Watch(), list[tuple[str, int]]()
+        self.model: Any = None
+
+    def run(self, device: Device) -> Simulation:
+        with self.watch.looking():
+            return simulate_here(self.start, GPUS, device)
+
+    def start(self) -> Callable[[], None]:
+        self.model = self.stack(self.config)
+        self.batch = torch.zeros(1, self.config.seq_len, self.config.dim)
+        return self.watched_step
+
+    def watched_step(self) -> None:
+        self.ends.clear()
+        self.watch.begin(names_of(self.model))
+        self.step()
+
+    def step(self) -> None:
+        if self.with_backward:
+            self.model.zero_grad()
+            self.micro_batch()
+            return
+        with torch.no_grad():
+            self.model(self.batch)
+        self.end("forward")
+
+    def micro_batch(self) -> None:
+        self.watch.enter("forward")
+        loss = self.model(self.batch).square().mean()
+        self.end("forward")
+        self.watch.enter("backward")
+        loss.backward()
+        self.end("backward")
+
+    def end(self, part: str) -> None:
+        recorder = events.active()
+        self.ends.append((part, len(recorder.drafts) if recorder else 0))
+
+    def shown(self, log: EventLog) -> EventLog:
+        """Return the log of the step for a player."""
+        starts = [0, *(end for _, end in self.ends)]
+        begins = [(part, start) for (part, _), start in zip(self.ends, starts, strict=False)]
+        return self.watch.log_of(log, begins)
+
+
+class Ordered(Runner):
+    """Two steps; with a witness, every operator is an event.
 
     The second step has two micro-batches, so that a gradient is added to one that is there.
     """
 
-    def __init__(self) -> None:
-        self.ends = list[tuple[str, int]]()
-        self.watch = Watch()
-
     def start(self) -> Callable[[], None]:
-        with_root = HOMEWORK not in sys.modules
-        kind = Scaled if with_root else nn.Sequential
-        self.model = stack_of_blocks(NARROW, learners_shard(), with_root, kind)
+        step = super().start()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
-        self.batch = torch.zeros(1, NARROW.seq_len, NARROW.dim)
-        return self.step
+        return step
 
     def step(self) -> None:
-        self.ends.clear()
-        self.watch.begin(names_of(self.model))
         with witnessed() as witness:
             for micros in (1, 2):
                 for _ in range(micros):
-                    self.watch.enter("forward")
-                    loss = self.model(self.batch).square().mean()
-                    self._end("forward")
-                    self.watch.enter("backward")
-                    loss.backward()
-                    self._end("backward")
+                    self.micro_batch()
                 self.watch.enter("")
                 witness.unseen(self.optimizer.step)()  # it has its own event
-                self._end("backward")  # the optimizer reads what the backward left
+                self.end("backward")  # the optimizer reads what the backward left
                 self.optimizer.zero_grad()
-
-    def _end(self, part: str) -> None:
-        recorder = events.active()
-        self.ends.append((part, len(recorder.drafts) if recorder else 0))
 
 
 # --- Times -------------------------------------------------------------------------------------------------
@@ -185,21 +215,19 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
     flying: most reductions at once that were started and not waited for.
     step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
     """
-    runner = Runner(learners_stack, with_backward)
-    with runner.watch.looking():
-        found = simulate_here(lambda: runner.start(), GPUS, device)
-    log = found.log
-    begins = [("forward", 0), ("backward", runner.forward_end)] if with_backward else [("forward", 0)]
+    runner = Runner(WIDE, learners_stack, with_backward)
+    found = runner.run(device)
+    log, (_, forward_end) = found.log, runner.ends[0]
     busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)
     # reductions are not to blame for a late gather
     waited = union([*busy, *((e.start_us, e.end_us) for e in gathers)])
     return {
         "step_us": found.step_seconds * 1e6,
         "peak_bytes": round(found.peak_allocated_gib * (1 << 30)),
-        "gathers": _exposed(gathers, busy, runner.forward_end),
+        "gathers": _exposed(gathers, busy, forward_end),
         "reductions": _exposed(reductions, waited, 0),
         "flying": _in_flight(log),
-        "shown": log_data(runner.watch.log_of(log, begins)),
+        "shown": log_data(runner.shown(log)),
     }
 
 
@@ -226,38 +254,6 @@ def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) 
     return [
         [*span, us, e.seq >= forward_end, e.owner] for e, span, us in zip(found, spans, alone, strict=True)
     ]
-
-
-class Runner:
-    """A step of the wide model, for `simulate`.
-
-    Attributes:
-        watch: watches the last step. forward_end: number of its events before the backward began.
-    """
-
-    def __init__(self, stack: Stack, with_backward: bool) -> None:
-        self.stack, self.with_backward = stack, with_backward
-        self.watch = Watch()
-        self.forward_end = 0
-        self.model: Any = None
-
-    def start(self) -> Callable[[], None]:
-        self.model = self.stack(WIDE)
-        self.batch = torch.zeros(1, WIDE.seq_len, WIDE.dim)
-        return self.step
-
-    def step(self) -> None:
-        self.watch.begin(names_of(self.model))
-        if not self.with_backward:
-            with torch.no_grad():
-                self.model(self.batch)
-            return
-        self.model.zero_grad()
-        loss = self.model(self.batch).square().mean()
-        recorder = events.active()
-        self.forward_end = len(recorder.drafts) if recorder else 0
-        self.watch.enter("backward")
-        loss.backward()
 
 
 def exposed_of(figures: dict[str, Any]) -> dict[str, float]:

@@ -212,9 +212,9 @@ def _theory(
     return finding
 
 
-def _is_near(got: Tensor, expected: Tensor, tolerance: float = TIGHT, least: float = 1e-7) -> bool:
+def _is_near(got: Tensor, expected: Tensor, tolerance: float = TIGHT) -> bool:
     """True if both are equal up to rounding, relative to the largest element."""
-    return torch.allclose(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + least)
+    return torch.allclose(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + 1e-7)
 
 
 def _gradient_finding(

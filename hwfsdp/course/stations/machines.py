@@ -11,7 +11,7 @@ from typing import Any
 from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Run
 from hwfsdp.course.stations.laws import too_often
-from hwfsdp.course.stations.clocked import WIDE, exposed_of, probe_clock, probe_order
+from hwfsdp.course.stations.clocked import MACHINES, WIDE, exposed_of, probe_clock, probe_order
 from hwfsdp.course.verdict import Finding, Seen, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
@@ -28,6 +28,11 @@ BOARD = {  # way to gather ahead → exposed ms of a forward's gathers on the ho
     "one ahead": (14, 155),
     "two ahead": (14, 206),
     "all at once": (14, 336),
+}
+NOTHING = {  # part of a step → the misconception if nothing travels, what does not happen, and what should
+    "forward": ("not-gathered", "gathers", "an all-gather"),
+    "backward": ("never-resharded", "gathers", "an all-gather"),
+    "reductions": ("not-reduced", "reduces", "a reduction"),
 }
 PEAK = 390_000_000  # bytes alive in a step on the host, with one gather ahead and one reduction behind
 
@@ -90,25 +95,41 @@ def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
     found: dict[str, Any] = {**ranks.run(probe_clock, 1, seed=seed)[machine][0], "machine": machine}
     if machine != "forward":
         alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found).items())
-        ranks.measured[f"virtual {'GPU' if machine == 'gpu' else machine}"] = (
+        ranks.measured[f"virtual {MACHINES[machine]}"] = (
             f"step {found['step_us'] / 1e3:.1f} ms, in which bytes travel alone for ms: {alone}; "
             f"peak {found['peak_bytes'] / 1e6:.0f} MB"
         )
     return found
 
 
-def gathers_of(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
-    return [each for each in found["gathers"] if each[3] is in_backward]
+def where_is(found: dict[str, Any], part: str) -> str:
+    """Return the beginning of a sentence about a part, a key of `exposed_of`: "A forward on the virtual GPU"."""
+    return f"A {'step' if part == 'reductions' else part} on the virtual {MACHINES[found['machine']]}"
 
 
-def compare_exposed(where: str, found: dict[str, Any], part: str, target: float, misconception: str) -> None:
-    """Compare the exposed time of a part with its target. `part`: a key of `exposed_of`."""
-    travels = found["reductions"] if part == "reductions" else gathers_of(found, part == "backward")
-    exposed = exposed_of(found)[part]
+def travels_of(found: dict[str, Any], part: str) -> list[list[Any]]:
+    """Return the gathers of a forward or a backward, or the reductions of a step. `part`: a key of `exposed_of`.
+
+    Raises:
+        Finding: there are none.
+    """
+    gathers = [each for each in found["gathers"] if each[3] is (part == "backward")]
+    travels: list[list[Any]] = found["reductions"] if part == "reductions" else gathers
+    if not travels:
+        kind, what, one = NOTHING[part]
+        where, right = where_is(found, part), f"{one} for each of {UNITS} units"
+        raise told("laws.nothing", where, "none", right, kind=kind, what=what).at(_seen(found, 0.0))
+    return travels
+
+
+def compare_exposed(found: dict[str, Any], part: str, target: float, misconception: str) -> None:
+    """Check that something travels in a part, and compare its exposed time with the target. `part`: a key of `exposed_of`."""
+    travels, exposed = travels_of(found, part), exposed_of(found)[part]
     if exposed > target:
         bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
         first = part == "reductions"  # the first gather cannot hide behind compute, but a reduction can
         shown = [each for each in bare if first or each is not travels[0]] or travels
+        where = f"{where_is(found, part)}: {'gradients' if first else 'gathers'}"
         words: dict[str, Any] = {"kind": misconception, "bare": len(bare), "number": len(travels)}
         raise told("laws.exposed", where, round(exposed), target, **words).at(_seen(found, shown[0][0]))
 
@@ -120,11 +141,6 @@ def _seen(found: dict[str, Any], us: float | None) -> Seen:
 def compare_peak(where: str, found: dict[str, Any], limit: int, misconception: str) -> None:
     if (peak := found["peak_bytes"]) > limit:
         raise told("laws.peak", f"{where}:", peak, limit, kind=misconception).at(_seen(found, None))
-
-
-def _nothing(what: str, misconception: str, found: dict[str, Any]) -> Finding:
-    right = f"an all-gather for each of {UNITS} units"
-    return told("laws.gathers_nothing", what, "none", right, kind=misconception).at(_seen(found, 0.0))
 
 
 # --- 08 Streams --------------------------------------------------------------------------------------------
@@ -149,16 +165,12 @@ def judge_overlap(ranks: Ranks, seed: int) -> None:
 
 
 def compare_overlap(ranks: Ranks, seed: int) -> None:
-    found = figures(ranks, seed, "gpu")
-    if not gathers_of(found, False):
-        raise _nothing("A forward on the virtual GPU", "not-gathered", found)
-    compare_exposed("A forward on the virtual GPU: gathers", found, "forward", GPU_FORWARD_US, "no-overlap")
+    compare_exposed(figures(ranks, seed, "gpu"), "forward", GPU_FORWARD_US, "no-overlap")
 
 
-def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
+def judge_forward_peak(misconception: str, ranks: Ranks, seed: int, limit: int = FORWARD_PEAK) -> None:
     """Check that few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
-    found = figures(ranks, seed, "forward")
-    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, misconception)
+    compare_peak("A forward on the virtual host", figures(ranks, seed, "forward"), limit, misconception)
 
 
 # --- 09 Forward prefetch -----------------------------------------------------------------------------------
@@ -167,11 +179,7 @@ def judge_forward_peak(misconception: str, ranks: Ranks, seed: int) -> None:
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "forward")
     ranks.measured["board of gathers ahead"] = _board(*board_figures(figures(ranks, seed, "forward")))
-    found = figures(ranks, seed, "host")
-    if not gathers_of(found, False):
-        raise _nothing("A forward on the virtual host", "not-gathered", found)
-    where = "A forward on the virtual host: gathers"
-    compare_exposed(where, found, "forward", HOST_FORWARD_US, "not-prefetched")
+    compare_exposed(figures(ranks, seed, "host"), "forward", HOST_FORWARD_US, "not-prefetched")
 
 
 def board_figures(found: dict[str, Any]) -> tuple[int, int]:
@@ -190,18 +198,18 @@ def _board(alone: int, peak: int) -> str:
 
 
 def judge_forward_order(ranks: Ranks, seed: int) -> None:
-    found = figures(ranks, seed, "host")
-    _gathered_once("A forward on the virtual host", found, False)
+    _gathered_once(figures(ranks, seed, "host"), "forward")
 
 
-def _gathered_once(where: str, found: dict[str, Any], in_backward: bool) -> None:
-    """Check that each unit is gathered, and none twice."""
-    gathers = gathers_of(found, in_backward)
+def _gathered_once(found: dict[str, Any], part: str) -> None:
+    """Check that each unit is gathered in a part, and none twice."""
+    gathers = travels_of(found, part)
     if len(gathers) != UNITS:
         owners = [each[4] for each in gathers]
         again = (each for place, each in enumerate(gathers) if each[4] in owners[:place])
-        moment = next(again, gathers[-1] if gathers else [0.0])[0]
+        moment = next(again, gathers[-1])[0]
         words = {"owners": ", ".join(owners), "too_often": too_often(owners)}
+        where = where_is(found, part)
         raise told("laws.gathers", where, len(gathers), UNITS, **words).at(_seen(found, moment))
 
 
@@ -211,21 +219,13 @@ def _gathered_once(where: str, found: dict[str, Any], in_backward: bool) -> None
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "backward")
     found = figures(ranks, seed, "host")
-    if not gathers_of(found, True):
-        raise _nothing("A backward on the virtual host", "never-resharded", found)
-    _gathered_once("A backward on the virtual host", found, True)
-    where = "A backward on the virtual host: gathers"
-    compare_exposed(where, found, "backward", HOST_BACKWARD_US, "not-prefetched")
+    _gathered_once(found, "backward")
+    compare_exposed(found, "backward", HOST_BACKWARD_US, "not-prefetched")
 
 
 def judge_reductions(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "reduction")
-    found = figures(ranks, seed, "host")
-    if not found["reductions"]:
-        where = "A step on the virtual host"
-        raise told("laws.reduces_nothing", where, 0, f"{UNITS} reductions").at(_seen(found, 0.0))
-    where = "A step on the virtual host: gradients"
-    compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
+    compare_exposed(figures(ranks, seed, "host"), "reductions", HOST_REDUCTIONS_US, "no-overlap")
 
 
 def judge_bound(ranks: Ranks, seed: int) -> None:

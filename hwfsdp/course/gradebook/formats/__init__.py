@@ -50,7 +50,7 @@ def render_json(book: Gradebook) -> Iterator[str]:
     yield f'\n"limits": {json.dumps(list(book.limits))},\n"submissions": ['
     comma = ""
     for result in book.results():
-        yield f"{comma}\n{json.dumps({**result.as_dict(), 'late': asdict(book.standing(result))})}"
+        yield f"{comma}\n{json.dumps({**result.as_dict(), 'late': asdict(book.policy.standing(result))})}"
         comma = ","
     yield "\n]}\n"
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import timezone
 
-from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, title, verdict
 from hwfsdp.course.gradebook.results import Result
 
 RESULT, SCORES = "classroom50/result/v1", "classroom50/scores/v1"
@@ -42,13 +42,13 @@ def as_data(result: Result, book: Gradebook, environ: Mapping[str, str] = os.env
         "graded_at": f"{book.made.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
         "score": result.score,
         "max-score": result.max_score,
-        "tests": [_test(exercise, check, book) for exercise, check in shown.checks()],
+        "tests": [_test(exercise, check) for exercise, check in shown.checks()],
     }
 
 
-def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
+def _test(exercise: Data, check: Data) -> Data:
     return {
-        "test-name": f"{check['id']}: {book.sentence(check['id'])}",
+        "test-name": title(check),
         "passed": verdict(exercise, check) == "passed",
         "score": check["points"],
         "max-score": check["max_points"],
@@ -66,7 +66,7 @@ def render(book: Gradebook) -> Iterator[str]:
         record = as_data(result, book, {"ASSIGNMENT": slug})
         del record["assignment"]
         if book.policy.deadline:
-            record["late"] = book.standing(result).late_seconds > 0
+            record["late"] = book.policy.standing(result).late_seconds > 0
         yield f"{comma}\n{json.dumps({'owner': result.name, 'submissions': [record]})}"
         comma = ","
     yield "\n]}}}\n"

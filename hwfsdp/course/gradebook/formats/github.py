@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
-from hwfsdp.course.gradebook.html_pages import TEMPLATES
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, title, verdict
+from hwfsdp.course.gradebook.html_pages import NAMES, TEMPLATES
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.pages import template
 
@@ -37,9 +37,9 @@ def as_data(result: Result, book: Gradebook) -> Data:
 
 
 def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
-    found, place = verdict(exercise, check), book.exercise(exercise["exercise"])
+    found, place = verdict(exercise, check), book.course.exercise(exercise["exercise"])
     return {
-        "name": f"{check['id']}: {book.sentence(check['id'])}",
+        "name": title(check),
         "status": "pass" if found == "passed" else "error" if exercise["status"] == "error" else "fail",
         "score": check["points"],
         "max_score": check["max_points"],
@@ -53,12 +53,12 @@ def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
 
 def announce(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Iterator[str]:
     """Write outputs and the page to where the environment says, if it does; give the lines to print."""
-    data, standing = as_data(result, book), book.standing(result)
+    data, standing = as_data(result, book), book.policy.standing(result)
     if path := environ.get("GITHUB_OUTPUT"):
         encoded = base64.b64encode(json.dumps(data).encode()).decode()
         _append(path, f"result={encoded}\npoints={standing.final:g}\nmax_points={result.max_score}\n")
     if path := environ.get("GITHUB_STEP_SUMMARY"):
-        page = template(TEMPLATES / "summary.md", markdown=_markdown, verdict=verdict, evidence=evidence)
+        page = template(TEMPLATES / "summary.md", markdown=_markdown, **NAMES)
         _append(path, page.render(result=book.for_student(result), book=book)[:SUMMARY])
     wrong = [test for test in data["tests"] if test["status"] != "pass" and test["message"]]
     for test in wrong[:ANNOTATIONS]:

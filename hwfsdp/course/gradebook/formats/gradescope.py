@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, title, verdict
 from hwfsdp.course.gradebook.results import Result
 
 
 def as_data(result: Result, book: Gradebook) -> Data:
     """The file for one submission, as data."""
-    shown, standing = book.for_student(result), book.standing(result)
+    shown, standing = book.for_student(result), book.policy.standing(result)
     return {
         "score": standing.final,
         "execution_time": round(sum(float(exercise["seconds"]) for exercise in result.exercises), 1),
@@ -26,7 +26,7 @@ def as_data(result: Result, book: Gradebook) -> Data:
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": [
-            _test(exercise, index, check, book)
+            _test(exercise, index, check)
             for exercise in shown.exercises
             for index, check in enumerate(exercise["checks"], 1)
         ],
@@ -36,7 +36,7 @@ def as_data(result: Result, book: Gradebook) -> Data:
 
 
 def _summary(result: Result, book: Gradebook) -> list[str]:
-    standing = book.standing(result)
+    standing = book.policy.standing(result)
     lines = [f"{result.score} of {result.max_score} points."]
     if standing.late_seconds:
         lines.append(
@@ -49,10 +49,10 @@ def _summary(result: Result, book: Gradebook) -> list[str]:
     return [*lines, *result.errors, *result.notes]
 
 
-def _test(exercise: Data, index: int, check: Data, book: Gradebook) -> Data:
+def _test(exercise: Data, index: int, check: Data) -> Data:
     misconception = check["misconception"]
     return {
-        "name": f"{check['id']}: {book.sentence(check['id'])}",
+        "name": title(check),
         "number": f"{int(exercise['exercise'])}.{index}",
         "score": check["points"],
         "max_score": check["max_points"],

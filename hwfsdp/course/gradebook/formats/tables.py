@@ -35,7 +35,7 @@ def render(book: Gradebook) -> Iterator[str]:
     head = ["name", *numbers, "raw", "penalty", "total", "max", *extra]
     yield _row([*head, "submitted", "submitted_by", "late_hours", "errors"])
     for result in book.results():
-        standing = book.standing(result)
+        standing = book.policy.standing(result)
         scores = {exercise["exercise"]: exercise["score"] for exercise in result.exercises}
         points = [scores.get(number, 0) for number in numbers]
         points += [f"{value:g}" for value in (standing.raw, standing.penalty, standing.final)]
@@ -56,12 +56,12 @@ def render_nbgrader(book: Gradebook) -> Iterator[str]:
         for exercise, penalty in zip(result.exercises, shares(result, book), strict=True):
             score, most = exercise["score"], exercise["max_score"]
             points = [float(score), penalty, round(score - penalty, 2), float(most)]
-            yield _row([book.exercise(exercise["exercise"]).directory, *when, *who, *points])
+            yield _row([book.course.exercise(exercise["exercise"]).directory, *when, *who, *points])
 
 
 def shares(result: Result, book: Gradebook) -> list[float]:
     """The penalty of each exercise in hundredths of points. Together they are the submission's penalty."""
-    cents = round(100 * book.standing(result).penalty)
+    cents = round(100 * book.policy.standing(result).penalty)
     found, given, points = [], 0, 0
     for exercise in result.exercises:
         points += int(exercise["score"])

@@ -1,6 +1,6 @@
-"""Draw one picture of every kind for docs/pictures.md, from runs made for it.
+"""Draw one picture of every kind for pictures.md, from runs made for it.
 
-    python -m hwfsdp.course.gallery [DIR]
+    python docs/gallery.py [DIR]
 
 trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Only the times differ
 from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs, whose times are the
@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hwfsdp.compat import strided_shard
-from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.layout.explain import Explanation, explain
@@ -38,13 +37,12 @@ from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.train.demo import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
-from hwfsdp.virtual.run import simulate
+from hwfsdp.virtual.run import LIMITS, Simulation, simulate
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
 WORLD_SIZES = (1, 2, 4)
 SHARDS = 2  # number of ranks, of 4, that share one copy under hybrid sharding
-_PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
 VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # the model in pictures of time
 GPUS, SEQUENCES = 16, (2, 1)  # virtual GPUs on two nodes; sequences per GPU in each of two runs
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -100,24 +98,12 @@ def make_runs() -> Runs:
         results = launch(train, ranks, config, timeout=300)
         logs[ranks] = EventLog.merge(result.log for result in results)
         losses[f"{ranks} rank{'s' * (ranks > 1)}"] = results[0].losses
-    virtual = {n: simulate(partial(_virtual_step, n), GPUS, "h100").log for n in SEQUENCES}
+    virtual = {n: _on_virtual_gpus(GPUS, n).log for n in SEQUENCES}
     return Runs(logs, virtual, losses, launch(_look, 4, timeout=300))
 
 
-def _virtual_step(sequences: int) -> Callable[[], None]:
-    with torch.device("meta"):
-        model = GPT(VIRTUAL)
-    shard_model(model, fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    model.to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(sequences, VIRTUAL.seq_len, dtype=torch.long)
-
-    def step() -> None:
-        model(tokens).float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _on_virtual_gpus(gpus: int, sequences: int) -> Simulation:
+    return simulate(VIRTUAL, gpus, "h100", batch=sequences, seq=VIRTUAL.seq_len, reshard_after_forward=True)
 
 
 # --- On the ranks ------------------------------------------------------------------------------------------
@@ -192,23 +178,9 @@ def _states(runs: Runs) -> Figure:
 
 
 def _scaling(runs: Runs) -> Figure:
-    """Draw a rough estimate: one batch of 4 Mi tokens, divided over more and more GPUs."""
-    points = []
-    for gpus in [2**n for n in range(4, 12)]:
-        tokens = _TOKENS / gpus
-        compute = 6 * _PARAMETERS * tokens / _FLOPS
-        group = GroupSizes([(_PARAMETERS,)], gather_itemsize=2, reduce_itemsize=4)
-        sent = accounting.bytes_sent(accounting.step_traffic([group], gpus), accounting.MeshShape(1, gpus))
-        wire = sum(sent.values()) / _WIRE
-        step = max(compute, wire)
-        held = sum(accounting.model_state_bytes([(_PARAMETERS,)], Strategy.ZERO3, gpus)) / 2**30
-        points.append(scaling.ScalingPoint(gpus, tokens / step, step, held, (step - compute) / step))
-    caption = (
-        "Computed by hand: 6 operations per parameter and token at 300 TFLOP/s, every byte over a wire of 50 GB/s, compute"
-        " hides all that it can. Memory counts the model states. Left out: attention, activations, latencies, stragglers,"
-        " and links within a node."
-    )
-    return scaling.plot_scaling(points, title="8 billion parameters, a batch of 4 Mi tokens", caption=caption)
+    """Draw predictions: two sequences for each of more and more GPUs."""
+    points = scaling.points_of(_on_virtual_gpus(2**n, sequences=2) for n in range(3, 12, 2))
+    return scaling.plot_scaling(points, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.")
 
 
 def _strided(runs: Runs) -> Figure:
