@@ -279,7 +279,9 @@ def test_show_reports_the_multiple_that_accumulation_moves(logs: dict[str, Event
     for op, moved in found.measured[0].items():
         assert moved.bytes == 3 * found.expected[op].bytes
     assert "3 ×" in describe(found, "x")
-    assert "It moves the same bytes as ZeRO-3, all_gather 3 times, reduce_scatter 3 times: " in describe(found, "x")
+    assert "It moves the same bytes as ZeRO-3, all_gather 3 times, reduce_scatter 3 times: " in describe(
+        found, "x"
+    )
 
 
 def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: dict[str, EventLog]) -> None:
