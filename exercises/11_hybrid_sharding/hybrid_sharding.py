@@ -69,20 +69,20 @@ def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
 
 
 class HybridMesh:
-    """The ranks over which parameters are sharded, and those over which the shards are replicated.
+    """The ranks over which parameters are sharded, and the ranks over which the shards are replicated.
 
     Attributes:
-        mesh: its data-parallel axes: (shard), (replicate, shard) or (replicate).
-        shard: ranks that hold different rows. Of size 1, without a group, if there is no such axis.
-        replicate: ranks that hold the same rows. Of size 1, without a group, if there is no such axis.
+        mesh: the mesh of the data-parallel axes: (shard), (replicate, shard) or (replicate).
+        shard: ranks that hold different rows. If there is no such axis, it has size 1 and no group.
+        replicate: ranks that hold the same rows. If there is no such axis, it has size 1 and no group.
         dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on `around`.
     """
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Return the placements of a plain parameter that is sharded along dimension `dim`: one for each axis of `mesh`.
 
-        `Replicate()` over the axis of replicas, if there is one (`replicate` has a group), then `Shard(dim)` over the axis of
-        shards, if there is one. An axis that is there may have only one rank.
+        First `Replicate()` for the axis of replicas, if there is one (if `replicate` has a group). Then `Shard(dim)` for the axis
+        of shards, if there is one. An axis that exists may have only one rank.
         """
         # TODO(11)
         raise NotImplementedError
@@ -92,20 +92,21 @@ class HybridReducer:
     """Scatter, all-reduce over the replicas, divide, add.
 
     Attributes:
-        replicas: over which to all-reduce. all_reduce_grads: off, partial gradients add up (Note [Partial gradients]).
-        partial_grads: this rank's rows, reduced within the shard axis only, by parameter: `local_shape`, reduce dtype.
+        replicas: the ranks of the all-reduce. all_reduce_grads: if False, partial gradients add up (Note [Partial gradients]).
+        partial_grads: by parameter, the gradient of this rank's rows, reduced over the shard axis only: `local_shape`, reduce
+            dtype.
     """
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Say what happens to the result of a reduction over the shard axis, which may still be under way; return at once.
+        """Queue the work that follows a reduction over the shard axis; return at once. The reduction may still be in flight.
 
-        With `all_reduce_grads` off, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
-        gradients. Otherwise, kept partial gradients are added to the result (`take_partial_grads`). Then the result goes over the
-        replicas (`reduce_over_replicas`). With one replica, it goes directly to the shards' gradients (`finish_shards`). The
-        memory of the all-reduce is held (`comm_ctx.hold`) until the backward is over.
+        If `all_reduce_grads` is False, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
+        gradients. Otherwise, kept partial gradients are added to the result (`take_partial_grads`). Then the result is reduced
+        over the replicas (`reduce_over_replicas`). With one replica, it goes directly to the shards' gradients (`finish_shards`).
+        `comm_ctx.hold` keeps the memory of the all-reduce until the backward is over.
 
-        Each of these functions is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to
-        `reducing.flat`.
+        `finish_shards` is called directly. The calls of the other three functions are handed to `reducing.stream.then` inside
+        `reducing.stream.run()`, and must not refer to `reducing.flat`.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -116,16 +117,16 @@ class HybridReducer:
     def reduce_over_replicas(
         self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
     ) -> None:
-        """Go on across the replicas: all-reduce the result of the reduce-scatter, in place.
+        """All-reduce the result of the reduce-scatter over the replicas, in place. Then add it to the shards' gradients.
 
-        Ranks that replicate hold the same rows, so only these rows have to cross: 1/S of what the reduce-scatter worked on.
+        Replicas hold the same rows, so only these rows cross: 1/S of the elements that the reduce-scatter read, for S shards.
         Called once, when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after the
         reduce-scatter and after `take_partial_grads`.
 
         The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for this event. On this stream, the collective
-        starts (`start_all_reduce`), and then the result is divided and added to the shards' gradients (`add_divided`). Nothing
-        else
-        waits: not compute, not the host, and not the reduce-scatter stream, which has the next group to reduce.
+        starts (`start_all_reduce`). Then, on the same stream, the result is divided and added to the shards' gradients
+        (`add_divided`). Nothing else waits: neither compute, nor the host, nor the reduce-scatter stream, which has the next
+        group to reduce.
         """
         # TODO(11)
         raise NotImplementedError
@@ -138,13 +139,14 @@ class HybridReducer:
                 may keep views of it, except if the mesh has only one shard. Then `result` is the flat buffer of the gradients,
                 whose memory belongs to the compute stream, so you must keep a copy.
 
-        Afterwards `partial_grads` has an entry for each of `params`: the old entry, with the piece added in place, or the piece.
+        Afterwards `partial_grads` has an entry for each of `params`: the old entry, to which the piece was added in place; or,
+        without an old entry, the piece.
         """
         # TODO(11)
         raise NotImplementedError
 
     def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add partial gradients to the result of a reduction that goes on over the replicas; each counts once.
+        """Add partial gradients to the result of a reduction that goes on over the replicas. Each is added once.
 
         Args:
             params: the parameters that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in

@@ -47,16 +47,16 @@ from hwfsdp.layout.extents import (
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return FSDP's placement if it cuts tensor dim `dim` after other axes have cut: it says how often they cut this dim.
+    """Return the placement of FSDP's axis, which cuts tensor dim `dim` after other axes. It says how they have cut this dim.
 
     Args:
         placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
             number of ranks along its axis.
 
     Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. If `parts`
-        is 1, the tensor dim is still in one piece: then a plain `Shard(dim)`. `compat.is_shard` tells which placements cut.
-        Each of these has a `dim`, which may be another tensor dim.
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts into which these cuts have divided `dim`. If
+        `parts` is 1, `dim` is still in one piece; then a plain `Shard(dim)`. `compat.is_shard` is True for placements that cut.
+        The `dim` of such a placement may be another tensor dim.
     """
     # TODO(12)
     raise NotImplementedError
@@ -65,7 +65,7 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Return the placements of a sharded parameter that was a DTensor before, on the joined mesh: data-parallel axes first.
+    """Return the placements on the joined mesh of a sharded parameter that was a DTensor before. Data-parallel axes come first.
 
     Args:
         own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
@@ -93,10 +93,10 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
     Returns:
         A dict from each tensor dim that is cut to a new list of all mesh dims that cut it. The caller may change the lists.
 
-    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number
-    of pieces when the mesh dim cuts it, counting only cuts by mesh dims on its right. So go from the last mesh dim to the first.
-    Insert each into the order of its tensor dim, at the place where the mesh sizes of the cuts before it multiply to the number
-    that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
+    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number of
+    pieces when the mesh dim cuts it, if we count only cuts by mesh dims on its right. So go from the last mesh dim to the first.
+    Insert each into the order of its tensor dim: at the place where the product of the mesh sizes of the cuts before it is the
+    number that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
@@ -124,8 +124,9 @@ def nested_extent(
         orders: the result of `orders_of_cuts`. Tensor dims that are not in it are not cut.
         coordinate: the rank's index along each mesh dim.
 
-    Each cut takes what earlier cuts left of the tensor dim to this rank. It deals this out to the ranks along its mesh dim, as
-    `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. Nothing has to divide evenly.
+    Each cut divides the part of the tensor dim that earlier cuts have left to this rank. It divides this part among the ranks
+    along its mesh dim, as `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. The sizes
+    need not divide evenly.
 
     Returns:
         Shape, and offset in the whole tensor, as tuples of integers. If nothing is left of a tensor dim, the offset in it is
@@ -146,11 +147,11 @@ def shard_strided(
 
     Returns:
         One tensor for each rank of the mesh: contiguous, in the dtype of `tensor`, in its own memory, which is no larger than
-        necessary. If nothing is left for a rank, its tensor is empty, or with `pad` full of zeros. Autograd knows that they
+        necessary. If nothing is left for a rank, its tensor is empty; with `pad`, it is full of zeros. Autograd knows that they
         come from `tensor`.
 
     `extents_of(shape, mesh_shape, placements)` gives the box of each coordinate: a dict from coordinate to `LocalExtent`, in
-    row-major order. `largest_shape(extents)` of this dict is, in each dim, the largest size of all boxes. `slices_of(extent)` is
+    row-major order. `largest_shape(extents)` of this dict has, in each dim, the largest size of all boxes. `slices_of(extent)` is
     the index of the box in the whole tensor. `front_of(extent)` is the index of the same number of elements at the front of a
     shard.
 
@@ -176,10 +177,10 @@ def unshard_strided(
         A tensor of `global_shape`, in its own memory, with the shards' dtype and device. Autograd knows that it comes from the
         shards.
 
-    `extents_of(global_shape, mesh_shape, placements)` says where each shard belongs in the whole: a dict from coordinate to
-    `LocalExtent`, in row-major order. The elements of a shard are its front, in the shape of its extent (`front_of(extent)`; in
-    the whole, `slices_of(extent)`). Everything behind them is padding. Leave it out, because in the whole it would be in the
-    middle. Several coordinates may have the same extent. Of such replicas, take the first one, and do not look at the others.
+    `extents_of(global_shape, mesh_shape, placements)` gives the place of each shard in the whole: a dict from coordinate to
+    `LocalExtent`, in row-major order. The elements of a shard are at its front: `front_of(extent)` is their index in the shard,
+    `slices_of(extent)` in the whole. The rest of a shard is padding. Leave it out. Several coordinates may have the same extent
+    (replicas). Take the shard of the first one, and ignore the others.
 
     Raises:
         UsageError: a shard is smaller than its extent, or larger than padding makes it, or there is not one shard for each

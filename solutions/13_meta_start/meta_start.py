@@ -48,9 +48,9 @@ def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
         seed: of the whole model, any integer. fqn: the parameter's name. number: the row's number in the whole parameter.
 
     Returns:
-        A new generator that depends only on these three. It gives the same numbers in every process on every machine, no matter
-        what was drawn before. If any of the three is different, it gives different numbers. Its `manual_seed` takes integers of
-        64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
+        A new generator that depends only on these three arguments. It gives the same numbers in every process on every machine,
+        no matter what was drawn before. If one of the three is different, it gives different numbers. Its `manual_seed` takes
+        integers of 64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
     """
     digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -72,7 +72,7 @@ def part_of(param: Tensor) -> Part:
 
 
 def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a rank's part of a parameter, row by row. Called while autograd records nothing.
+    """Fill a rank's part of a parameter, row by row. Called with autograd off.
 
     Args:
         fqn: the parameter's. part: the part of this rank, `part.local`, at `part.offset` in the whole (see `part_of`). Fill it
@@ -86,7 +86,7 @@ def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: in
     the whole parameter. Then copy the row into the part. If the part is cut along other dims as well, copy only the elements that
     belong to the part, as `part.offset` and the part's shape say.
 
-    Besides the part, there is never memory for more than one row.
+    At any time, there is memory for the part and for at most one row.
     """
     local, offset = part
     if local.numel() == 0:
@@ -131,20 +131,21 @@ class FSDPParam:
         fqn: fully qualified name from the root module. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
         dtypes: see `precision.Dtypes`.
-        state: which form is registered.
+        state: the form that is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
-        accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
-        keeps_memory: the memory of the whole parameter stays allocated even while the parameter is sharded.
+        accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
+        keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Make `padded_shard`, which gathers read, the memory of `param`'s rows (Note [Padding lives in the shard]).
+        """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
 
-        Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
-        same object and points there.
+        Called when the user may have replaced the parameter or its memory. Rows that need no padding stay where they are. Other
+        rows are copied to the front of new, padded memory, which then is the memory of `param`'s local part. `param` stays the
+        same object.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

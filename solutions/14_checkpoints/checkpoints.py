@@ -84,9 +84,10 @@ def within(box: Box, outer: Box) -> Box:
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say why the boxes do not make up a tensor of this shape, with every element once; None if they do.
 
-    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must answer for any
-    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or nonsense.
-    There may be thousands of boxes, of tensors with billions of elements. So count with integers; do not mark single elements.
+    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must give an answer for any
+    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or boxes that make
+    no sense. There may be thousands of boxes, and tensors with billions of elements. So count with integers, and do not mark
+    single elements.
 
     Args:
         shape: of the tensor, which has `prod(shape)` elements. A single number has the shape (), and its one part is
@@ -117,8 +118,8 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def box_of(tensor: Tensor) -> Box | None:
     """Return the part of the whole tensor that this rank has, counted from the first element of the whole.
 
-    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number
-    of ranks is in this function. A checkpoint itself knows no number of ranks.
+    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number of
+    ranks is in this function. A checkpoint itself does not depend on this number.
 
     Args:
         tensor: a plain tensor, of which every rank has everything; or a DTensor, of which this rank has the part that the
@@ -145,8 +146,8 @@ def box_of(tensor: Tensor) -> Box | None:
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
     """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
-    The leader of a save calls this for every tensor. The result decides who writes: each box is written once, by one of its
-    ranks.
+    The leader of a save calls this for every tensor. The result decides which rank writes a box: each box is written once, by one
+    of its ranks.
 
     Args:
         path: of the tensor in the state dict.
@@ -155,8 +156,8 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
             (replicas), there is also "crc32", a checksum of the box's bytes.
 
     Returns:
-        By (path, box), the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order in which
-        they first come. A box that several ranks have is there once.
+        A dict from (path, box) to the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order of
+        their first rank. A box that several ranks have is there once.
 
     Raises:
         UsageError: call `_refuse(path, expected, got)`, which raises it, in two cases. Two ranks have the same box with
@@ -180,7 +181,7 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
 
 
 def needs_of(matched: Match) -> Iterator[Need]:
-    """List what this rank reads, from which chunks, and where it goes.
+    """List the parts that this rank reads: from which chunk, and for which place.
 
     Here a save of W ranks meets a load on W' ranks. A chunk is a part that a saving rank had. `box_of` a target is the part
     that this rank has now. The rank reads only what is in both.
@@ -192,11 +193,11 @@ def needs_of(matched: Match) -> Iterator[Need]:
             lists no chunks itself.)
 
     Returns:
-        One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
-        elements in common. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of
-        the `Chunk`s of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the
-        elements that `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor.
-        Together, the `shared` boxes of one target make up its `box`.
+        An iterator over one `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have elements in common,
+        in any order. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the `Chunk`s
+        of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the elements that `box`
+        and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. Together, the `shared`
+        boxes of one target make up its `box`.
     """
     for path, target in matched.tensors.items():
         entry, box = matched.manifest.entries[path], box_of(target)
@@ -212,9 +213,9 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
 
     The leader calls this when the data files of all ranks are in `path / save_id`. Their bytes are on the disk, but their names
     and the name of the folder are not. Between any two operations, the process may be killed, or the machine may lose power.
-    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that
-    it had at its own last fsync. Any part of what came later may be lost. At every moment, a load must find either the whole
-    save that counted before, or the whole new save. After this function has returned, it must find the new save.
+    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that it
+    had at its own last fsync. Any later change may be lost. At every moment, a load must find either the whole save that counted
+    before, or the whole new save. After this function has returned, it must find the new save.
 
     What to do:
         Write `manifest` to the file `MANIFEST` in the folder. A folder that has a file of this name counts as a finished
@@ -236,7 +237,7 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
     """
     folder = path / save_id
     blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)
-    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # where one is, all of it is
+    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # a manifest with this name is complete
     blocks.sync_directory(folder)
     (path / _NEW).unlink(missing_ok=True)
     blocks.write_small_file(path / _NEW, _current_bytes(save_id, digest))

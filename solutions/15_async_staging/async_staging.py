@@ -79,8 +79,8 @@ class StateDictStager:
                 comes once, but several may have one storage, or be equal views of it.
 
         Returns:
-            By the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory that
-            holds nothing yet. And the copies to make, one for each block.
+            First, by the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory
+            without values yet. Second, the copies to make, one for each block.
 
         What to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
@@ -111,7 +111,7 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
+        """Lend an unused buffer for each of these sizes: a free one or a new one (Note [Lent memory]).
 
         Args:
             source: the storage that is staged. `self._pools[source]` is the list of all buffers that were made for it and not
@@ -125,9 +125,9 @@ class StateDictStager:
             such a buffer. Lend a free buffer of the right size before you make a new one. `self._add(pool, size)` makes a buffer
             and keeps it in the pool.
 
-        Of the buffers that were free when the call began, the pool keeps the ones that are lent now, and for each size as many
-        more as `sizes` asks for: the next copy needs these while the buffers of this copy are being written. Release all other
-        free buffers.
+        Of the buffers that were free when the call began, the pool keeps the buffers that this call lends. It also keeps spare
+        ones: for each size, at most as many as `sizes` asks for, because the next copy needs them while the buffers of this copy
+        are being written. Release all other free buffers.
         """
         pool = self._pools.setdefault(source, [])
         free: defaultdict[int, list[int]] = defaultdict(list)
@@ -176,17 +176,16 @@ class SaveHandle:
         """Run the save, in its own thread.
 
         Call `save_agreed(agreement, state_dict, target)` with the handle's `self._agreement`, `self._state_dict` and
-        `self._target`. It does the save, and returns the save's id, which goes to `_save_id`. If it raises anything (any
-        BaseException), this goes to `_error` and no further, because no code sees an exception of this thread. At the end, in
-        both cases, set `_state_dict` to None: the handle may live long, and buffers that it refers to could not be lent to the
-        next save.
+        `self._target`. It does the save and returns its id: store the id in `_save_id`. If it raises any BaseException, store it
+        in `_error` and do not raise it again, because no code sees an exception of this thread. In both cases, set `_state_dict`
+        to None at the end: the handle may live long, and a buffer to which it refers cannot be lent to the next save.
         """
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
         except BaseException as error:
             self._error = error
         finally:
-            self._state_dict = None  # its buffers are free for the next
+            self._state_dict = None  # its buffers are free for the next save
 
     def wait(self) -> str:
         """Wait for the end of the save (of `_thread`); return its id.
@@ -212,7 +211,7 @@ class SaveQueue:
     """
 
     def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """Start a save as `store.async_save`; return as soon as changes to the tensors cannot change the save any more.
+        """Start a save for `store.async_save`. Return as soon as changes to the tensors can no longer change the save.
 
         Do these in order:
             1. Make an `Agreement(group, "save")`. Every rank has to make it at the same place of its program.
@@ -240,7 +239,7 @@ class SaveQueue:
         """Make a copy on the CPU. If this fails, return an object that tells the other ranks why.
 
         Returns:
-            The result of `stager.stage(state_dict)`. If that raises an Exception: `Unstaged(error)`. The other ranks may have
+            The result of `stager.stage(state_dict)`, or `Unstaged(error)` if that raises an Exception. The other ranks may have
             made their copies, and would wait for this rank. `save_agreed` raises the error of an `Unstaged` on all ranks.
         """
         try:
