@@ -146,6 +146,7 @@ def load_into(
 
     Raises:
         UsageError: on all ranks, if on any of them keys, shapes or dtypes differ, or an argument is wrong. Nothing was loaded.
+        UnsupportedError: on all ranks, if any of them has a `Partial` placement. Nothing was loaded.
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
     agreement, loading = _agreement(group), list[Loading]()
