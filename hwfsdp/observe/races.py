@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 
 from hwfsdp.observe.events import STREAMS, Event
 
-Past = tuple[float, ...]  # by stream, in the order of STREAMS; Note [One number per stream]
+Past = tuple[float, ...]  # nanoseconds, by stream, in the order of STREAMS; Note [One number per stream]
 _NEVER = float("-inf")
 _EMPTY: Past = (_NEVER,) * len(STREAMS)
 _INDEX = {stream: index for index, stream in enumerate(STREAMS)}
@@ -73,33 +73,33 @@ class Order:
         streams = {stream: _Ended() for stream in STREAMS}
         for event in events:
             stream = streams[event.stream]
-            past = stream.past_at(event.start_us)
+            past = stream.past_at(_ns(event.start_us))
             for seq in event.after:
                 if seq in self._pasts:
                     awaited = by_seq[seq]  # and all events inside it
                     past = _later(past, _through(awaited, self._pasts[seq]))
-                    past = _later(past, streams[awaited.stream].past_at(awaited.end_us))
+                    past = _later(past, streams[awaited.stream].past_at(_ns(awaited.end_us)))
             self._pasts[event.seq] = past
             stream.add(event, _through(event, past))
 
     def happens_before(self, first: Event, second: Event) -> bool:
         """True if `first` has certainly ended when `second` begins. If `second` is a wait for `first`: when `second` ends."""
         past = self._pasts.get(second.seq, _EMPTY)
-        return first.seq < second.seq and first.end_us <= past[_INDEX[first.stream]]
+        return first.seq < second.seq and _ns(first.end_us) <= past[_INDEX[first.stream]]
 
 
 class _Ended:
     """The ended events of one stream, and the past of events that follow them."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[float, int, Past]] = []  # a heap by end
-        self._times: list[float] = []
+        self._running: list[tuple[int, int, Past]] = []  # a heap by end
+        self._times: list[int] = []
         self._pasts: list[Past] = []  # by the times above: the past of all events that have ended
 
     def add(self, event: Event, past: Past) -> None:
-        heapq.heappush(self._running, (event.end_us, event.seq, past))
+        heapq.heappush(self._running, (_ns(event.end_us), event.seq, past))
 
-    def past_at(self, time: float) -> Past:
+    def past_at(self, time: int) -> Past:
         while self._running and self._running[0][0] <= time:
             end, _, past = heapq.heappop(self._running)
             if self._times:
@@ -110,6 +110,11 @@ class _Ended:
         return self._pasts[count - 1] if count else _EMPTY
 
 
+def _ns(us: float) -> int:
+    """Return a time in whole nanoseconds: the sum of a start and a duration differs from the true end by a rounding error."""
+    return round(us * 1e3)
+
+
 def _later(a: Past, b: Past) -> Past:
     return a if a == b else tuple(map(max, a, b))
 
@@ -117,7 +122,7 @@ def _later(a: Past, b: Past) -> Past:
 def _through(event: Event, past: Past) -> Past:
     """Return the past that holds once the event has ended."""
     index = _INDEX[event.stream]
-    return (*past[:index], max(past[index], event.end_us), *past[index + 1 :])
+    return (*past[:index], max(past[index], _ns(event.end_us)), *past[index + 1 :])
 
 
 def orders(events: Iterable[Event]) -> dict[int, Order]:
