@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import FSDP2, HWFSDP, UNSHARDED, Shape, build, world_mesh
 from benchmarks.fake import Buffers, in_fake_world
@@ -129,7 +128,7 @@ def made(name: str, case: Case, device: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
-            (local_of(param) if isinstance(param, DTensor) else param).normal_(std=0.02)
+            local_of(param).normal_(std=0.02)
     return model
 
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -158,7 +157,7 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-    return [local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    return [local_of(leaf) for leaf in leaves]
 
 
 class Peaks(NamedTuple):

@@ -45,9 +45,9 @@ from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.messages import KeyPath, listed, refuse, show
 from hwfsdp.checkpoint.optimizer_state import init_optimizer_state
-from hwfsdp.checkpoint.tensors import is_expanded, local_shape_of, memory_of
+from hwfsdp.checkpoint.tensors import is_expanded, local_shape_of
 from hwfsdp.checkpoint.traverse import leaves_of
-from hwfsdp.compat import dtensor, is_sharded_tensor, storage_key
+from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError, UnsupportedError
@@ -197,12 +197,12 @@ def _groups_of(model: nn.Module | None) -> Iterator[ParamGroup]:
 
 def _is_subclass(tensor: Tensor) -> bool:
     """True if the memory belongs to tensors inside the tensor, and not to the tensor itself."""
-    memory = memory_of(tensor)
+    memory = local_of(tensor)
     return not (type(memory) is Tensor or isinstance(memory, nn.Parameter))
 
 
 def _key(tensor: Tensor) -> int:
-    return id(tensor) if _is_odd(tensor) or _is_subclass(tensor) else storage_key(memory_of(tensor))
+    return id(tensor) if _is_odd(tensor) or _is_subclass(tensor) else storage_key(local_of(tensor))
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -228,7 +228,7 @@ def _check_connected(entries: dict[str, Tensor], of_model: dict[str, Tensor]) ->
     for name, tensor in entries.items():
         if _is_subclass(tensor) and id(tensor) not in own:
             expected = "a plain tensor in each shard, where entries are detached from the model"
-            got, remedy = type(memory_of(tensor)).__name__, "Take model.state_dict(keep_vars=True)."
+            got, remedy = type(local_of(tensor)).__name__, "Take model.state_dict(keep_vars=True)."
             refuse(name, expected, got, remedy, UnsupportedError)
 
 
@@ -270,7 +270,7 @@ class _Rooms:
         return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else self.elsewhere
 
     def _with_memory(self, tensor: Tensor, device: torch.device) -> Tensor:
-        memory = memory_of(tensor).detach()
+        memory = local_of(tensor).detach()
         if not isinstance(tensor, DTensor):
             return self._alike(memory, device)
         shape = local_shape_of(tensor)
@@ -304,7 +304,7 @@ def _exchange_groups(model: nn.Module | None, wanted: set[int], rooms: _Rooms) -
         group.adopt_registered()
         for param in params:
             if id(param) in keys and keys[id(param)] in rooms.blocks:
-                rooms.blocks[keys[id(param)]] = memory_of(param).untyped_storage()
+                rooms.blocks[keys[id(param)]] = local_of(param).untyped_storage()
 
 
 # --- Nothing forgotten -------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from torch.overrides import TorchFunctionMode
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.objects import attributes_of, culprit, objects_in
 from hwfsdp.checkpoint.state_dict import create_cpu_state_dict
-from hwfsdp.checkpoint.tensors import check_data, memory_of
+from hwfsdp.checkpoint.tensors import check_data
 from hwfsdp.checkpoint.views import Block, View, blocks_of, place_of, view_of
 from hwfsdp.compat import (
     is_referred_to_elsewhere,
@@ -59,6 +59,7 @@ from hwfsdp.compat import (
     replace_local,
     storage_key,
     wrap_like,
+    local_of,
 )
 from hwfsdp.errors import FSDPError, UnsupportedError
 
@@ -249,7 +250,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
     if tensor.is_quantized and not isinstance(tensor, DTensor):
         offset, stride = int(tensor.storage_offset()), tensor.stride()
         return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
-    return memory_of(tensor)
+    return local_of(tensor)
 
 
 def _storage_of(tensor: Tensor) -> int | None:
@@ -266,7 +267,7 @@ def _check(path: KeyPath, tensor: Tensor) -> None:
         remedy = "Store dequantize() instead."
         refuse(path, "elements of whole bytes", str(tensor.dtype), remedy, UnsupportedError)
     check_data(path, tensor)
-    local = memory_of(tensor)
+    local = local_of(tensor)
     if local.layout != torch.strided or local.is_nested:
         kind = "a nested tensor" if local.is_nested else str(local.layout)
         refuse(path, "a dense tensor", kind, "Store to_dense(), or its values and indices.", UnsupportedError)

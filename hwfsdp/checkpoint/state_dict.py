@@ -46,12 +46,11 @@ from hwfsdp.checkpoint.tensors import (
     check_owners,
     describe_shards,
     join_shards,
-    memory_of,
     part_of,
     shards_in,
 )
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
-from hwfsdp.compat import is_shard, is_sharded_tensor, sharded_tensor_like, wrap_like
+from hwfsdp.compat import is_shard, is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import local_extent_of, unshard_strided
 
@@ -325,7 +324,7 @@ def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, cast:
     _check_pair(path, value, target, cast)
     if isinstance(value, Tensor):
         for to, source in zip(shards_in(target), shards_in(value)):
-            memory_of(to).copy_(memory_of(source), non_blocking=non_blocking)
+            local_of(to).copy_(local_of(source), non_blocking=non_blocking)
         return target
     return value
 

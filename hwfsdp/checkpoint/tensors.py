@@ -30,14 +30,9 @@ from hwfsdp.errors import UnsupportedError
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return the tensor with this rank's values: the local part of a DTensor, or any other tensor itself."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def part_of(tensor: Tensor) -> Tensor:
     """Return the tensor with this rank's values, detached from autograd."""
-    return memory_of(tensor).detach()
+    return local_of(tensor).detach()
 
 
 def local_shape_of(tensor: DTensor) -> tuple[int, ...]:
@@ -67,7 +62,7 @@ def check_data(path: KeyPath, tensor: Tensor) -> None:
     if tensor.is_meta:
         got = f"one on the meta device, of shape {tuple(tensor.shape)}"
         refuse(path, "a tensor with data", got, "Materialize it first: to_empty, then initialize or load.")
-    local = memory_of(tensor)
+    local = local_of(tensor)
     if isinstance(tensor, DTensor) and tuple(local.shape) != local_shape_of(tensor):
         expected = f"the local shape {local_shape_of(tensor)} that {list(tensor.placements)} give this rank"
         remedy = "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape."

@@ -155,9 +155,9 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     return made
 
 
-def local_of(tensor: DTensor) -> Tensor:
-    """Return the rank's part itself, without an autograd node between it and the DTensor (`to_local` makes one)."""
-    return tensor._local_tensor
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, without an autograd node between the two (`to_local` makes one); other tensors as they are."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def replace_local(tensor: DTensor, local: Tensor) -> None:

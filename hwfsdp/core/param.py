@@ -110,7 +110,7 @@ class FSDPParam:
         self.state: Enum = ShardedState.SHARDED
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated_grad: Tensor | None = None
-        self.shard(local_of(param) if isinstance(param, DTensor) else param, param.requires_grad)
+        self.shard(local_of(param), param.requires_grad)
         compat.inherit_grad_dtype(self.sharded_param, param)
         self.dtypes = resolve_dtypes(self.sharded_param, policy)
         self.form = make_form(self)

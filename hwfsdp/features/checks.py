@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.compat import local_of
 from hwfsdp.core.context import FSDPCommContext
@@ -116,7 +115,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
             got="a scalar",
             remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
         )
-    local = local_of(param) if isinstance(param, DTensor) else param
+    local = local_of(param)
     if not local.is_contiguous():
         raise UnsupportedError(
             subject,

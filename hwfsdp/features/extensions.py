@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.core import form as storage
 from hwfsdp.core.compat import local_of
@@ -37,7 +36,7 @@ METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 def check_params(call: Call) -> None:
     """Refuse a tensor that has only one of the two methods."""
     for param, fqn, _ in call.found:
-        has_methods(local_of(param) if isinstance(param, DTensor) else param, fqn)
+        has_methods(local_of(param), fqn)
 
 
 def choose(call: Call) -> None:

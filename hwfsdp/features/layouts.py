@@ -61,7 +61,7 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
             got=repr(placement),
             remedy="Return one of these, or a ShardPlacementResult, which also names a mesh.",
         )
-    local = local_of(param) if isinstance(param, DTensor) else param
+    local = local_of(param)
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < local.ndim:
         raise RefusedError(
@@ -96,7 +96,7 @@ class CutLayout(Layout):
     """
 
     def __init__(self, param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> None:
-        super().__init__(local_of(param) if isinstance(param, DTensor) else param, mesh)
+        super().__init__(local_of(param), mesh)
         self.dim = dim
         self.global_shape, self.stride = param.shape, param.stride()
         sharded, self.unsharded = placements_of(param, dim, mesh, fqn)

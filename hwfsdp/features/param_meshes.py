@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.core.context import FSDPCommContext
@@ -150,7 +149,7 @@ def check_memory(call: Call) -> None:
     """Raise UsageError if parameters on two meshes share memory: sharding would separate them."""
     seen: dict[Any, tuple[str, ShardMesh]] = {}
     for (param, fqn, _), mesh in zip(call.found, call.meshes, strict=True):
-        address = address_of(local_of(param) if isinstance(param, DTensor) else param)
+        address = address_of(local_of(param))
         other, others_mesh = seen.setdefault(address, (fqn, mesh))
         if ranks_of(mesh) != ranks_of(others_mesh):
             raise UsageError(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.checkpoint.tensors import memory_of
+from hwfsdp.compat import local_of
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.accounting import GroupSizes, on_the_wire, peak_unsharded_bytes, step_traffic
 from hwfsdp.observe.eventlog import EventLog
@@ -140,7 +140,7 @@ def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, loss
 
 
 def _local_grad(param: nn.Parameter | None) -> Tensor | None:
-    return None if param is None or param.grad is None else memory_of(param.grad)
+    return None if param is None or param.grad is None else local_of(param.grad)
 
 
 def _record_steps(runs: _Comparer) -> EventLog:

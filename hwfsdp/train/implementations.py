@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hwfsdp.checkpoint.tensors import memory_of
+from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.features.door import fully_shard
@@ -266,7 +266,7 @@ def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
             copies = prod(size for size, placement in axes if isinstance(placement, Replicate))
         elif grad.shape == shapes.get(name):
             copies = dist.get_world_size()
-        norm = torch.linalg.vector_norm(memory_of(grad).detach(), dtype=torch.float64)
+        norm = torch.linalg.vector_norm(local_of(grad).detach(), dtype=torch.float64)
         total += float(norm) ** 2 / copies
     return total
 

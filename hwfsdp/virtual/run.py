@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.compat import local_of
 from hwfsdp.errors import UsageError
@@ -180,7 +179,7 @@ class _NamingLedger(Ledger):
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         super().watch(tensor, kind)
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         self._allocator.name(local.untyped_storage(), kind)
 
 

@@ -132,7 +132,7 @@ def assert_holds(local: Any, whole: Any) -> None:
     def part_as(_: Any, value: Any, place: Any) -> Any:
         return shard_of(value, place.device_mesh, place.placements) if isinstance(place, DTensor) else value
 
-    parts = map_leaves(lambda _, leaf, __: local_of(leaf) if isinstance(leaf, DTensor) else leaf, local)
+    parts = map_leaves(lambda _, leaf, __: local_of(leaf), local)
     assert_same(parts, map_leaves(part_as, whole, local), exact=True)
 
 

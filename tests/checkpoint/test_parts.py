@@ -32,7 +32,6 @@ from hypothesis import strategies as st
 from rank_checks import RankChecks, every_rank_says, is_last, raised
 from samples import Bomb, assert_same, line, numbered
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from models import Block, Model
 
@@ -86,7 +85,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """One step, for gradients that have a value of their own everywhere."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            part = local_of(param) if isinstance(param, DTensor) else param
+            part = local_of(param)
             grad = numbered(*part.shape, dtype=part.dtype)
             param.grad = grad if part is param else wrap_like(grad, param)
     optimizer.step()

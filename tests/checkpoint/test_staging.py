@@ -175,7 +175,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     found = (leaf.value for leaf in leaves_of(tree))
-    return [compat.local_of(t) if isinstance(t, DTensor) else t for t in found if isinstance(t, Tensor)]
+    return [compat.local_of(t) for t in found if isinstance(t, Tensor)]
 
 
 def homes(tree: Any) -> list[int]:

@@ -22,9 +22,10 @@ from hwfsdp import compat
 from hwfsdp.checkpoint import background, blocks, saving, store
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.compat import local_of
 from hwfsdp.course.checks import raised_by, shared_folder
 from hwfsdp.course.checks.async_staging_runs import Data, make_dtensor, sizes
-from hwfsdp.course.checks.lifetimes import Allocations, local_part
+from hwfsdp.course.checks.lifetimes import Allocations
 from hwfsdp.course.run import Report, attempt
 
 Replaced = tuple[Any, str, Callable[..., Any]]  # its owner, its name, the function that replaces it
@@ -182,7 +183,7 @@ def _saves(seed: int, folder: Path, stage: Stage) -> Data:
 
 def _values(state: Data) -> list[list[float]]:
     """Return the distinct values of each tensor that has elements on this rank."""
-    parts = [local_part(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+    parts = [local_of(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
     return [sorted(set(part.flatten().tolist())) for part in parts if part.numel()]
 
 

@@ -27,7 +27,6 @@ from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hwfsdp.checkpoint.traverse import leaves_of, show
 from hwfsdp.course.checks import piece, shared_folder
 from hwfsdp.course.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
-from hwfsdp.course.checks.lifetimes import local_part
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.errors import FSDPError
 from hwfsdp.features.door import fully_shard
@@ -288,7 +287,7 @@ def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None
         spread = spread_of(name, shape, seed, ranks)
         values = values_of(name, shape, seed, ranks)
         mine = cut(values, spread, coordinate(dist.get_rank(), spread.mesh))
-        local_part(leaf).fill_(-1) if is_target else local_part(leaf).copy_(mine)
+        compat.local_of(leaf).fill_(-1) if is_target else compat.local_of(leaf).copy_(mine)
     if is_target:
         state["step"], state["optim"]["param_groups"][0]["lr"] = -1, 0.25
 
@@ -322,7 +321,7 @@ def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, 
             "name": named(path),
             "path": show(path),
             "shape": list(leaf.shape),
-            "values": local_part(leaf).detach().reshape(-1).float().clone(),
+            "values": compat.local_of(leaf).detach().reshape(-1).float().clone(),
             "read": read.get(show(path), 0),
         }
         for path, leaf in leaves_of(state)

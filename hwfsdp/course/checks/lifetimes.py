@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.compat import DispatchMode, local_of, storage_key
 
@@ -27,19 +26,15 @@ def ready() -> None:
     gc.freeze()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def copied(tensor: Tensor | None) -> Tensor | None:
     """Copy this rank's part of a tensor into new memory; None if there is no tensor, or it has no memory."""
-    part = None if tensor is None else local_part(tensor)
+    part = None if tensor is None else local_of(tensor)
     return None if part is None or part.is_meta else part.detach().clone()
 
 
 def watch(tensor: Tensor) -> Watched:
     """Watch the storage of this rank's part. A view keeps a storage alive just as its tensor does."""
-    return weakref.ref(local_part(tensor).untyped_storage())
+    return weakref.ref(local_of(tensor).untyped_storage())
 
 
 def bytes_alive(watched: Iterable[Watched]) -> int:
@@ -83,12 +78,10 @@ class Allocations(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        given = {
-            storage_key(local_part(a)) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)
-        }
+        given = {storage_key(local_of(a)) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)}
         for tensor in found if isinstance(found, tuple | list) else [found]:
             if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.dtype != self.ignored:
-                self._see(local_part(tensor), given)
+                self._see(local_of(tensor), given)
         return found
 
     def _see(self, tensor: Tensor, given: set[int]) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
-from hwfsdp.compat import storage_key
+from hwfsdp.compat import local_of, storage_key
 from hwfsdp.core.form import Layout
 from hwfsdp.core.param import FSDPParam, Home, Place
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.course.checks import piece
-from hwfsdp.course.checks.lifetimes import bytes_alive, copied, local_part, watch
+from hwfsdp.course.checks.lifetimes import bytes_alive, copied, watch
 from hwfsdp.features.layouts import CutLayout
 
 Data = dict[str, Any]
@@ -102,7 +102,7 @@ def exchanged(case: Held, mesh: ShardMesh, seed: int) -> Data:
         param = nn.Parameter(compat.dtensor(given, *like))
     rows = watch(given)
     made.hold_rows(param)  # type: ignore[arg-type]
-    local = local_part(param)
+    local = local_of(param)
     key = storage_key(made.padded_shard)
     facts = placed(made, local) | {
         "rows": copied(local),

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import DispatchMode, default_store
+from hwfsdp.compat import DispatchMode, default_store, local_of
 from hwfsdp.course.capstone.witness import Witness, witnessed
-from hwfsdp.course.checks.lifetimes import copied, local_part, ready
+from hwfsdp.course.checks.lifetimes import copied, ready
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.scenarios import Built, Scenario
@@ -295,7 +295,7 @@ def places_of(model: nn.Module) -> list[list[str]]:
 
 def is_there(tensor: Tensor) -> bool:
     """True if a tensor has memory, or needs none."""
-    part = local_part(tensor)
+    part = local_of(tensor)
     return not part.numel() or part.untyped_storage().nbytes() > 0
 
 
@@ -401,4 +401,4 @@ def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
 
 
 def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else local_part(tensor).nbytes
+    return 0 if tensor is None else local_of(tensor).nbytes
