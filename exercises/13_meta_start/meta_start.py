@@ -16,7 +16,7 @@ from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 # Names of the package that the docstrings mention:
 #
 # hwfsdp.core.compat
-#     function   local_of(tensor: DTensor) -> Tensor
+#     function   local_of(tensor: Tensor) -> Tensor
 #     function   replace_local(tensor: DTensor, local: Tensor) -> None
 # hwfsdp.layout.extents
 #     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
