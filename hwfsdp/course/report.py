@@ -89,7 +89,7 @@ def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:
     (mark, color), check = MARKS[result.passed], result.check
     below = " " * (6 + names)  # indentation of the sentence's further lines
     width = max(20, min(longest, style.width - len(below) - 5))
-    first, *others = textwrap.wrap(check.sentence, width)
+    first, *others = textwrap.wrap(check.sentence, width, break_on_hyphens=False)
     counts = result in grade.results and check.points
     points = f"  {check.points if result.passed else 0}/{check.points}" if counts else ""
     lines = [f"  {style.paint(mark, color)} {check.id:<{names}}  {first:<{width}}{points}".rstrip()]
