@@ -269,7 +269,7 @@ def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> N
     tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
     tab.drawn()
     assert "copy_out" in tab.text("#code mark")
-    assert "Put what was gathered" in tab.text("#code .promise")
+    assert "Copy the gathered data" in tab.text("#code .promise")
     inside = (
         "(() => { const m = document.querySelector('#code mark').getBoundingClientRect(),"
         " l = document.querySelector('#code ol').getBoundingClientRect(); return m.top >= l.top && m.bottom <= l.bottom; })()"
@@ -588,9 +588,21 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
     assert "why the gather is late" in tab.text(first)
     said = tab.text("#code")
     assert "Compute stands still" in said and "waits for all_gather of" in said
+    tab.drawn()
+    tab.press("#looks button")
+    tab.drawn()
+    assert "Begin here" not in tab.text(first) and "event ▶" in tab.text(first)
     tab.open(pages["two"])
     assert tab.run("state.event === state.parting[0]")
     assert "A and B do not share" in tab.text(first)
+
+
+def test_a_wait_that_goes_on_after_its_gather_is_not_explained_by_the_gather(tab: Tab) -> None:
+    gather = "{op: 'all_gather', owner: 'a', start: 0, end: 141, waitsFor: []}"
+    for begin, words in ((140.5, "is over after 0.5 µs"), (141, "was over already")):
+        end = 154.5 if begin < 141 else 141.1
+        said = tab.run(f"reasonsOf({{op: 'wait', start: {begin}, end: {end}, waitsFor: [{gather}]}}).join(' ')")
+        assert words in said.replace("\u00a0", " ") and "ahead" not in said, said
 
 
 def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: Tab) -> None:
@@ -629,7 +641,7 @@ def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
     assert f"at the end of the backward of {block.owner}" in said
     stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
     said = said.replace("\u00a0", " ")
-    assert f"{tab.run(f'bytesText({stays})')} that stay" in said
+    assert f"{tab.run(f'bytesText({stays})')} of shards" in said
     for kind in ("all_gather_buffer", "unsharded_param", "unsharded_grad"):
         assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]})')} {kind}" in said
 

@@ -23,13 +23,19 @@ function reasonsOf(wait) {
   if (wait.op !== "wait" || !source) return [];
   const length = wait.end - wait.start;
   if (source.end <= wait.start + TOUCHING) return [`The ${nameOf(source)} was over already: it costs nothing to wait for it.`];
+  const after = source.end - wait.start; // how long until it was over
+  if (after < 0.5 * length) {
+    const over = after < 0.01 * length ? "when the wait begins" : `after ${msText(after)}`;
+    return [`Compute stands still for ${msText(length)}, although the ${nameOf(source)} is over ${over}. The log does not say why the wait goes on; on a busy machine, a process waits for a processor.`];
+  }
   const said = [`Compute stands still for ${msText(length)}, until the ${nameOf(source)} is over.`];
   const late = latestPartner(source), asked = askedAt(source), apart = late ? late.start - source.start : 0;
   if (apart > 0.25 * length) {
     said.push(`The ${source.op} takes ${msText(source.end - source.start)}; for ${msText(apart)} of this time it waits for rank ${late.rank}, which joins last.`);
-    const isWork = (event) => event.op !== "wait" && event !== late, other = source.log.doneIn(late.rank, source.start, late.start, isWork);
-    if (other) said.push(`Rank ${late.rank} is in its ${nameOf(other)} meanwhile, until ${msText(other.end)}.`);
-    if (apart > 0.5 * length) return said; // when it was asked for matters less
+    const isBefore = (event) => event.op !== "wait" && event.end <= late.start + TOUCHING;
+    const other = source.log.doneIn(late.rank, source.start, late.start, isBefore);
+    if (other) said.push(`Until ${msText(other.end)}, rank ${late.rank} is in its ${nameOf(other)}.`);
+    if (apart > 0.5 * (source.end - source.start)) return said; // when it was asked for matters less
   }
   const before = predecessor(source);
   if (before && before.end - asked > 0.25 * length) {

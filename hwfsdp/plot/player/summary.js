@@ -2,6 +2,8 @@
 // The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for
 // readers who cannot see the panes.
 
+const HOW_TO_GO_ON = "Step on with “event ▶”, or play; or go to one of the moments above.";
+
 class Summary {
   constructor(state, comparison, start) {
     Object.assign(this, { state, comparison, start });
@@ -14,7 +16,12 @@ class Summary {
     document.querySelector("#tables .body").replaceChildren(...state.logs.flatMap((log, side) => this.tablesOf(log, side)));
   }
 
-  draw() {}
+  /** Once the cursor has moved, the sentence about the first moment is no longer true. */
+  draw() {
+    const at = `${this.state.t} ${this.state.rank}`;
+    this.openedAt ??= at;
+    if (at !== this.openedAt) document.getElementById("begin").replaceChildren(...prose(HOW_TO_GO_ON));
+  }
 
   /** "2 ranks, 2 steps, torch 2.13, cpu". */
   runOf(log) {
@@ -77,7 +84,7 @@ class Summary {
     const spread = logs.some((log) => log.times.step_us.length > 1)
       ? `In brackets: the shortest and the longest of the ${counts} recorded steps.`
       : "One step was recorded, so the spread of its times is not known.";
-    return `${spread} On real machines times differ from run to run. Bytes, counts and peaks are the same in every run.`;
+    return `${spread} Measured times differ from run to run. Bytes, counts and peaks are the same in every run.`;
   }
 
   /** What would be different without freeing after the forward, by the closed forms; "" if nothing is freed or no form holds. */
@@ -85,7 +92,7 @@ class Summary {
     const [log] = this.state.logs, sum = (groups) => groups.reduce((bytes, group) => bytes + group.bytes, 0);
     if (!log.freedGroups || !log.closedForm || !log.closedFormKept) return "";
     const all = sum(log.groups), again = sum(log.groups.filter((group) => group.gathered_again));
-    return `With \`reshard_after_forward=False\` the backward would gather nothing: forward and backward gather ${bytesText(all)} instead of ${bytesText(all + again)}. `
+    return `With \`reshard_after_forward=False\` the backward would gather nothing: in a step, each rank would gather ${bytesText(all)} instead of ${bytesText(all + again)}. `
       + `But up to ${bytesText(log.closedFormKept)} of parameters would be whole at once, instead of ${bytesText(log.closedForm)}.`;
   }
 
@@ -93,7 +100,7 @@ class Summary {
   open() {
     const { state, start } = this, [wait] = longestWaits(state.logs[0], 1, "all_gather"), parting = state.parting?.find(Boolean);
     const peak = this.peakOf(state.logs[0]);
-    const opened = (where) => `Begin here: the cursor stands ${where}. Step on with “event ▶”, or play; or go to one of the moments above.`;
+    const opened = (where) => `Begin here: the cursor stands ${where}. ${HOW_TO_GO_ON}`;
     if (start) {
       state.visit(0, start.rank, start.us);
       return opened("at the first of the moments above");
@@ -126,7 +133,7 @@ class Summary {
     const kinds = peak.kinds.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
     const stay = kinds.filter(([kind]) => CONSTANT.includes(kind)), stays = stay.reduce((sum, [, bytes]) => sum + bytes, 0);
     const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes)} ${kind}`);
-    return [stays && `${bytesText(stays)} that stay (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
+    return [stays && `${bytesText(stays)} of shards (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
   }
 
   /** Moves the cursor to a peak, and chooses the allocation that makes it. */
@@ -153,9 +160,10 @@ class Summary {
     state.logs.forEach((log, side) => {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
       if (peak) {
+        const isAlike = log.ranks.length > 1 && log.ranks.every((rank) => log.peaks.get(rank).total === peak.total);
         const cause = log.causeOf(peak.rank, peak), isMade = cause?.op === "alloc" && cause.owner;
-        const when = isMade ? `, when the ${cause.phase} makes ${cause.owner} whole` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
-        const text = `${name}Memory peaks on rank ${peak.rank} at ${msText(peak.us)}${when}: ${bytesText(peak.total)}${countsAll(log) ? "" : ` = ${this.contentOf(peak)}`}`;
+        const when = isMade ? `, when the ${cause.phase} allocates the whole parameters of ${cause.owner}` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
+        const text = `${name}Memory peaks on ${isAlike ? "every rank, on " : ""}rank ${peak.rank} at ${msText(peak.us)}${when}: ${bytesText(peak.total)}${countsAll(log) ? "" : ` = ${this.contentOf(peak)}`}`;
         found.push(moment(text, () => this.visitPeak(side, peak), "memory"));
       }
       const waits = state.logs.length > 1 ? longestWaits(log, 1) : [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
