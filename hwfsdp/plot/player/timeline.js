@@ -29,7 +29,7 @@ class Timeline {
     const names = { wait: "wait: compute stands still" };
     const keys = Object.keys(this.looks.ops).filter((op) => used.has(op));
     const said = [];
-    if (this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer)) said.push("pale: a collective waits for its last rank");
+    if (this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer)) said.push("faint: a collective that waits for its last rank; a module around the modules inside it");
     if (this.state.parting) said.push("flag: the first event that A and B do not share");
     const drawKeys = () => document.getElementById("timeline-legend").replaceChildren(
       ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)), ...said.map((text) => make("span", {}, text)));
