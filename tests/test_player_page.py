@@ -601,7 +601,9 @@ def test_a_wait_that_goes_on_after_its_gather_is_not_explained_by_the_gather(tab
     gather = "{op: 'all_gather', owner: 'a', start: 0, end: 141, waitsFor: []}"
     for begin, words in ((140.5, "is over after 0.5 µs"), (141, "was over already")):
         end = 154.5 if begin < 141 else 141.1
-        said = tab.run(f"reasonsOf({{op: 'wait', start: {begin}, end: {end}, waitsFor: [{gather}]}}).join(' ')")
+        said = tab.run(
+            f"reasonsOf({{op: 'wait', start: {begin}, end: {end}, waitsFor: [{gather}]}}).join(' ')"
+        )
         assert words in said.replace("\u00a0", " ") and "ahead" not in said, said
 
 

@@ -99,7 +99,9 @@ def test_a_span_is_over_at_its_end_however_the_sum_of_start_and_duration_is_roun
     end = 1571.4000000000099  # as a virtual clock has it
     before = Event(0, 0, "backward", "compute", start_us=529.7999999999992, dur_us=end - 529.7999999999992)
     assert before.end_us > end
-    assert Order([before, after := Event(0, 1, "free", "compute", start_us=end)]).happens_before(before, after)
+    assert Order([before, after := Event(0, 1, "free", "compute", start_us=end)]).happens_before(
+        before, after
+    )
 
 
 # --- Races by hand -----------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from typing import IO, Any, NamedTuple, Self
 from hwfsdp.course.gradebook.hidden_inputs import ENVIRONMENT
 from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.processes import end_all_below, running
-from hwfsdp.course.run import patience
+from hwfsdp.course.run import PATIENCE, patience
 
 SILENCE = 240.0  # seconds, times patience: a worker that sends nothing for longer is ended
+CROWD = 2.0  # time limits are so much longer if others grade at the same time, because a repeat costs more
 LOOK = 0.5  # seconds between two looks at the clock
 Message = dict[str, Any]
 
@@ -78,13 +79,14 @@ class Worker:
     """A process that grades.
 
     Args:
-        root: the folder of the course. command: the command to start; empty: our own.
+        root: the folder of the course. command: the command to start; empty: our own. in_crowd: others grade at the same time.
     """
 
-    def __init__(self, root: Path, command: Sequence[str] = ()) -> None:
+    def __init__(self, root: Path, command: Sequence[str] = (), in_crowd: bool = False) -> None:
         paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         environ.pop(ENVIRONMENT, None)
+        environ[PATIENCE] = f"{patience() * (CROWD if in_crowd else 1):g}"
         self.errors: IO[bytes] = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             command or [sys.executable, "-m", "hwfsdp.course.gradebook.worker", str(root)],
@@ -168,7 +170,7 @@ class Pool:
     ) -> None:
         self.root, self.on_check, self.until, self.command = root, on_check, until, command
         self.workers: list[Worker] = []
-        self.silence = SILENCE * patience()
+        self.silence = SILENCE * patience() * CROWD
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +190,7 @@ class Pool:
                 if self._is_over():
                     yield order, OVERDUE
                 else:
-                    (self._owner(order) or self._idle()).take(order)
+                    (self._owner(order) or self._idle(in_crowd=size > 1)).take(order)
             if not any(worker.order for worker in self.workers):
                 return
             yield from self._ended()
@@ -216,10 +218,10 @@ class Pool:
     def _is_over(self) -> bool:
         return self.until is not None and time.monotonic() > self.until
 
-    def _idle(self) -> Worker:
+    def _idle(self, in_crowd: bool) -> Worker:
         idle = next((worker for worker in self.workers if worker.order is None), None)
         if idle is None:
-            idle = Worker(self.root, self.command)
+            idle = Worker(self.root, self.command, in_crowd)
             self.workers.append(idle)
         return idle
 
