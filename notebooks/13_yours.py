@@ -113,8 +113,8 @@ else:
 lifetimes
 
 # %% [markdown]
-# If everything is right and you want to learn more: make a mistake in one line of your file, such that you can predict its
-# effect, and run all cells again. Which check will notice it, and what will change in the picture?
+# If everything is right and you want to learn more, make a mistake in one line of your file. Predict: which check will notice
+# it, and what will change in the picture? Then run all cells again.
 #
 # **Next:** this is the last notebook. **Write it yourself:** the homework (`exercises/capstone`) and the broken lab
 # (`exercises/lab`).

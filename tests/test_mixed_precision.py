@@ -68,7 +68,7 @@ def run_dtypes(training: Training) -> None:
 def combined(
     orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None
 ) -> tuple[str, Case]:
-    """A name, and a case: the dtype of the original parameters, and those of the policy."""
+    """A name and a case, for the dtype of the original parameters and the dtypes of the policy."""
     policy = {"param_dtype": param, "reduce_dtype": reduce, "output_dtype": output}
     name = f"{orig}, param {param}, reduce {reduce}, output {output}".replace("torch.", "")
     return name, Case(functools.partial(uneven_in, orig), run_dtypes, "root", {"policy": policy})

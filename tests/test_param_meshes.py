@@ -385,7 +385,7 @@ def shared_folder() -> str:
 
 
 def goes_on_otherwise(second: Training, first: Training) -> list[str]:
-    """Where two more steps of the second differ from those of the first."""
+    """Train both models for two more steps, and say where the second one differs from the first."""
     for training in (first, second):
         training.trace = Trace()
         training.steps(2, first_seed=5)

@@ -80,7 +80,7 @@ def input_gradient(training: Training) -> None:
 
 
 def frozen_in_bf16() -> models.Model:
-    """One group with parameters of two dtypes, which is allowed as long as those that train have one."""
+    """One group with parameters of two dtypes. This is allowed if all trainable parameters have the same dtype."""
     model = models.Transformer()
     model.blocks[0].requires_grad_(False).to(torch.bfloat16)
     model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
@@ -135,7 +135,7 @@ for _ranks, _wrapped in WRAPPED.items():
         not_plain=(
             "frozen in another dtype",  # which rounds
             "normalized, blocks",  # batch normalization sees the rows of its own rank only
-            "several roots, one runs twice",  # its stem and head are nobody's, and see the rows of their own rank only
+            "several roots, one runs twice",  # no group has its stem and head, so their gradients are of this rank's rows only
         ),
     )
 

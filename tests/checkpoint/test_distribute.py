@@ -138,7 +138,7 @@ def assert_holds(local: Any, whole: Any) -> None:
 
 @contextlib.contextmanager
 def data_sent() -> Iterator[list[Tensor]]:
-    """The tensors that are broadcast in the block, without those that carry objects."""
+    """The tensors that the block broadcasts. Tensors that carry objects are left out."""
     sent: list[Tensor] = []
     broadcast = dist.broadcast
 

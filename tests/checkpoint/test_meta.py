@@ -245,7 +245,7 @@ def outside_the_mesh_nothing_is_needed() -> None:
 
 @on_ranks
 def an_optimizer_of_other_parameters_than_the_shards_is_reported() -> None:
-    """Of parameters from before sharding, or of those of a model that is unsharded just now."""
+    """The optimizer has the parameters from before sharding, or the model's parameters while they are whole."""
     model = gpt()
     before = optim.SGD([{"params": list(model.norm.parameters())}, {"params": [model.head.weight]}])
     shard(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,12 +19,12 @@ from hwfsdp import UsageError
 from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.gradebook.grading import ClassRun, Progress, Settings, grade_class
 from hwfsdp.course.gradebook.hidden_inputs import draw_inputs, secret_inputs
-from hwfsdp.course.gradebook.jobs import Order, Pool
+from hwfsdp.course.gradebook.jobs import CROWD, Order, Pool
 from hwfsdp.course.gradebook.journal import Journal, make_folder, remove_folder
 from hwfsdp.course.gradebook.late import LatePolicy, parse_rule
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.course.manifest import Course
-from hwfsdp.course.run import Ranks
+from hwfsdp.course.run import Ranks, patience
 from hwfsdp.course.submission import solution
 
 
@@ -203,6 +204,14 @@ def test_orders_of_one_lane_go_to_one_worker(handed: Path, course: Course, log: 
     words = [line.split() for line in log.read_text().splitlines() if line.startswith("begin")]
     ada, bob = ({pid for _, whose, _, pid in words if whose == name} for name in ("ada", "bob"))
     assert len(ada) == len(bob) == 1 and ada != bob
+
+
+@pytest.mark.parametrize(("jobs", "factor"), [(1, 1.0), (2, CROWD)])
+def test_workers_that_grade_at_the_same_time_have_more_time(jobs: int, factor: float, course: Course) -> None:
+    answers = "import json, os, sys\nfor line in sys.stdin:\n print(json.dumps({'done': os.environ['HWFSDP_PATIENCE']}), flush=True)"
+    with Pool(course.root, lambda order, check: None, command=[sys.executable, "-c", answers]) as pool:
+        [(_, outcome)] = pool.run(iter([Order("ada", "01", {})]), jobs)
+    assert float(str(outcome.graded)) == factor * patience()
 
 
 def test_a_timeout_in_a_crowd_is_repeated_alone_before_it_counts(

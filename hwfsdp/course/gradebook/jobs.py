@@ -34,8 +34,8 @@ from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.processes import end_all_below, running
 from hwfsdp.course.run import PATIENCE, patience
 
-SILENCE = 240.0  # seconds, times patience: a worker that sends nothing for longer is ended
-CROWD = 2.0  # time limits are so much longer if others grade at the same time, because a repeat costs more
+CROWD = 2.0  # a factor for all time limits of workers that grade at the same time: a repeat would cost more
+SILENCE = 240.0 * CROWD  # seconds, times patience: a worker that sends nothing for longer is ended
 LOOK = 0.5  # seconds between two looks at the clock
 Message = dict[str, Any]
 
@@ -170,7 +170,7 @@ class Pool:
     ) -> None:
         self.root, self.on_check, self.until, self.command = root, on_check, until, command
         self.workers: list[Worker] = []
-        self.silence = SILENCE * patience() * CROWD
+        self.silence = SILENCE * patience()
 
     def __enter__(self) -> Self:
         return self

@@ -94,7 +94,7 @@ def _frame(axes: Axes, title: str, rows: list[str]) -> None:
 
 
 def _draw_memory(axes: Axes, rank: int, step: int, there: Tensor, letters: str) -> None:
-    """The memory of a rank: a cell for each rank, with its color and letter if what it gave is there."""
+    """Draw a rank's memory: one cell for each rank. A cell has the color and letter of its rank if that rank's piece has arrived."""
     for giver, (is_there, letter) in enumerate(zip(there.tolist(), letters, strict=True)):
         color, text = (style.color_of(giver), letter) if is_there else (style.GREYS[0], "")
         box(axes, (rank * PITCH + giver, step * ROW), color, text, edgecolor=style.GREYS[2])
