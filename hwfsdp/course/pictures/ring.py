@@ -24,10 +24,10 @@ def draw() -> Figure:
     """Left an all-gather, right a reduce-scatter; a row is a step, a column is a rank."""
     walks = launch(walk, RANKS)
     figure = sheet.new_figure(sheet.PAGE, 3.8)
-    left = figure.add_axes((0.065, 0.12, 0.43, 0.73))
-    right = figure.add_axes((0.565, 0.12, 0.43, 0.73))
-    steps = ["start", *(f"step {step}" for step in range(1, RANKS))]
-    _frame(left, "All-gather: blocks are passed on", steps)
+    left = figure.add_axes((0.075, 0.12, 0.42, 0.73))
+    right = figure.add_axes((0.575, 0.12, 0.42, 0.73))
+    steps = ["start", *(f"round {step}" for step in range(1, RANKS))]
+    _frame(left, "All-gather: pieces are passed on", steps)
     _frame(right, "Reduce-scatter: sums are passed on", steps)
     for rank in range(RANKS):
         for step in range(RANKS):
@@ -42,8 +42,8 @@ def draw() -> Figure:
             _draw_arrow(left, rank, step, float(new) + 0.5, style.color_of(int(new)))
             _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
     texts = (
-        "A color is the rank that gave it; on the right, a letter is the block that it is a share of.",
-        f"In each of W − 1 = {RANKS - 1} steps every rank sends one block; what leaves at the right enters at the left.",
+        "A color is the rank that gave the piece. On the right, a letter says to which piece a share belongs.",
+        f"In each of W − 1 = {RANKS - 1} rounds, each rank sends one piece. What leaves at the right enters at the left.",
     )
     for line, text in enumerate(texts):
         caption(figure, text, 0.075 - 0.048 * line, style.TEXT_SIZE)

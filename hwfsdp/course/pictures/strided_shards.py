@@ -27,7 +27,7 @@ def draw() -> Figure:
         _draw_cuts(figure.add_axes((left, 0.1, 0.47, 0.86)), placements, title)
     caption(
         figure,
-        "A color is a rank, (fsdp, tp); a dashed cell is one for which nothing is left: (2, 0) on the left, (2, 1) on the right.",
+        "A color is a rank, (fsdp, tp). A dashed cell is a rank without rows: (2, 0) on the left, (2, 1) on the right.",
     )
     return figure
 
@@ -41,7 +41,7 @@ def _draw_cuts(axes: Axes, placements: list[Placement], title: str) -> None:
         _draw_line(axes, made * LINE, order[:made])
     for made, mesh_dim in enumerate(order, 1):
         text = f"{NAMES[mesh_dim]}: each piece\ninto {MESH[mesh_dim]} chunks"
-        say(axes, (ROWS + 3.0, made * LINE - 0.32), text, ha="right")
+        say(axes, (ROWS + 3.0, made * LINE - 0.26), text, ha="right")
 
 
 def _draw_line(axes: Axes, y: float, order: list[int]) -> None:
