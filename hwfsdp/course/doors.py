@@ -65,15 +65,18 @@ class Doors:
         # random names that a learner cannot guess
         self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
         self._closed: dict[int, str] = {}
+        self._kinds_closed: set[type] = set()  # types of closed objects
         # by module and attribute name: attributes that passed the checks
-        self._passed: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._passed: dict[tuple[types.ModuleType, str], Any] = {}
         self._plain: set[type] = set()  # types whose instances are not instruments
         self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # each copy with its original
         self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
 
     def close(self) -> None:
         """Remember the identity of each object that is closed by name. Call this when the package is loaded."""
-        self._closed = {id(value): name for name, value in _closed_objects()}
+        closed = list(_closed_objects())
+        self._closed = {id(value): name for name, value in closed}
+        self._kinds_closed = {type(value) for _, value in closed}
 
     def came_in(self, code: types.CodeType) -> bool:
         """True if this object compiled the code. See Note [Code that has not come in by the door]."""
@@ -88,17 +91,17 @@ class Doors:
     def look(self, value: Any, name: str) -> Any:
         """Return `value.name`, if the learner's code may read it."""
         if type(value) is types.ModuleType and name not in _WORDS:
-            known, found = self._passed.get((id(value), name), (None, None))
-            if known is value and getattr(value, name) is found:
+            found = self._passed.get((value, name), self)
+            if found is not self and getattr(value, name) is found:
                 return found
         meant = _meant(value) if type(value) in _STANDS_FOR else value
         if name in _WORDS or type(meant) not in self._plain:
             self._check_name(meant, name)
         found = getattr(value, name)
-        if isinstance(found, _TOLD) or id(found) in self._closed:
+        if isinstance(found, _TOLD) or type(found) in self._kinds_closed:
             self._refuse_if(self._closed_as(meant, found))
         if type(value) is types.ModuleType:
-            self._passed[id(value), name] = value, found
+            self._passed[value, name] = found
         return found
 
     def touch(self, value: Any, name: str, sets: bool) -> Any:
