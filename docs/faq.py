@@ -49,9 +49,8 @@ from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.virtual import Simulation, simulate
 
-cloudpickle.register_pickle_by_value(
-    sys.modules[__name__]
-)  # ranks do not import this file, and what it draws with
+# ranks do not import this file, and what it draws with
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PICTURES = Path(__file__).parent / "pictures"
 WIDTH, RIGHT, BOTTOM, CAPTION = sheet.PAGE, 0.3, 0.55, 0.3  # inches
@@ -739,12 +738,8 @@ def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Seque
 
 
 MOST_CALLS = 9
-_CELL = {
-    "done": "done",
-    "wait": "waits",
-    "fail": "error",
-    "–": "not called",
-}  # as far as the rank got with the call
+# as far as the rank got with the call
+_CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
 
 
 def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
@@ -1250,6 +1245,7 @@ def _said_of_scalings() -> list[str]:
     return [f"{BATCH:,} tokens", *map(style.format_ms, ends)]
 
 
+# picture → what its section says; a save that hangs takes too long to be asked again
 STATED: dict[str, Callable[[], list[str]]] = {
     "loss": _said_of_losses,
     "routes": lambda: [failure(route, True).partition("\n")[0]],
@@ -1273,7 +1269,7 @@ STATED: dict[str, Callable[[], list[str]]] = {
     "reshard": _said_of_reshards,
     "scaling": _said_of_scalings,
     "fsdp2": _said_of_overlaps,
-}  # picture → what its section says; a save that hangs takes too long to be asked again
+}
 
 
 def main(names: Sequence[str]) -> None:

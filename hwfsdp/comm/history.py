@@ -281,9 +281,8 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
     _exchanges += 1
     told: dict[int, Told | None] = dict.fromkeys(range(dist.get_world_size()))
     own = _packed(_ring, sys._getframe())
-    with suppress(
-        Exception
-    ):  # the store may be gone; this must not replace the error of the failed collective
+    # the store may be gone; this must not replace the error of the failed collective
+    with suppress(Exception):
         store = compat.default_store()
         store.set(_key(_exchanges, dist.get_rank()), own)
         store.set(_key(_exchanges, _ASKED), b"")

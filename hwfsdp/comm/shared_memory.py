@@ -230,9 +230,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, neighbors: Neighbors, group: dist.ProcessGroup) -> None:
         super().__init__(neighbors.rank, neighbors.size)  # type: ignore[call-arg]  # declared without this form
         self.neighbors, self._name = neighbors, group.group_name
-        self._hash, self._group = hash(group), weakref.ref(
-            group
-        )  # the group keeps this one alive, not the reverse
+        # the group keeps this one alive, not the reverse
+        self._hash, self._group = hash(group), weakref.ref(group)
 
     def __eq__(self, other: object) -> bool:
         return other is self or (other is not None and other is self._group())

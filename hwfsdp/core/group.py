@@ -139,9 +139,8 @@ class ParamGroup:
                 collectives.copy_out(gathered.flat, gathered.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
-            self.comm_ctx.keep_until_copied_out(
-                gathered
-            )  # last: a form may have read other memory that the copy stream made
+            # last: a form may have read other memory that the copy stream made
+            self.comm_ctx.keep_until_copied_out(gathered)
 
     def reshard(self) -> None:
         """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""

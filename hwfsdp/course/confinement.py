@@ -38,10 +38,8 @@ _SYSTEM = tuple(
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
 _CHECKS = tuple(PACKAGE.joinpath(*room.split(".")[1:]) for room in ROOMS)
-HIDDEN = (
-    *_CHECKS,
-    Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard",
-)  # the guard closes these paths, too
+# the guard closes these paths, too
+HIDDEN = (*_CHECKS, Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard")
 _FIRST_USER, _USERS = 60_600, 500  # user ids that no distribution assigns; one for each grader here
 
 

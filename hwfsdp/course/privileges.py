@@ -46,9 +46,8 @@ def become(uid: int, reads_all: bool) -> None:
     kept = 1 << _MAY_READ_ALL if reads_all else 0
     for capability in range(_CAPABILITIES):
         if not kept >> capability & 1:
-            libc().prctl(
-                _DROP_BOUND, capability, 0, 0, 0
-            )  # an unknown capability gives an error without effect
+            # an unknown capability gives an error without effect
+            libc().prctl(_DROP_BOUND, capability, 0, 0, 0)
     libc().prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)

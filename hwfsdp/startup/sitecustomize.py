@@ -8,9 +8,8 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-sys.path.append(
-    str(Path(__file__).resolve().parents[2])
-)  # hwfsdp may lie in the folder that the caller stood in
+# hwfsdp may lie in the folder that the caller stood in
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 try:
     import hwfsdp
 

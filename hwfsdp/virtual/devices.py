@@ -95,7 +95,8 @@ _ROW_H100 = "MPT 7B on 8 GPUs, 6 × 2048, no checkpointing: 10,643 tokens/s each
 _ROW_A100 = "Llama 3.1 8B on 64 GPUs, 1 × 8192, selective: 2,973 tokens/s each (torchtitan)"
 
 _ATTENTION_A100, _ATTENTION_HOPPER = 180 / 312, 335 / 989.4
-_BORROWED = f"borrowed from h100, not verified: {_ROW_H100}"
+_FROM_H100 = f"borrowed from h100, not verified: {_ROW_H100}"
+_FROM_A100 = f"borrowed from a100-80gb, not verified: {_ROW_A100}"
 
 # Memory counts in units of 2^30 bytes, and rates in units of 10^9. All of these devices are eight in a node.
 _A100_80 = Device(
@@ -130,10 +131,10 @@ def _like(device: Device, name: str, gigabytes: int, bandwidth: float, **more: A
 
 
 _OF_H100_96 = {"efficiency": 0.488, "fitted_on": _ROW_H100_96, "source": _GRAND_TETON}
-_OF_H200 = {"fitted_on": _BORROWED, "source": "NVIDIA H200 data sheet"}
-_OF_B200 = {"link": 900 * GB, "fitted_on": _BORROWED, "source": "NVIDIA DGX B200 data sheet"}
+_OF_H200 = {"fitted_on": _FROM_H100, "source": "NVIDIA H200 data sheet"}
+_OF_B200 = {"link": 900 * GB, "fitted_on": _FROM_H100, "source": "NVIDIA DGX B200 data sheet"}
 _ALL = (
-    _like(_A100_80, "a100-40gb", 40, 1555),
+    _like(_A100_80, "a100-40gb", 40, 1555, fitted_on=_FROM_A100),
     _A100_80,
     _like(_H100_80, "h100-96gb", 96, 2400, **_OF_H100_96),
     _H100_80,

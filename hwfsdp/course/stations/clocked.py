@@ -212,7 +212,7 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
     """Run it twice. Return figures of the second time, in µs:
 
     gathers, reductions: of each, in order of issue, [begin, end, time alone (no compute), in backward?, owner].
-    flying: most reductions at once that were started and not waited for.
+    flying: whenever a reduction starts, the number of reductions that were started and not waited for, with this one.
     step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
     """
     runner = Runner(WIDE, learners_stack, with_backward)
@@ -231,8 +231,8 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
     }
 
 
-def _in_flight(log: EventLog) -> int:
-    """Return the most reductions at once that compute had not waited for, counted whenever one starts."""
+def _in_flight(log: EventLog) -> list[int]:
+    """Count the reductions that compute has not waited for, whenever one starts."""
     reductions = log.select(*REDUCTIONS)
     stream_of = {e.seq: e.stream for e in log.events}
     # seq of a reduction → seq of the first wait for it, or for a later one on its stream
@@ -242,10 +242,9 @@ def _in_flight(log: EventLog) -> int:
             if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
                 over.setdefault(each.seq, wait.seq)
     ends = [over.get(each.seq, len(log.events)) for each in reductions]
-    numbers = [
+    return [
         sum(e.seq <= last.seq < end for e, end in zip(reductions, ends, strict=True)) for last in reductions
     ]
-    return max(numbers, default=0)
 
 
 def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) -> list[list[Any]]:

@@ -230,10 +230,10 @@ def judge_reductions(ranks: Ranks, seed: int) -> None:
 
 def judge_bound(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
-    if (flying := found["flying"]) > 2:
-        third = found["reductions"][2][0]  # from here on, there are more than two
-        where = "A step on the virtual host:"
-        raise told("laws.flying", where, flying, "at most 2").at(_seen(found, third))
+    if (most := max(found["flying"], default=0)) > 2:
+        third = next(place for place, flying in enumerate(found["flying"]) if flying > 2)
+        moment, where = found["reductions"][third][0], "A step on the virtual host:"
+        raise told("laws.flying", where, most, "at most 2").at(_seen(found, moment))
 
 
 def judge_peak(ranks: Ranks, seed: int) -> None:
