@@ -247,3 +247,12 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes_and_no_less_than_
         Cost(0.0, "", 0, is_kernel=False): 0.0,
     }
     assert [each.us(DEVICE) for each in found] == pytest.approx(list(found.values()))
+
+
+def test_a_device_with_the_efficiency_of_another_one_says_from_where_it_is_borrowed() -> None:
+    """One device for each efficiency is fitted to a published row."""
+    fitted = {d.efficiency: d.name for d in DEVICES.values() if not d.fitted_on.startswith("borrowed")}
+    assert sorted(fitted) == sorted({d.efficiency for d in DEVICES.values()})
+    for device in DEVICES.values():
+        if device.name not in fitted.values():
+            assert device.fitted_on.startswith(f"borrowed from {fitted[device.efficiency]}, not verified: ")

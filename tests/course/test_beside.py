@@ -20,6 +20,7 @@ from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.report import Style, shown
 from hwfsdp.course.run import Run
+from hwfsdp.course.stations import machines
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import Source, find_source
 from hwfsdp.course.verdict import CheckResult, Finding, Grade, Seen
@@ -169,3 +170,13 @@ def test_the_file_of_the_station_before_is_shown_at_a_gather_that_nothing_hides(
     assert max(sum(sample.bytes_by_kind.values()) for sample in log.samples[0]) < 4e8
     assert {e.owner for e in log.select("forward", "backward")} == {"", *"01234"}
     assert find_source(station, tmp_path).path.name in gather.code
+
+
+def test_too_many_reductions_are_shown_where_the_third_one_joins_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = [10.0, 20.0, 30.0, 40.0, 50.0]
+    log = {"events": [], "samples": []}
+    step = {"flying": [1, 2, 1, 2, 3], "reductions": [[us] for us in starts], "machine": "host", "shown": log}
+    monkeypatch.setattr(machines, "figures", lambda *_: step)
+    with pytest.raises(Finding, match="3 reductions are started") as caught:
+        machines.judge_bound(None, 0)  # type: ignore[arg-type]
+    assert caught.value.seen is not None and caught.value.seen.us == 50.0
