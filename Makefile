@@ -8,7 +8,7 @@ EXTRAS     := dev
 BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
-unexport PYTHONDONTWRITEBYTECODE  # thousands of processes import the package
+unexport PYTHONDONTWRITEBYTECODE  # bytecode saves time: thousands of processes import the package
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all notebooks docs clean
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # thousands of processes import the package
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-# The stamp holds the choice of torch, so that another TORCH_SPEC installs again and the same one does not.
+# The stamp records the chosen torch, so that `make setup` installs again if TORCH_SPEC or TORCH_ARGS has changed.
 STAMP := $(VENV)/.installed
 CHOICE := $(TORCH_SPEC) $(TORCH_ARGS)
 IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
@@ -41,19 +41,19 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 .PHONY: force
 force:
 
-demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw (runs/demo/)
+demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare them, and draw figures (runs/demo/)
 	$(BIN)/python -m hwfsdp demo
 
-test: setup  ## run the tests that a commit needs, TEST_JOBS files at a time
+test: setup  ## run the tests, TEST_JOBS files at a time
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-test-all: setup  ## run all tests; torch compares the collectives of all ranks
+test-all: setup  ## run all tests, the long ones too; torch compares every collective of a rank with those of the others
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # instructors
 .PHONY: check exercises mutants worth format bench clients gpu
 
-check: setup  ## lint, types, format, layering, exercises that fit the package
+check: setup  ## check lint, types, format, imports and public names, and that the exercises fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
@@ -61,44 +61,44 @@ check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m hwfsdp.course check
 	$(BIN)/python -m hwfsdp.course check-lab
 
-exercises: setup  ## write starters and solutions from the package, and draw the pictures
+exercises: setup  ## write starters, solutions, pictures, reference logs and the lab from the package
 	$(BIN)/python -m hwfsdp.course write
 	$(BIN)/python -m hwfsdp.course pictures
 	$(BIN)/python -m hwfsdp.course logs
 	$(BIN)/python -m hwfsdp.course lab
 
-mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; writes docs/grading.md; takes long
+mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; write docs/grading.md; takes long
 	$(BIN)/python -m hwfsdp.course mutants
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
 
-worth: setup  ## measure which tests notice which mistakes; writes tests/worth.json; takes hours
+worth: setup  ## measure which tests notice which mistakes; write tests/worth.json; takes hours
 	$(BIN)/python tests/worth.py time
 	$(BIN)/python tests/worth.py draw
 	$(BIN)/python tests/worth.py run
 	$(BIN)/python tests/worth.py show
 
-bench: setup  ## measure against FSDP2, as ratios within one run
+bench: setup  ## measure time and memory beside FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks
 
-clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare; installs them; writes docs/comparison.md
+clients:  ## install other people's programs, train them on FSDP2 and on hwfsdp, and compare; write docs/comparison.md
 	$(MAKE) setup VENV=.venv-clients EXTRAS=dev,clients
 	$(MAKE) setup VENV=.venv-torchtune EXTRAS=dev,torchtune
 	.venv-clients/bin/python -m pytest -rP tests/clients -k "not torchtune"
 	.venv-torchtune/bin/python -m pytest -rP tests/clients -k torchtune
 	.venv-clients/bin/python tests/clients/compare.py
 
-gpu:  ## all that only a GPU can show; writes docs/gpu.md; PARTS="races speed" for some, DRY=1 on the CPU
+gpu:  ## run all tests and measurements that need a GPU; write docs/gpu.md; PARTS="races speed" runs these, DRY=1 uses the CPU
 	@$(PYTHON) benchmarks/on_gpu/start.py $(if $(DRY),--dry) $(if $(OUT),--out "$(OUT)") $(PARTS)
 # /instructors
 
-notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these
+notebooks: setup  ## run every notebook from top to bottom, and keep its outputs; NB="03 07" runs only these
 	$(BIN)/python notebooks/write.py $(NB)
 
 docs: setup  ## build the site into docs/_build/html; a broken link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-clean:  ## remove what the other commands made
+clean:  ## remove environments, runs, built packages and caches
 	rm -rf $(VENV) .venv-clients .venv-torchtune runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

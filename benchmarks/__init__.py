@@ -5,7 +5,7 @@
 
 To understand the measurements, read in this order:
 
-    records      what a result is: values, checks against targets, one file
+    records      the fields of a result: values, checks against targets; the file of results
     timing       contenders take turns, so that a slow minute slows them all down
     contenders   the same model, wrapped by each library
     steps        forward + backward, and full steps

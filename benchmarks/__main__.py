@@ -1,6 +1,6 @@
-"""`python -m benchmarks`: measures, prints tables, keeps the results and draws them.
+"""`python -m benchmarks`: measure, print tables, keep the results and draw them.
 
-Without names of parts it runs all that need no GPU, but for `grading` and `profile`. `report` prints what was measured before.
+Without names of parts, it measures all parts except `gpu`, `grading` and `profile`. `report` prints the kept results.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Both write to the same disk and sync it. hwfsdp computes a checksum of every blo
 neither. "async" is the time for which training stops: until the call returns. The background work ends before the next
 turn. Each turn has its own directory, which is removed while nothing is measured.
 
-Memory is the resident set's peak during the call, minus its size before (Linux only). The system's page cache does not count;
-tensors that are read and written do.
+Memory is the resident set's peak during the call, minus its size before the call (Linux only). It includes the tensors that the call
+reads and writes, but not the system's page cache.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Turns:
         return self.directory / str(next(self.numbers))
 
     def calls(self, what: str) -> dict[str, Callable[[Path], Any]]:
-        """Return, by library, the call to time. It returns a function that waits for the rest, or None."""
+        """Return, by library, the call to time. The call returns a function that waits for its background work, or None."""
         return {
             "save": {
                 HWFSDP: lambda path: checkpoint.save(self.state, path) and None,

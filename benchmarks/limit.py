@@ -4,8 +4,8 @@ A sharded step gathers every block twice and reduces its gradients once. The sam
 without a model, give one limit; an unsharded step gives the other. A schedule without overlap takes their sum, and a perfect
 schedule takes the longer of the two. Both depend on how bytes are moved, so there is one pair of limits per transport.
 
-A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block. Each returns a function
-that runs one blocking collective over that many elements.
+A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block. Each function
+returns a function that runs one blocking collective over that many elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hwfsdp.comm import shared_memory
 from hwfsdp.observe.accounting import GroupSizes
 
 Collective = Callable[[], None]
-COLLECTIVES = "collectives"  # the name of their lap
+COLLECTIVES = "collectives"  # the name of the lap that times them
 
 
 class Transport(NamedTuple):

@@ -1,12 +1,12 @@
 """The most bytes alive at once in forward + backward, counted from outside and in the same way for every library.
 
 `StorageCounter` looks at every operation that torch dispatches, and watches the storages of its arguments and results by weak
-references. Whenever a storage is new or resized, it adds up the storages alive. A peak can occur only then, so the result does
-not depend on the time of looking. Memory is counted by its address: two storages over the same memory count once. Memory that
+references. Whenever a storage is new or resized, it adds up the storages alive. A peak can occur at no other time, so the result
+does not depend on when the counter looks. Memory is counted by its address: two storages over the same memory count once. Memory that
 all ranks share exists once for all of them: each rank counts a W-th part of it, whichever rank allocated it. The counter does not
 see memory that an operator allocates and frees inside itself, or a backend's own copies: gloo's network buffers do not count.
 
-What is reported:
+The benchmark reports:
 
     peak                everything: shards, gradients, buffers, activations
     in shared memory    the part of it in memory that ranks share
@@ -61,7 +61,7 @@ class StorageCounter(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def reset(self) -> None:
-        """Forget the peaks, not the storages."""
+        """Forget the peaks, but keep watching the storages."""
         self.peak = self.shared = self.whole = 0
         self._sample()
 
@@ -97,7 +97,7 @@ class StorageCounter(TorchDispatchMode):
         return result
 
     def _watch(self, storage: torch.UntypedStorage) -> bool:
-        """Watch a storage. True if it is new."""
+        """Watch a storage, and return True if it is new."""
         key = storage_key(storage)
         known = self._alive.get(key)
         if known is not None and known() is not None:
@@ -133,7 +133,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def is_shared(address: int) -> bool:
-    """True if other processes may see the memory there. False if the system does not tell."""
+    """Return True if other processes may see the memory at this address. Return False if the system does not tell."""
     try:
         mappings = _MAPPINGS.read_text().splitlines()
     except OSError:

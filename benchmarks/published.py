@@ -62,7 +62,7 @@ _MEMORY = ("GiB: published", "predicted", "")
 
 
 def main() -> None:
-    """Print the table. Print the time for each row on standard error."""
+    """Print the table, and on standard error the time that each row took."""
     head = (*_HEAD, *_MEMORY)
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for row in ROWS:

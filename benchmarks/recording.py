@@ -27,7 +27,7 @@ TARGET = 1.03
 
 
 def turn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, recorded: bool) -> Action:
-    """Return an action of some steps, with laps per step."""
+    """Return an action of some steps. Its laps: the time and the processor time of one step, and the time around all steps."""
 
     def action() -> Laps:
         entered = stopwatch()

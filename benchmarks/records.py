@@ -1,4 +1,4 @@
-"""What a result is, and the file that results are kept in.
+"""The fields of a result, and the file that keeps results.
 
 The file, `runs/bench.json`:
 
@@ -57,14 +57,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Check:
-    """A number with a target to stay below, or one that readers will want to compare (`target` None)."""
+    """A number that must not exceed its target. Without a target, it is only there to be compared."""
 
     spread: Spread
     target: float | None = None
 
     @property
     def met(self) -> bool | None:
-        """True if the median is at most the target; None without a target."""
+        """Return True if the median is at most the target; None without a target."""
         return None if self.target is None else self.spread.median <= self.target
 
 

@@ -1,7 +1,7 @@
 """Contenders take turns, so that a slow minute slows them all down equally.
 
 A round runs every contender once, and each round begins with the next contender. Before each contender the ranks meet, so that no
-rank waits for one that is still busy with the contender before. A step is over when its last rank has finished: `slowest` takes
+rank waits for another rank that is still busy with the previous contender. A step is over when its last rank has finished: `slowest` takes
 the ranks' longest time.
 """
 

@@ -2,9 +2,9 @@
 
     python docs/gallery.py [DIR]
 
-trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Only the times differ
-from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs, whose times are the
-same on every machine.
+This trains a small GPT on 1, 2 and 4 ranks, and records the last two steps. It also records one step under hybrid sharding. Only
+the times differ from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs,
+whose times are the same on every machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sight:
     Attributes:
         hybrid: the log of a step under hybrid sharding.
         explanation, parameters: the explanation and the layout of the model, sharded over all four ranks.
-        exchanged: by collective, its tensor before and after it.
+        exchanged: collective → the rank's tensor before and after it.
     """
 
     hybrid: EventLog
@@ -67,11 +67,11 @@ class Sight:
 
 @dataclass
 class Runs:
-    """The data of the pictures.
+    """The data that the pictures show.
 
     Attributes:
-        logs: by number of ranks. virtual: logs of virtual GPUs, by number of sequences.
-        losses: by name. sights: the observations of each of four ranks.
+        logs: number of ranks → log. virtual: number of sequences per GPU → log of virtual GPUs.
+        losses: name of the run → losses. sights: the observations of each of four ranks.
     """
 
     logs: dict[int, EventLog]
@@ -178,7 +178,7 @@ def _states(runs: Runs) -> Figure:
 
 
 def _scaling(runs: Runs) -> Figure:
-    """Draw predictions: two sequences for each of more and more GPUs."""
+    """Draw predictions for growing numbers of GPUs, with two sequences per GPU."""
     points = scaling.points_of(_on_virtual_gpus(2**n, sequences=2) for n in range(3, 12, 2))
     return scaling.plot_scaling(points, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.")
 

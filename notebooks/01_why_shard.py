@@ -102,7 +102,7 @@ def step(model, optimizer):
 def train_two_steps():
     model = shard_model(build_model(config, seed=0), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)  # makes the optimizer's state
+    step(model, optimizer)  # the first step creates the optimizer's state
     with record() as log:
         step(model, optimizer)
     return log

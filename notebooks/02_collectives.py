@@ -148,7 +148,7 @@ def bytes_sent(elements):
     ]
 
 
-ELEMENTS = 3 << 18  # of fp32, 3 MiB: 2, 3 and 4 divide it
+ELEMENTS = 3 << 18  # fp32 elements, 3 MiB; divisible by 2, 3 and 4
 sent = {ranks: launch(bytes_sent, ranks, ELEMENTS) for ranks in (1, 2, 3, 4)}
 print("ranks  reduce-scatter  all-gather  closed form")
 for ranks, by_rank in sent.items():

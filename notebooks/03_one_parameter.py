@@ -163,12 +163,12 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
 # %%
 from hwfsdp.core import form as storage
 
-memory = torch.arange(6.0)  # what a gather writes to
-# what the module computes with: the same storage
+memory = torch.arange(6.0)  # the memory that a gather writes to
+# The module computes with this parameter, which uses the same storage.
 weight = nn.Parameter(memory.data.view(2, 3))
 x = torch.ones(1, 2, requires_grad=True)
 out = x @ weight
-saved = out.grad_fn._saved_mat2  # what autograd has kept
+saved = out.grad_fn._saved_mat2  # the tensor that autograd has kept
 
 
 def tell(moment):
@@ -183,7 +183,7 @@ tell("after forward")
 storage.free(memory)
 tell("freed")
 storage.allocate(memory)
-memory.copy_(torch.arange(6.0))  # as the gather of the backward would
+memory.copy_(torch.arange(6.0))  # the backward's gather does the same
 tell("gathered again")
 out.sum().backward()
 x.grad

@@ -73,8 +73,8 @@ def two_forwards():
     model, logs = six_layers(512), []
     x = torch.zeros(1, 512)
     with torch.no_grad():
-        model(x)  # makes the memory of the weights
-        model.reset_iter_state()  # and now it has forgotten in which order they came
+        model(x)  # the first forward creates the memory of the whole weights
+        model.reset_iter_state()  # forgets the order in which the layers ran
         for _ in range(2):
             with record() as log:
                 model(x)
@@ -114,7 +114,7 @@ from hwfsdp.virtual.devices import DEVICES
 
 RANKS, WIDTH, ROWS = 4, 1024, 1431
 EASY = {"flops": {"float32": 1e12}, "efficiency": 1.0, "link_efficiency": 1.0}
-EASY |= {"host": True}  # it is what computes, as here
+EASY |= {"host": True}  # the host itself computes: there is no GPU
 NO_COSTS = dict.fromkeys(("launch_us", "kernel_us", "collective_us", "hop_us"), 1e-3)
 
 
@@ -124,7 +124,7 @@ def forward(gather_ms, ahead):
 
         def step():
             if not ahead:
-                model.reset_iter_state()  # every forward is the first
+                model.reset_iter_state()  # now every forward counts as the first
             with torch.no_grad():
                 model(x)
 
@@ -180,7 +180,7 @@ def hold():
         for _ in range(3):
             with record(
                 ledger=ledger
-            ) as log:  # only the last log is kept: the others warm up
+            ) as log:  # the first two forwards warm up; only the last log is kept
                 model(x)
     return log
 

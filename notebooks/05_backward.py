@@ -49,7 +49,7 @@ from hwfsdp.plot.cartoon import plot_collective
 
 def gradients_of_a_weight():
     x = torch.tensor([[1.0, 2.0]]) + 10 * dist.get_rank()
-    rows = torch.arange(1.0, 5.0)  # makes the four rows of the gradient different
+    rows = torch.arange(1.0, 5.0)  # factors that make the gradient's four rows differ
     plain = nn.Linear(2, 4, bias=False)
     (plain(x) * rows).sum().backward()
     sharded = fully_shard(nn.Linear(2, 4, bias=False))
@@ -76,7 +76,7 @@ DATA = torch.arange(1.0, 9.0)[:, None]
 
 
 def gradient(loss, rows, divide_by=None):
-    """Of one weight, on two ranks: rank 0 has the first `rows` of the data."""
+    """Return a weight's gradient on two ranks; rank 0 has the first `rows` rows of DATA."""
     layer = fully_shard(nn.Linear(1, 1, bias=False))
     if divide_by is not None:
         layer.set_gradient_divide_factor(divide_by)
@@ -156,7 +156,7 @@ def compare_gradients(ring):
     ]
 
 
-RUNS = ((2, False), (2, True), (4, True))  # ranks, whether over the ring
+RUNS = ((2, False), (2, True), (4, True))  # (number of ranks, True to reduce over the ring)
 results = {
     (ranks, ring): launch(compare_gradients, ranks, ring)[0] for ranks, ring in RUNS
 }
@@ -244,12 +244,12 @@ EASY = {
     "link_efficiency": 1.0,
     "memory_bandwidth": 1e16,
 }
-EASY |= {"host": True}  # it is what computes, as here
+EASY |= {"host": True}  # the host itself computes: there is no GPU
 NO_COSTS = dict.fromkeys(("launch_us", "kernel_us", "collective_us", "hop_us"), 1e-3)
 
 
 def simulated(wire_ms, ahead, behind):
-    """The backward's events; without `ahead`, a layer gathers next only itself."""
+    """The backward's events; without `ahead`, each gather starts when needed."""
 
     def program():
         model, x = six_layers(WIDTH), torch.zeros(ROWS, WIDTH, requires_grad=True)
@@ -261,7 +261,7 @@ def simulated(wire_ms, ahead, behind):
     device = replace(DEVICES["h100"], link=sent / wire_ms * 1e3, **EASY, **NO_COSTS)
     with (
         nullcontext() if behind else waiting()
-    ):  # `waiting`: for each reduction, as soon as it is started
+    ):  # `waiting()` waits for each reduction as soon as it starts
         return EventLog(
             simulate(program, gpus=RANKS, device=device).log.select(phase="backward")
         )
@@ -269,7 +269,7 @@ def simulated(wire_ms, ahead, behind):
 
 def compare(wire_ms):
     names = ("nothing overlaps", "gathers ahead", "gathers ahead, reductions behind")
-    schedules = ((False, False), (True, False), (True, True))  # ahead, behind
+    schedules = ((False, False), (True, False), (True, True))  # (gathers ahead, reductions behind)
     return plot_comparison(
         {name: simulated(wire_ms, *chosen) for name, chosen in zip(names, schedules)}
     )

@@ -71,7 +71,7 @@ def sharded_layers(in_flight):
 
 
 def training(*overlapped, host_reads=True):
-    in_flight = FSDPCommContext("cpu")  # what virtual tensors say they are on
+    in_flight = FSDPCommContext("cpu")  # the device that virtual tensors report
     model = sharded_layers(in_flight)
 
     def read(module, args, output):
@@ -105,7 +105,7 @@ def simulated(*overlapped, host_reads=True, device="h100"):
 
         return step
 
-    # a step to warm up, and a recorded one
+    # `simulate` runs one step to warm up, and records the next one.
     return simulate(start, gpus=16, device=device)
 
 
@@ -138,7 +138,7 @@ def report(runs):
 
 def took(op):
     durations = [event.dur_us for event in serial.log.select(op)]
-    return max(durations) / 1e3  # all take the same time
+    return max(durations) / 1e3  # in ms; all events of one op take the same time
 
 
 report({"no overlap": serial})

@@ -73,7 +73,7 @@ def recorded_step(policy, kept_in=FP32):
     model = build_model(config, seed=0).to(kept_in)
     shard_model(model, fully_shard, mp_policy=policy, reshard_after_forward=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):  # the first one makes the optimizer's state
+    for _ in range(2):  # the first step creates the optimizer's state
         with record() as log:
             model(torch.randint(256, (4, config.seq_len))).logsumexp(
                 -1

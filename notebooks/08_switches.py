@@ -116,7 +116,7 @@ from hwfsdp.observe.accounting import (
 )
 from hwfsdp.plot.traffic import plot_traffic
 
-STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches of take_step
+STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches that `take_step` sets
 
 
 def run(switches, micro_batches):
@@ -125,7 +125,7 @@ def run(switches, micro_batches):
         **{name: value for name, value in switches.items() if name not in STEPS}
     )
     random = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(2):  # the first one makes the optimizer's state
+    for _ in range(2):  # the first step creates the optimizer's state
         batches = [
             torch.randn(8, WIDTH, generator=random) for _ in range(micro_batches)
         ]
@@ -292,11 +292,11 @@ print(
 # %%
 from hwfsdp.plot import sheet, style
 
-PLACES = {  # of names that are not to the right of their point
+PLACES = {  # labels that do not stand to the right of their point
     "ZeRO-2": ((-9, 0), "right"),
     "HSDP, all-reduce once": ((0, 11), "center"),
 }
-COPIES = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # of the model
+COPIES = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # number of copies of the model → color
 
 
 def draw_costs():

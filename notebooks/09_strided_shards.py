@@ -67,7 +67,7 @@ HIDDEN = 14
 TP = {
     "up": ColwiseParallel(),
     "down": RowwiseParallel(),
-}  # "Colwise" cuts outputs, which are the rows of a weight
+}  # "Colwise" cuts the outputs: the rows of the weight
 
 
 def perceptron():
@@ -88,7 +88,7 @@ def trained_on_four():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(
         batch(mesh.get_local_rank("dp"))
-    ).square().mean().backward()  # ranks of a tp group get the same rows
+    ).square().mean().backward()  # all ranks of a tp group get the same batch
     optimizer.step()
     held = {name: param.to_local().detach() for name, param in model.named_parameters()}
     return explain(model), laid_out(model), held
@@ -174,7 +174,7 @@ from itertools import product
 
 from hwfsdp.course.cuts import by_stripes, from_placements, is_right
 
-sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # rows, dp, tp
+sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # (rows, dp, tp)
 even = [(rows, dp, tp) for rows, dp, tp in sizes if rows % (dp * tp) == 0]
 for way in (from_placements, by_stripes):
     right = {size for size in sizes if is_right(way, *size)}

@@ -74,7 +74,7 @@ def train_until_killed(config):
     def die_at_the_third(file, data):
         if len(data) > 64 and any(
             saves.glob("000003-*")
-        ):  # the first 64 bytes are the file's header
+        ):  # the first write is only the header, 64 bytes
             write(file, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return write(file, data)
@@ -219,7 +219,7 @@ show(copy)
 # %%
 from hwfsdp.checkpoint import verify
 
-verify(copy)  # all is well, or this would raise
+verify(copy)  # raises if anything is damaged
 damaged = inspect(copy).path / "00002.bin"
 data = bytearray(damaged.read_bytes())
 data[len(data) // 2] ^= 1 << 6

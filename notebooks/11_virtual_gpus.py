@@ -55,7 +55,7 @@ def show(runs):
         )
 
 
-TOKENS = {}  # of a GPU in a step, where they are not 4096
+TOKENS = {}  # run → tokens per GPU and step; 4096 for runs that are not listed
 scaled = {f"{gpus} GPUs": simulate(MODEL, gpus, "h100") for gpus in (8, 64, 512, 4096)}
 show(scaled)
 
@@ -187,7 +187,7 @@ from hwfsdp.train.models import zoo
 
 
 def step_of(modules_of):
-    """A program: its groups are the modules of `modules_of(model)`, and the rest."""
+    """Return a program that shards each module of `modules_of(model)`, then the rest."""
 
     def build():
         model, policy = zoo.build(MODEL), MixedPrecisionPolicy(

@@ -46,11 +46,11 @@ CONFIG = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 
 
 def train_and_record(prepare=lambda model: None, before=lambda model, tokens: None):
-    """`prepare` is called once with the sharded model, `before` first in each step."""
+    """Call `prepare` once with the sharded model, and `before` first in each step."""
     model = shard_model(build_model(CONFIG, seed=0), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     prepare(model)
-    for _ in range(4):  # the log that stays is that of the last step
+    for _ in range(4):  # only the log of the last step is kept
         tokens = torch.randint(256, (8, CONFIG.seq_len + 1))
         with record() as log:
             before(model, tokens)
@@ -222,7 +222,7 @@ plot_timeline(slow)
 def train_on_what_there_is():
     model = shard_model(build_model(CONFIG, seed=0), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
-    with record():  # notes collectives that are not those of fully_shard, too
+    with record():  # also notes collectives that fully_shard did not issue
         for _ in range(3 if dist.get_rank() == 0 else 2):
             tokens = torch.randint(256, (8, CONFIG.seq_len + 1))
             loss = train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])

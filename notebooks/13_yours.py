@@ -20,7 +20,7 @@ lesson.begin()
 
 # %%
 EXERCISE = 9  # stations are 1 to 10 and 16, electives 11 to 15
-SEED = 7  # of the inputs that checks draw
+SEED = 7  # the seed of the inputs that the checks draw
 
 # %% [markdown]
 # ## Whose code this is

@@ -1,11 +1,12 @@
-"""Notebooks from their sources, run from top to bottom.
+"""Run notebooks from top to bottom, and write each .ipynb from its source.
 
-    python notebooks/write.py [NN ...]      runs them and writes NN_topic.ipynb, with what they showed
-    python notebooks/write.py --text [NN ...]    takes over changes of text, where no code has changed; runs nothing
-    python notebooks/write.py --check       says which .ipynb is not what its source gives; runs nothing
+    python notebooks/write.py [NN ...]           run the sources, and write NN_topic.ipynb with their outputs
+    python notebooks/write.py --text [NN ...]    copy changed text into the .ipynb if no code has changed; run nothing
+    python notebooks/write.py --check            name each .ipynb that does not agree with its source; run nothing
 
 The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format). Edit, review and compare this
-file. The .ipynb beside it is made from it, and committed with its pictures, so that a reader sees them without running anything.
+file. This tool makes the .ipynb beside it. The .ipynb is committed with its pictures, so that a reader sees them without running
+anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def sources(numbers: list[str]) -> list[Path]:
-    """Those of the notebooks with these numbers, or of all."""
+    """Return the sources of the notebooks with these numbers, or of all notebooks."""
     found = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
     unknown = set(numbers) - {path.name[:2] for path in found}
     if unknown:
@@ -39,19 +40,19 @@ def sources(numbers: list[str]) -> list[Path]:
 
 
 def read_source(path: Path) -> Any:
-    """The notebook that a source describes, not yet run."""
+    """Return the notebook that a source describes, without outputs."""
     notebook = jupytext.read(path, fmt="py:percent")
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number:02d}"  # jupytext draws them
+        cell.id = f"cell-{number:02d}"  # jupytext chooses random ids
     return notebook
 
 
 def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> None:
-    """Runs all cells in a new kernel, which has `seconds` for all of them; their outputs are in the notebook afterwards.
+    """Run all cells in a new kernel within `seconds`, and put their outputs into the notebook.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised, and errors are not allowed. CellTimeoutError: the time was over.
+        nbclient.exceptions.CellExecutionError: a cell raised, and errors are not allowed. CellTimeoutError: the time ran out.
     """
     bin_folder = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
@@ -65,11 +66,11 @@ def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> 
     )
     client.execute()
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when
+        cell.metadata.pop("execution", None)  # the times of the run
 
 
 def take_over_text(path: Path) -> bool:
-    """Puts the source's text into a notebook whose code is the source's; returns whether it is."""
+    """If the notebook has the same code as its source, write the source's text into it and return True. Otherwise return False."""
     wanted, found = read_source(path), nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     ran = [cell for cell in found.cells if cell.cell_type == "code"]
     asked = [cell for cell in wanted.cells if cell.cell_type == "code"]
@@ -83,12 +84,12 @@ def take_over_text(path: Path) -> bool:
 
 
 def _written(cell: Any) -> tuple[str, str, list[str]]:
-    """What the source says of a cell: its kind, its text, its tags."""
+    """Return the properties of a cell that come from the source: its kind, its text, its tags."""
     return cell.cell_type, cell.source, cell.metadata.get("tags", [])
 
 
 def problems(path: Path) -> Iterator[str]:
-    """What does not hold of a committed notebook: that it is what its source gives, ran to its end, and shows a picture."""
+    """Yield the problems of a committed notebook. It must agree with its source, have run to its end, and show a picture."""
     target = path.with_suffix(".ipynb")
     if not target.exists():
         yield f"{target.name} is missing. Run: make notebooks"

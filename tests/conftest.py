@@ -1,8 +1,8 @@
-"""What all tests share.
+"""The setup of all tests.
 
-Property tests try the same examples in every run, however slow the machine is. In `make test`, collectives run as they do for users.
-In `make test-all`, torch compares every collective of a rank with those of the other ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), which
-takes a quarter of the time.
+Property tests try the same examples in every run, on slow machines, too. In `make test`, collectives run as they do for users. In
+`make test-all`, torch compares every collective of a rank with the same collective of the other ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+The comparison takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow],  # a stopwatch, too
+    suppress_health_check=[HealthCheck.too_slow],  # this check also measures time
 )
 settings.load_profile("deterministic")
 
@@ -41,15 +41,15 @@ import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint",
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the verb that a file of tests is about, its VERB."""
+    """Return a function that runs the command that a file of tests is about: its constant VERB."""
     from commands import said_by
 
     return functools.partial(said_by, capsys, request.module.VERB)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fails the session if torch's names are hwfsdp's already: every oracle would be hwfsdp itself."""
-    torchs = sys.modules.get("torch.distributed.fsdp")  # whoever has exchanged its names has imported it
+    """Refuse to start if torch's names already mean hwfsdp's: every oracle would then be hwfsdp itself."""
+    torchs = sys.modules.get("torch.distributed.fsdp")  # None if its names cannot have been replaced yet
     startup = Path(__file__).parents[1] / "hwfsdp" / "startup"
     exported = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     swapped = torchs is not None and torchs.fully_shard.__module__.startswith("hwfsdp")
@@ -60,9 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-@pytest.hookimpl(trylast=True)  # after `-m` has left out tests
+@pytest.hookimpl(trylast=True)  # after `-m` has removed tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take longest, so that no worker has to wait for another one's last file."""
+    """Begin with the slowest files, so that at the end no worker waits long for the last file of another."""
     from worth import kept
 
     seconds = kept()["seconds"]
@@ -73,6 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is never garbage; collections need not look at it again (a third of a second each)."""
+    """Freeze all imported objects: they are never garbage, and looking at them costs each collection a third of a second."""
     gc.collect()
     gc.freeze()

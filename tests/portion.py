@@ -1,12 +1,11 @@
-"""The part of the long suite that continuous integration runs: what a commit touches, then others in turn.
+"""Choose the long tests that continuous integration runs: tests of the code that the last commit changed, then other tests in turn.
 
-    python tests/portion.py --minutes 20         files of tests for this commit, one a line; the same ones each time
-    python tests/portion.py hwfsdp/core/group.py      files of tests that are about a module
+    python tests/portion.py --minutes 20         print files of tests for this commit, one per line; the same in each call
+    python tests/portion.py hwfsdp/core/group.py      print the files of tests that are about a module
 
-A commit touches a file of tests if it changes it, or
-a module that it is about: by its name (`group.py`, `test_group.py`), by its imports, or by the areas of `worth.py`. The rest of
-the time goes to the other files in turn: each commit begins where the one before has ended, more or less, so that every
-file is run once in a few commits. How long files take is in `worth.json`.
+A commit touches a file of tests if it changes this file, or a module that the file is about. A file is about a module by its name
+(`group.py`, `test_group.py`), by its imports, or by the areas of `worth.py`. The remaining minutes go to the other files in turn. Each
+commit begins about where the previous commit ended, so every file runs once in a few commits. `worth.json` has the time of each file.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from pathlib import Path
 
 from worth import AREAS, ROOT, files_of, kept, subjects
 
-UNMEASURED = 60.0  # seconds of a file that nobody has measured yet
+UNMEASURED = 60.0  # seconds of a file without a measured time
 
 
 def has_long(test: Path) -> bool:
-    """Whether some tests of a file are long."""
+    """Return True if some tests of a file are long."""
     return re.search(r"mark\.long|\blong\(|fast_are|fast=", test.read_text()) is not None
 
 
 def changed_files() -> set[str]:
-    """Of the last commit; of a merge, what it brought. Nothing if there is no history."""
+    """Return the files that the last commit changed, or that a merge brought in; none if there is no history."""
     return set(git("diff", "--name-only", "HEAD~1", "HEAD").split())
 
 
@@ -53,13 +52,13 @@ def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
 
 
 def portion(seconds: dict[str, float], touched: list[str], turn: int, budget: float) -> list[str]:
-    """One file whose turn it is, however long it takes; then what fits into the budget: touched files, others in turn."""
+    """Choose the file whose turn it is, however long it takes. Add files that fit into the budget: touched ones first, then others."""
     others = [test for test in sorted(seconds) if test not in touched]
     count = max(1, len(others))
     step = next(
         step for step in range(max(1, count // 4), count + 1) if math.gcd(step, count) == 1 or step == count
     )
-    start = turn * step % count  # with no common divisor each file is the first one some time
+    start = turn * step % count  # step and count have no common divisor, so each file has its turn
     chosen: list[str] = []
     for test in others[start : start + 1] + touched + others[start + 1 :] + others[:start]:
         if not chosen or sum(seconds[each] for each in chosen) + seconds[test] <= budget:

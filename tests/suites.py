@@ -1,6 +1,6 @@
-"""Which suite a case belongs to. `make test` leaves out what is marked `long`; `make test-all` runs everything.
+"""Mark cases of tests as long. `make test` leaves out all that is marked `long`; `make test-all` runs everything.
 
-A test is marked by `@pytest.mark.long`, a file by `pytestmark = pytest.mark.long`, a case by what follows.
+`@pytest.mark.long` marks a test, and `pytestmark = pytest.mark.long` marks a file. The functions below mark single cases.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import pytest
 
 
 def long(*values: Any, id: str | None = None) -> Any:
-    """A case of `pytest.mark.parametrize` that `make test` leaves out."""
+    """Return a case for `pytest.mark.parametrize` that `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
 def fast_are(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases, all of them long except for some.
+    """Return the cases, and mark all of them as long except those in `fast`.
 
     Raises:
-        ValueError: one of the fast ones is not among the cases.
+        ValueError: `fast` has an element that is not a case.
     """
     cases, fast = list(cases), list(fast)
     if unknown := [case for case in fast if case not in cases]:

@@ -188,7 +188,7 @@ def test_a_rank_sends_twice_the_model_or_three_times_as_in_the_zero_paper(strate
     assert sum(sent.values()) * 64 == psi * 2 * (640 + 64 + 640) * 63
 
 
-def test_states_in_the_sizes_of_the_docstring() -> None:
+def test_bytes_of_model_states_equal_counts_made_by_hand() -> None:
     def states(strategy: Strategy, rank: int) -> StateBytes:
         return model_state_bytes([(5, 3), (1,)], strategy, 4, 2, rank, StateBytes(2, 4, 12))
 
@@ -202,7 +202,7 @@ def test_states_in_the_sizes_of_the_docstring() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4))
-def test_alone_every_strategy_costs_the_same(shapes: list[list[int]]) -> None:
+def test_every_strategy_costs_the_same_on_one_rank(shapes: list[list[int]]) -> None:
     n = sum(map(prod, shapes))
     for strategy in Strategy:
         assert model_state_bytes(shapes, strategy, 1, 1) == (4 * n, 4 * n, 8 * n)

@@ -421,7 +421,7 @@ def logs_with_buffers() -> Any:
 
 
 @pytest.mark.parametrize("kind, in_flight", IN_FLIGHT.items(), ids=str)
-def test_as_many_reductions_are_in_flight_as_there_may_be_input_buffers(kind, in_flight):
+def test_the_number_of_input_buffers_limits_the_reductions_in_flight(kind, in_flight):
     """A buffer is packed when the reduction that used it is over, and not later; the last given to any group counts."""
     for log in (found[kind] for found in logs_with_buffers()):
         reductions = log.select("reduce_scatter")
@@ -433,7 +433,7 @@ def test_as_many_reductions_are_in_flight_as_there_may_be_input_buffers(kind, in
                 assert waited == (j - i >= in_flight), (i, j)
 
 
-def test_numbers_that_are_none_are_refused_a_number_of_buffers_as_in_fsdp2():
+def test_invalid_divide_factors_are_refused_and_invalid_counts_of_buffers_as_in_fsdp2():
     def refuse() -> None:
         mine, reference = ours(models.stem()), theirs(models.stem())
         for factor in (0, "2", None, float("nan")):

@@ -188,7 +188,7 @@ def test_means_are_taken_as_fsdp2_takes_them(dtype: torch.dtype, force_sum: bool
 
 @pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_whatever_the_backend_does_not_divide_by_is_divided_apart(dtype, force_sum):
+def test_the_factors_around_a_reduction_and_the_backends_own_make_up_the_divisor(dtype, force_sum):
     for shards, replicas, factor in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), FACTORS):
         before, scatter, reduce, after = mean_scaling(shards, replicas, dtype, factor, force_sum)
         by_backend = shards if scatter == dist.ReduceOp.AVG else 1

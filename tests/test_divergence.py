@@ -69,7 +69,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-def test_where_nothing_is_wrong_there_is_no_table(case: str) -> None:
+def test_ranks_without_a_problem_get_no_table(case: str) -> None:
     assert describe_divergence(IN_ORDER[case]) == ""
 
 
@@ -101,9 +101,7 @@ def test_the_table_marks_the_first_call_in_which_ranks_differ(world_size, place,
         ("", "", "."),
     ],
 )
-def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(
-    left: str, place: str, says: str
-) -> None:
+def test_an_absent_rank_is_named_with_its_place_or_its_end(left: str, place: str, says: str) -> None:
     reports = on_all(4, "a", "b", "c")
     reports[2] = Report(2, calls("a", "b", last=State.DONE), left, place)
     where = "collective 3 of ranks 0–3, all_gather of 'c', which ranks 0, 1 and 3 wait in"
@@ -111,7 +109,7 @@ def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(
     assert len(marked(describe_divergence(reports))) == 1
 
 
-def test_if_several_ranks_did_not_come_the_error_names_one_that_waits_for_no_rank() -> None:
+def test_the_error_names_the_absent_rank_that_waits_for_no_other() -> None:
     """Rank 3 is lost; rank 2 waits for it, and so does not come to where rank 0 waits."""
     reports = [
         Report(0, calls("a", "b", group="x:0-2/2")),

@@ -21,7 +21,7 @@ THREE_ANSWERS = {"expected": "a module", "got": "None", "remedy": "Pass a module
 
 
 @pytest.mark.parametrize("kind", [FSDPError, UsageError, UnsupportedError, StateError])
-def test_a_message_is_one_line_with_subject_and_three_answers(kind: type[FSDPError]) -> None:
+def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy(kind: type[FSDPError]) -> None:
     error = kind("fully_shard", **THREE_ANSWERS)
     assert str(error) == "fully_shard: expected a module; got None. Pass a module."
     assert {name: getattr(error, name) for name in THREE_ANSWERS} == THREE_ANSWERS
@@ -40,7 +40,7 @@ def test_a_message_is_one_line_with_subject_and_three_answers(kind: type[FSDPErr
         (RankError, RuntimeError),
     ],
 )
-def test_an_error_is_also_the_builtin_that_a_stranger_would_catch(kind, builtin):
+def test_an_error_is_also_a_builtin_exception_that_other_code_catches(kind, builtin):
     assert issubclass(kind, FSDPError)
     assert issubclass(kind, builtin)
 

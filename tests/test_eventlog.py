@@ -70,7 +70,7 @@ def test_events_are_selected_by_op_and_by_attributes() -> None:
 # --- The summary -------------------------------------------------------------------------------------------
 
 
-def test_a_summary_of_a_step_known_by_heart() -> None:
+def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
     """Communication 0–35; compute is busy 10–50 but for the wait 28–30: 12 µs are exposed, 23 hidden."""
     log = EventLog(
         events_of(0, *STEP),

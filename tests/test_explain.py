@@ -77,7 +77,7 @@ def on_ranks() -> tuple[list[Any], Totals, str]:
     return [tuple(row) for row in table.rows], table.totals, str(caught.value)
 
 
-def test_on_paper_and_on_ranks_the_table_is_the_same_but_a_rank_has_its_own_model_to_ask() -> None:
+def test_the_table_on_paper_equals_the_one_on_ranks_where_explaining_on_paper_is_refused() -> None:
     for rank, (rows, totals, refusal) in enumerate(launch(on_ranks, 3, timeout=60)):
         paper = explain_on_paper(lambda: zoo.build(SMALL), 3, rank).explanation
         assert [tuple(row) for row in paper.rows] == rows
@@ -111,7 +111,7 @@ def test_a_model_of_eight_billion_parameters_takes_no_memory_and_is_exact() -> N
     assert "blocks.0 … blocks.31: 32 alike" in found.explanation.folded_text()
 
 
-def test_after_it_the_process_has_no_process_group_even_after_an_error() -> None:
+def test_explaining_on_paper_leaves_no_process_group_even_after_an_error() -> None:
     with pytest.raises(UsageError, match="nn.ModuleList"):
         explain_on_paper(lambda: nn.ModuleList([nn.Linear(2, 2)]), 2)
     assert not dist.is_initialized()

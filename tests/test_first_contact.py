@@ -178,21 +178,21 @@ def namespace(*options: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_doctor_says_so_if_training_works_on_the_machine() -> None:
+def test_doctor_reports_that_training_works_on_the_machine() -> None:
     status, looks, _ = doctor()
     assert status == 0 and not [look for look in looks.values() if look["status"] == "broken"]
     assert looks["2 ranks"]["status"] == looks["loopback"]["status"] == "ok"
 
 
 @pytest.mark.long
-def test_without_loopback_training_is_broken() -> None:
+def test_doctor_reports_broken_training_without_loopback() -> None:
     status, looks, err = doctor(*namespace("--net"))
     assert status == 1 and "Traceback" not in err
     assert {name for name, look in looks.items() if look["status"] == "broken"} == {"loopback", "2 ranks"}
     assert "ip link set lo up" in looks["loopback"]["remedy"] and "loopback" in looks["2 ranks"]["remedy"]
 
 
-def test_a_torch_that_does_not_import_is_named_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+def test_doctor_names_a_torch_that_does_not_import_and_checks_the_rest(tmp_path: Path) -> None:
     path = in_the_way(tmp_path, "torch.py", "raise OSError('libtorch.so: no such file')")
     status, looks, err = doctor(PYTHONPATH=path)
     assert (status, err) == (1, "")
@@ -229,17 +229,17 @@ def test_doctor_names_what_is_missing_too_old_or_broken_with_its_remedy(
     ("look", "variable", "status"),
     [("temporary_files", "TMPDIR", "broken"), ("matplotlib", "MPLCONFIGDIR", "note")],
 )
-def test_a_folder_that_cannot_be_written_is_told(look: str, variable: str, status: str) -> None:
+def test_doctor_reports_a_folder_that_cannot_be_written(look: str, variable: str, status: str) -> None:
     found = looked(f"look_at_{look}()", **{variable: "/dev/null/none"})
     assert found["status"] == status and "cannot be written" in found["says"] and variable in found["remedy"]
 
 
-def test_ranks_that_are_not_heard_in_time_are_told() -> None:
+def test_doctor_reports_ranks_that_do_not_answer_in_time() -> None:
     found = look_at_ranks(2, seconds=0.01)
     assert found.status == "broken" and "0.01 s" in found.remedy
 
 
-def test_ranks_that_cannot_talk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_ranks_that_cannot_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = look_at_ranks(2)
     assert found.status == "broken" and "nowhere0" in found.says and "GLOO_SOCKET_IFNAME" in found.remedy

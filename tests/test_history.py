@@ -75,7 +75,7 @@ def test_a_note_says_whether_the_users_collectives_would_be_noted_too(ring: Any)
     assert [call.sees_users for call in ring()] == [False, True]
 
 
-def test_given_more_calls_than_slots_the_last_ones_are_kept_in_order(ring: Any) -> None:
+def test_a_full_ring_keeps_the_last_calls_in_order(ring: Any) -> None:
     for number in range(2 * SLOTS + 7):
         begin(number)
     assert [call.owner for call in ring()] == [f"blocks.{n}" for n in range(SLOTS + 7, 2 * SLOTS + 7)]

@@ -70,7 +70,7 @@ else:
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_all_holes_of_a_module_at_once(ending):
+def test_all_holes_of_a_module_can_be_made_and_filled_again(ending):
     source = EXAMPLE.replace("\n", ending)
     names = list(functions(source))
     texts = {name: extract(source, name) for name in names}

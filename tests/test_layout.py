@@ -208,7 +208,7 @@ def test_placements_that_no_cuts_make_are_refused(placements: list[Placement], m
 
 
 @pytest.mark.parametrize("placement", [Shard(-1), strided(-1, 1)], ids=str)
-def test_counting_dims_from_the_end_needs_to_know_the_end(placement: Placement) -> None:
+def test_negative_dims_are_refused_where_the_number_of_dims_is_unknown(placement: Placement) -> None:
     with pytest.raises(UsageError, match="counted from the front; got -1"):
         explicit_order_placements((2,), [placement])
     assert local_extent_of((4, 6), (2,), [placement], (1,)) == ((4, 3), (0, 3))
@@ -240,7 +240,7 @@ def test_dims_placements_and_coordinates_that_do_not_exist_are_refused(
         local_extent_of((4, 4), (3, 2), [placement, Replicate()], coordinate)
 
 
-def test_values_are_not_cut_into_addends_but_extents_are_known() -> None:
+def test_partial_placements_have_extents_but_their_values_are_refused() -> None:
     assert local_extent_of((4,), (2,), [Partial()], (1,)) == ((4,), (0,))
     with pytest.raises(UnsupportedError, match="got Partial"):
         shard_strided(torch.ones(4), (2,), [Partial()])

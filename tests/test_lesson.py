@@ -19,7 +19,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.plot.sheet import DPI, new_figure
 
 
-def test_outside_of_a_notebook_one_is_told_to_open_it() -> None:
+def test_the_error_outside_of_a_notebook_says_to_open_the_notebook() -> None:
     with pytest.raises(
         UsageError, match="expected a notebook or IPython; got plain Python. Open the notebook"
     ):

@@ -264,7 +264,7 @@ def reports() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_with_what_was_expected_and_got_and_what_to_do_and_changes_nothing(name):
+def test_a_mistake_changes_nothing_and_its_error_says_expected_got_and_remedy(name):
     assert reports()[name] == []
 
 
@@ -313,5 +313,5 @@ def without_gradients_after_remedies() -> list[str]:
     return wrong
 
 
-def test_after_a_mistake_its_remedy_works():
+def test_the_remedies_that_errors_name_work():
     assert launch(without_gradients_after_remedies, 2, timeout=60) == [[], []]

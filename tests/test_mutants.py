@@ -160,7 +160,9 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("operator", "line", "expected"), EXAMPLES)
-def test_examples_of_each_kind(operator: str, line: str, expected: list[str] | None) -> None:
+def test_each_example_line_gives_the_expected_mutants(
+    operator: str, line: str, expected: list[str] | None
+) -> None:
     assert sorted(found_in(line).get(operator, [])) == sorted(map(plain, expected or []))
 
 

@@ -105,7 +105,9 @@ def test_a_step_that_is_left_out_has_a_reason() -> None:
     assert (found["status"], found["said"]) == ("left out", "There is one GPU.")
 
 
-def test_without_hypothesis_only_tests_that_do_without_it_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_need_hypothesis_are_left_out_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with_it, without = files_of(["test_races.py", "test_overlap.py"])
     assert not with_it.command and with_it.why == "hypothesis is not installed."

@@ -113,13 +113,13 @@ def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase
 # --- What must not ---------------------------------------------------------------------------------------
 
 
-def test_whatever_uses_the_same_memory_waits_for_each_other(rank_log):
+def test_no_two_uses_of_the_same_memory_race(rank_log):
     """Packing, gathering, copying out, reducing, freeing, and the optimizer."""
     assert [race.sentence for race in find_races(rank_log)] == []
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
-def test_nothing_is_computed_before_its_parameters_are_there(rank_log, op):
+def test_a_block_computes_only_after_its_gather_and_copy_out(rank_log, op):
     spans = [span for block in BLOCKS for span in rank_log.select(op, owner=f"blocks.{block}")]
     assert len(spans) == 2 * len(BLOCKS)
     for span in spans:

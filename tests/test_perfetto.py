@@ -103,7 +103,7 @@ def intervals(log: list[Event]) -> dict[tuple[int, int], tuple[float, float]]:
 
 
 @given(any_log)
-def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> None:
+def test_drawing_keeps_every_start_and_lengthens_no_event(log: list[Event]) -> None:
     for event in log:
         start, end = intervals(log)[event.rank, event.seq]
         assert start == event.start_us <= end <= event.end_us

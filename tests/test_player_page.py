@@ -150,9 +150,7 @@ def test_every_pane_shows_its_colors(
     assert tab.run("document.documentElement.scrollWidth") <= size[0]
 
 
-def test_on_a_narrow_screen_everything_to_touch_is_large_and_every_name_is_whole(
-    tab: Tab, pages: dict[str, str]
-) -> None:
+def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages: dict[str, str]) -> None:
     tab.look(NARROW[0], 3600)
     for page in ("one", "two"):
         tab.open(pages[page])
@@ -242,7 +240,7 @@ def test_the_page_shows_the_states_of_the_lifetimes_at_every_moment(tab: Tab, lo
         assert shown["reducing"] if each.state == "reducing" else shown["params"] == each.state, each
 
 
-def test_rows_are_given_out_as_the_heart_does(tab: Tab) -> None:
+def test_the_page_deals_out_rows_as_chunk_extent_does(tab: Tab) -> None:
     for count in range(8):
         for ranks in range(1, 6):
             for rank in range(ranks):
@@ -460,7 +458,9 @@ def test_playing_moves_the_cursor_to_the_end_and_space_pauses(tab: Tab) -> None:
     tab.until("state.t === state.end && !state.playing")
 
 
-def test_where_motion_is_not_wanted_playing_hops_from_event_to_event(tab: Tab, pages: dict[str, str]) -> None:
+def test_playing_hops_from_event_to_event_if_the_reader_wants_no_motion(
+    tab: Tab, pages: dict[str, str]
+) -> None:
     tab.look(*WIDE, still=True)
     tab.open(pages["one"])
     tab.run(
@@ -617,7 +617,7 @@ def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: T
         assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
 
 
-def test_a_page_of_two_logs_or_of_one_that_frees_nothing_says_nothing_of_that(
+def test_pages_of_two_logs_and_of_a_log_that_frees_nothing_omit_that_change(
     tab: Tab, pages: dict[str, str]
 ) -> None:
     for page in ("two", "kept"):

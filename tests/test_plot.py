@@ -185,7 +185,7 @@ def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
         assert bar.x0 < text.x0 and text.x1 < bar.x1 and bar.y0 < text.y0 and text.y1 < bar.y1
 
 
-def test_an_arrow_leads_from_what_was_waited_for_to_where_the_other_went_on() -> None:
+def test_an_arrow_leads_from_an_event_to_the_place_where_its_waiter_goes_on() -> None:
     log = EventLog(
         [
             event(0, "all_gather", "all_gather", 0, 800),
@@ -253,7 +253,7 @@ def areas(figure: Figure) -> dict[str, PolyCollection]:
     return {str(area.get_label()).split(":")[0]: area for area in found}
 
 
-def test_areas_are_stacked_what_stays_lowest_and_hold_from_one_sample_to_the_next() -> None:
+def test_areas_are_stacked_with_lasting_memory_lowest_and_stay_level_between_samples() -> None:
     drawn = areas(plot_memory(UP_AND_DOWN))
     assert list(drawn) == ["sharded_param", "unsharded_param", "all_gather_buffer"]
     for ms, sample in enumerate(UP_AND_DOWN.samples[0][:-1]):
@@ -311,7 +311,7 @@ def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() 
     assert_texts_are_apart_and_on_the_sheet(figure)
 
 
-def test_in_order_all_samples_have_the_same_width_and_no_times() -> None:
+def test_memory_drawn_in_order_gives_all_samples_the_same_width_and_no_times() -> None:
     uneven = EventLog([], {0: [replace(s, us=s.us**2) for s in UP_AND_DOWN.samples[0]]})
     axes = plot_memory(uneven, in_order=True).axes[0]
     [total] = [line for line in axes.lines if line.get_gid() == "total"]

@@ -76,7 +76,7 @@ def test_the_map_of_a_strided_placement_equals_two_cuts_with_tensor_parallelism_
     assert map_of(plain, 0, rows) == sorted(map_of(plain, 0, rows)) != owners
 
 
-def test_replicas_have_the_color_of_each_other_and_other_shards_have_not() -> None:
+def test_replicas_share_a_color_and_other_shards_have_another() -> None:
     figure = plot_sharding([LaidOut("w", (8,), (Replicate(), Shard(0)))], {"replicate": 2, "shard": 2})
     colors = [to_rgb(boxes(figure)[f"cell 0 rank {rank} owned"].get_facecolor()) for rank in range(4)]
     assert colors[0] == colors[2] != colors[1] == colors[3]

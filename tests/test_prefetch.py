@@ -43,7 +43,7 @@ def forward(order: ForwardOrder[Group], *entered: Group) -> str:
 # --- Forward -----------------------------------------------------------------------------------------------
 
 
-def test_only_the_last_forward_that_ended_counts_and_two_models_learn_apart() -> None:
+def test_guesses_come_from_the_last_finished_forward_of_the_same_model() -> None:
     order, other = ForwardOrder[Group](), ForwardOrder[Group]()
     assert forward(order, A, B, C) == "---"
     assert forward(other, A, B, C) == "---"
@@ -57,7 +57,7 @@ def test_only_the_last_forward_that_ended_counts_and_two_models_learn_apart() ->
 
 
 @given(orders, orders)
-def test_a_guess_is_always_what_followed_the_same_group_at_the_same_place(learned, taken):
+def test_a_guess_is_the_group_that_followed_the_same_group_at_the_same_place(learned, taken):
     order: ForwardOrder[Group] = ForwardOrder()
     forward(order, *learned)
     for place, group in enumerate(taken):

@@ -25,7 +25,7 @@ NEW_METHODS = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_ba
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
 
-def test_public_names_are_sorted_there_and_documented() -> None:
+def test_public_names_are_sorted_and_exist_and_have_docstrings() -> None:
     assert hwfsdp.__all__ == sorted(set(hwfsdp.__all__) - SUBMODULES)
     for name in hwfsdp.__all__:
         value = getattr(hwfsdp, name)
@@ -65,7 +65,7 @@ def test_every_method_of_torchs_is_there_with_its_parameters(name: str) -> None:
     assert ours == theirs
 
 
-def test_there_is_every_name_that_fsdp2_exports_and_no_method_that_torch_does_not_have() -> None:
+def test_hwfsdp_has_every_name_of_fsdp2_and_no_unlisted_method_beyond_torchs() -> None:
     assert set(torch_fsdp._fully_shard.__all__) <= set(hwfsdp.__all__)
     assert methods_of(hwfsdp) <= methods_of(torch_fsdp) | {*dir(nn.Module)} | NEW_METHODS
     for name in ("register_fsdp_forward_method", "share_comm_ctx"):

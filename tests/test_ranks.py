@@ -123,7 +123,7 @@ def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tm
     assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
 
 
-def test_ranks_that_wait_for_each_other_are_asked_before_any_gives_up() -> None:
+def test_a_deadlock_is_reported_with_the_place_where_each_rank_waits() -> None:
     def wait_for_the_other() -> None:
         other = 1 - dist.get_rank()
         worker.describe_wait = lambda: f"recv from {other}"
@@ -150,7 +150,9 @@ IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""
         ([IN_A, "gone"], False, False),
     ],
 )
-def test_ranks_hang_for_sure_if_they_wait_for_each_other_and_none_wakes(waiting, returned, sure, monkeypatch):
+def test_a_deadlock_is_certain_only_if_no_waiting_rank_can_go_on_and_all_sleep(
+    waiting, returned, sure, monkeypatch
+):
     stands = {number: caller._Stand(place, "") for number, place in enumerate(waiting)}
     found = [SimpleNamespace(finished=False, process=SimpleNamespace(pid=number)) for number in stands]
     found += [SimpleNamespace(finished=True, process=SimpleNamespace(pid=99))] * returned
@@ -179,7 +181,7 @@ def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) ->
     assert (tmp_path / "seen").read_text() == "all_gather of 0 on 0"
 
 
-def test_a_result_that_does_not_come_back_names_its_rank() -> None:
+def test_the_error_of_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
     class Broken:
         def __reduce__(self) -> object:
             return int, ("not a number",)
@@ -213,7 +215,7 @@ NO_DRIVER = """
 """
 
 
-def test_ranks_can_use_a_gpu_because_the_server_has_asked_for_none() -> None:
+def test_ranks_can_use_a_gpu_because_their_server_never_counts_gpus() -> None:
     """CUDA refuses to start in a process whose parent has asked, before the fork, how many GPUs there are."""
     command = [sys.executable, "-c", textwrap.dedent(NO_DRIVER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -78,7 +78,7 @@ def reduce_in_all_ways(n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_ring_gives_what_the_backend_gives_only_reads_its_input_and_sends_the_least(
+def test_the_ring_equals_the_backend_keeps_its_input_and_sends_the_fewest_bytes(
     world_size: int,
 ) -> None:
     def on_a_rank() -> None:

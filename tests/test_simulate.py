@@ -78,7 +78,7 @@ def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_of_one_group_gathering_and_reducing_are_not_hidden(optimizers: int) -> None:
+def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: int) -> None:
     """A forward has a product per layer; a backward two, but for the first layer, whose input needs no gradient."""
     found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
     us = 2 * STARTS + 5 * PRODUCT_US
@@ -89,7 +89,7 @@ def test_of_one_group_gathering_and_reducing_are_not_hidden(optimizers: int) -> 
 
 
 @pytest.mark.parametrize("layers", [3, 5])
-def test_of_several_groups_what_has_nothing_to_hide_behind_is_exposed(layers: int) -> None:
+def test_several_groups_expose_only_the_first_gather_and_the_last_reduction(layers: int) -> None:
     """The first gather and the last reduction; the others hide behind products.
 
     That of the backward's first group hides, too: the host is ahead, and asks for it while the forward still runs.
@@ -129,7 +129,7 @@ def test_a_step_of_unknown_tokens_has_no_rate() -> None:
 
 
 @pytest.mark.long
-def test_twice_the_same_gives_the_same_to_the_last_digit() -> None:
+def test_two_simulations_of_the_same_run_agree_to_the_last_digit() -> None:
     first, second = (simulate("gpt-tiny", 4, batch=2) for _ in range(2))
     assert as_json(first) == as_json(second)
     assert first.log.events == second.log.events
@@ -188,7 +188,7 @@ def test_hybrid_sharding_shards_within_a_node() -> None:
 
 
 @pytest.mark.long
-def test_where_the_host_computes_parameters_are_gathered_in_float32() -> None:
+def test_parameters_are_gathered_in_float32_if_the_host_computes() -> None:
     assert simulate(SMALL, 2, replace(H100, host=True)).plan.param_dtype is torch.float32
     assert simulate(SMALL, 2).plan.param_dtype is torch.bfloat16
 
@@ -241,7 +241,7 @@ def tried_on(device: Device) -> Callable[[Choice], Simulation]:
     return tried
 
 
-def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
+def test_a_model_fits_if_its_peak_is_within_the_memory() -> None:
     need = simulate("gpt-tiny", 2).peak_allocated_gib * GIB / 0.99
     fit = [simulate("gpt-tiny", 2, of_memory(need * share)).fits for share in (1.001, 0.999)]
     assert fit == [True, False]
@@ -274,7 +274,7 @@ def test_under_hybrid_sharding_the_suggestion_to_shard_over_all_gpus_fits() -> N
     assert not found.fits and fits.fits and choice == Choice(8, 1, "full")
 
 
-def test_of_a_step_of_the_users_only_the_gpus_are_changed() -> None:
+def test_suggestions_for_a_step_of_the_users_change_neither_batch_nor_checkpointing() -> None:
     device = of_memory(1 << 26)
     found = simulate("gpt-tiny", 2, device, batch=8)
     tried: list[Choice] = []
@@ -288,7 +288,7 @@ def test_of_a_step_of_the_users_only_the_gpus_are_changed() -> None:
 
 
 @pytest.mark.long
-def test_if_one_row_and_one_block_are_too_large_nothing_is_said_to_fit() -> None:
+def test_no_suggestion_is_made_if_one_row_and_one_block_are_too_large() -> None:
     device = of_memory(1 << 20)
     found = simulate("gpt-tiny", 2, device)
     assert find_fitting(found, Choice(2, 1, "none"), tried_on(device)) is None

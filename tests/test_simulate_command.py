@@ -132,7 +132,7 @@ def test_flags_reach_the_plan(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("word", "value", "gathers"), [("yes", True, 9), ("no", False, 5)])
-def test_resharding_is_said_with_a_word(run: Run, word: str, value: bool, gathers: int) -> None:
+def test_the_flag_for_resharding_takes_yes_or_no(run: Run, word: str, value: bool, gathers: int) -> None:
     found = run(*TINY, "--reshard-after-forward", word, "--json").found
     assert found["plan"]["reshard_after_forward"] is value
     assert found["summary"]["count_by_op"]["all_gather"] == gathers
@@ -191,7 +191,7 @@ def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq:
     assert ("unknown" in run("--model", "mine_to_simulate:trains", *seq).out) == (not seq)
 
 
-def test_a_step_that_needs_values_is_told_where(run: Run) -> None:
+def test_the_error_of_a_step_that_needs_values_names_the_line(run: Run) -> None:
     said = run("--model", "mine_to_simulate:reads")
     number = 1 + [text.strip() for text in textwrap.dedent(MINE).splitlines()].index(
         "print(model(torch.ones(4, 8)).sum().item())"
@@ -267,7 +267,7 @@ def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(run: Run)
 
 
 @pytest.mark.long
-def test_a_sweep_holds_if_any_of_it_fits(run: Run) -> None:
+def test_a_sweep_succeeds_if_one_of_its_runs_fits(run: Run) -> None:
     sweep = ("--model", "gpt-tiny", "--sweep", "gpus=1..2", "--json")
     needs = [one["peak_allocated_gib"] for one in run(*sweep).found]
     statuses = []

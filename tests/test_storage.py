@@ -14,7 +14,9 @@ def nbytes(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_freed_and_allocated_again_a_tensor_has_its_memory_shape_and_identity(dtype: torch.dtype) -> None:
+def test_a_tensor_keeps_its_shape_and_storage_when_it_is_freed_and_allocated_again(
+    dtype: torch.dtype,
+) -> None:
     tensor = torch.ones(3, 5, dtype=dtype)
     storage, full = tensor.untyped_storage(), 15 * dtype.itemsize
     for _ in range(2):

@@ -125,7 +125,7 @@ def test_a_collective_that_blocked_the_host_leaves_nothing_to_wait_for(gathers, 
 
 
 @pytest.mark.parametrize("waiter", ["compute", "copy"])
-def test_streams_do_not_wait_for_each_other_unasked(diary: Diary, waiter: str) -> None:
+def test_streams_wait_only_for_the_events_that_they_are_told_to_wait_for(diary: Diary, waiter: str) -> None:
     first, second = HostStream("all_gather"), HostStream("reduce_scatter")
     diary.collective(first, "a")
     diary.collective(second, "b")
@@ -176,7 +176,7 @@ def test_a_wait_of_another_stream_is_noted_at_its_next_event(recorder: Recorder,
     assert after(recorder) == {"copy_in on copy": (), "all_gather on all_gather": (0,)}
 
 
-def test_memory_that_grows_after_a_wait_comes_after_what_was_waited_for(recorder, gathers, compute):
+def test_memory_that_grows_after_a_wait_is_ordered_after_the_awaited_event(recorder, gathers, compute):
     recorder.instant("all_gather", "all_gather")
     recorder.ordered_after("compute", 0)
     recorder.resized(torch.empty(4).untyped_storage(), 16, 16)
@@ -297,7 +297,7 @@ def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
     assert [sample.us for sample in recorder.finish()[1]] == [7.0]
 
 
-def test_a_clock_set_in_a_block_that_keeps_it_is_gone_afterwards() -> None:
+def test_keeping_clock_restores_the_clock_at_the_end_of_its_block() -> None:
     pretended(8.0)
     assert time_now() == 8.0
     with events.keeping_clock():
@@ -321,7 +321,7 @@ def test_a_wait_does_not_refer_to_events_of_an_earlier_recording(gathers, comput
     assert after(later) == {"copy_in on copy": (), "wait on compute": ()}
 
 
-def test_an_event_of_the_user_is_taken_for_all_that_compute_has_done(recorder, compute):
+def test_an_event_that_the_user_records_stands_for_all_earlier_work_of_compute(recorder, compute):
     copies, event = compute.streams.copy, StreamEvent(compute, "the user's")
     recorder.instant("optimizer", "compute")
     observer.slot.recorded(event)

@@ -52,7 +52,7 @@ def test_steps_are_a_number_after_the_warm_up_or_a_range(text: str, steps: Any) 
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "3..2", "..4", "1..x", "1.5", "", "²", "1...3"])
-def test_steps_that_cannot_be_are_refused_in_one_line(text: str) -> None:
+def test_impossible_steps_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(UsageError) as refusal:
         read_steps(text)
     assert repr(text) in str(refusal.value) and "\n" not in str(refusal.value)
@@ -295,7 +295,7 @@ def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: d
     assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
 
 
-def test_a_run_of_one_rank_that_ends_early_is_told_so_and_that_nothing_moves(
+def test_a_trace_of_one_rank_reports_an_early_end_and_that_nothing_moves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = traced(script(tmp_path, "train(4)"), steps=Steps(1, 4), ranks=1)
@@ -378,7 +378,7 @@ def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) 
 # --- Two logs ------------------------------------------------------------------------------------------------
 
 
-def test_a_log_is_like_itself_and_like_a_slower_one_with_other_waits_and_more_steps() -> None:
+def test_a_log_has_the_same_traffic_as_a_slower_one_and_as_one_with_more_steps() -> None:
     log = by_hand()
     slower = changed(log, lambda e: None if e.op == "wait" else replace(e, dur_us=2 * e.dur_us))
     for other in (log, slower, by_hand(steps=5)):
@@ -400,7 +400,7 @@ CHANGES: dict[str, tuple[Callable[[Event], Event | None], list[str], int]] = {  
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_two_logs_are_told_apart_where_they_part(name: str) -> None:
+def test_a_comparison_finds_the_first_place_where_two_logs_differ(name: str) -> None:
     change, differing, number = CHANGES[name]
     a = by_hand()
     found = compare(a, changed(a, change))
@@ -568,7 +568,7 @@ def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_
     assert trace_run(target, 2, "cpu", timeout=7.5).ranks == [0, 1]
 
 
-def test_a_run_in_which_nothing_was_recorded_does_not_claim_no_races() -> None:
+def test_a_report_without_recorded_collectives_does_not_claim_that_there_are_no_races() -> None:
     unseen = [replace(e, writes=(1,)) for e in by_hand().events if e.op in ("forward", "optimizer")]
     found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
     said = describe(found, "t.json")

@@ -44,7 +44,7 @@ def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
     assert allocator.peak_by_kind() == {"sharded_param": 64 * 49}
 
 
-def test_names_hold_from_the_beginning_and_what_has_none_is_an_activation() -> None:
+def test_a_name_counts_from_the_beginning_and_unnamed_memory_is_an_activation() -> None:
     allocator = Allocator()
     tensors = [seen(allocator, nbytes) for nbytes in (100, 20, 3)]
     allocator.name(tensors[0].untyped_storage(), "sharded_param")
@@ -73,7 +73,7 @@ def test_the_peak_is_looked_for_from_the_reset_on() -> None:
         max_size=40,
     )
 )
-def test_whatever_is_made_resized_and_let_go_sums_and_the_peak_are_those_of_the_storages(
+def test_sums_and_the_peak_equal_those_of_the_live_storages(
     program: list[tuple[int, int] | int],
 ) -> None:
     """Ten names; each step resizes what has one, makes it if it is not there, or lets go of it."""

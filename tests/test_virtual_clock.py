@@ -122,7 +122,7 @@ def test_the_host_waits_for_one_stream_if_asked() -> None:
     assert virtual.clock.host == LAUNCH + 500.0
 
 
-def test_where_the_host_computes_a_kernel_blocks_it() -> None:
+def test_a_kernel_blocks_a_host_that_computes() -> None:
     virtual = Virtual(HOST)
     for number, stream in enumerate(("compute", "copy", "copy"), start=1):
         virtual.kernel(stream, 100.0)
@@ -130,7 +130,7 @@ def test_where_the_host_computes_a_kernel_blocks_it() -> None:
 
 
 @pytest.mark.parametrize("stream", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_where_the_host_computes_collectives_run_beside_it_until_compute_waits(stream: str) -> None:
+def test_collectives_run_beside_a_host_that_computes_until_compute_waits(stream: str) -> None:
     virtual = Virtual(HOST)
     virtual.kernel(stream, 500.0)
     assert virtual.clock.host == LAUNCH

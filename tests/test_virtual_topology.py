@@ -63,7 +63,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_start_once(
     assert collective_us("all_reduce", nbytes, span, device) == pytest.approx(both)
 
 
-def test_one_rank_has_nobody_to_wait_for() -> None:
+def test_a_collective_of_one_rank_takes_no_time() -> None:
     for op in (*RINGS, "all_reduce", "send", "recv"):
         assert collective_us(op, 1 << 40, Span(1, 1, 1), PLAIN) == 0.0
 

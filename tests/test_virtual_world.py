@@ -234,7 +234,7 @@ def fails() -> None:
         (lambda: 3, UsageError),
     ],
 )
-def test_afterwards_everything_is_as_before_after_errors_too(
+def test_a_simulation_restores_its_surroundings_even_after_an_error(
     target: Any, error: type[Exception] | None
 ) -> None:
     before = environment()
@@ -257,7 +257,7 @@ def test_torchs_comparison_of_collectives_leaves_out_virtual_ranks() -> None:
     assert seen(compared.log) == seen(plain.log)
 
 
-def test_a_recording_made_later_is_in_the_time_of_the_host_again() -> None:
+def test_a_recording_after_a_simulation_uses_the_clock_of_the_host_again() -> None:
     weight = nn.Parameter(torch.zeros(10))
     weight.grad = torch.zeros(10)
     with events.keeping_clock():
@@ -268,7 +268,7 @@ def test_a_recording_made_later_is_in_the_time_of_the_host_again() -> None:
     assert log.events[0].dur_us > 0
 
 
-def test_nothing_of_a_world_stays_alive() -> None:
+def test_a_virtual_world_leaves_no_object_alive() -> None:
     world = World(2, H100)
     with world.entered():
         program(GPT_SIZES, Plan(seq=16), 2).step()
@@ -371,7 +371,9 @@ def test_real_tensors_stay_real_and_may_meet_those_of_the_world() -> None:
     ("name", "foreach"),
     [("AdamW", False), ("SGD", True), suites.long("RMSprop", False), suites.long("NAdam", True)],
 )
-def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(name: str, foreach: bool) -> None:
+def test_torchs_optimizers_keep_as_many_bytes_of_state_as_on_real_parameters(
+    name: str, foreach: bool
+) -> None:
     options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if name == "SGD" else {})
     optimize = functools.partial(getattr(torch.optim, name), **options)
     params = [nn.Parameter(p.detach()[: p.shape[0] // 2].clone()) for p in even().parameters()]
@@ -385,7 +387,7 @@ def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(name:
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_a_collective_of_the_users_own_takes_its_time_and_is_seen_to(host: bool) -> None:
+def test_a_collective_of_the_users_own_is_logged_with_the_time_it_takes(host: bool) -> None:
     us = collective_us("all_reduce", 4 * (1 << 20), Span(8, 1, 8), H100)
 
     def step() -> None:

@@ -101,4 +101,4 @@ two = Together(2)
 for _block in (HandingOn, Identity, ChangingInPlace):
     two.add(_block.__name__, functools.partial(check, _block), None)
 
-test_whatever_a_module_does_with_its_input_it_is_gathered_and_reduced_once_in_that_order = two.test()
+test_a_module_is_gathered_and_reduced_once_in_that_order_whatever_it_does_with_its_input = two.test()

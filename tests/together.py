@@ -1,4 +1,4 @@
-"""Checks that share one launch of ranks: a launch takes seconds, most checks take none.
+"""Checks that share one launch of ranks, because a launch takes seconds, and most checks take far less.
 
 two = Together(2)
 
@@ -26,7 +26,7 @@ Check = Callable[[], Any]
 
 
 class Together:
-    """Checks for so many ranks, and what each is expected to find; `environ`: variables that the ranks see."""
+    """Checks that run on `world_size` ranks, with their expected results. `environ` sets environment variables of the ranks."""
 
     def __init__(self, world_size: int, timeout: float = 200, **environ: str) -> None:
         self.world_size, self.timeout, self.environ = world_size, timeout, environ
@@ -34,7 +34,7 @@ class Together:
         self.expected: dict[str, list[Any]] = {}
 
     def finds(self, *expected: Any) -> Callable[[Check], Check]:
-        """Remembers a function that runs on each rank and returns this there; one value stands for all ranks."""
+        """Register the decorated function as a check. Each rank must return its value of `expected`; one value counts for all ranks."""
 
         def remember(check: Check) -> Check:
             self.add(check.__name__, check, *expected)
@@ -48,7 +48,7 @@ class Together:
 
     @functools.cached_property
     def results(self) -> list[dict[str, Any]]:
-        """What was found, by name, on each rank."""
+        """Run all checks once. Return for each rank: check → its result."""
         with mock.patch.dict(os.environ, self.environ):
             return run_together(self.checks, self.world_size, self.timeout)
 
@@ -57,7 +57,7 @@ class Together:
         assert found == self.expected[check], "\n".join(map(str, found))
 
     def test(self) -> Callable[..., None]:
-        """A test for each of the checks, in order; an exception fails the check that raised it."""
+        """Make a test that is parametrized over all checks, in order. An exception fails only the check that raised it."""
 
         @pytest.mark.parametrize("check", self.checks)
         def test_it(check: str) -> None:
@@ -67,7 +67,7 @@ class Together:
 
 
 def run_together(checks: dict[str, Check], world_size: int, timeout: float = 200) -> list[dict[str, Any]]:
-    """What each check returned, by name, on each rank. If the launch itself failed, every check found its message."""
+    """Run checks in one launch. Return for each rank: check → its result. If the launch fails, its message is every check's result."""
     try:
         return launch(run_all, world_size, checks, timeout=timeout)
     except RankError as error:
@@ -75,11 +75,11 @@ def run_together(checks: dict[str, Check], world_size: int, timeout: float = 200
 
 
 def run_all(checks: dict[str, Check]) -> dict[str, Any]:
-    """Run checks on a rank, one after the other. The traceback of an exception stands for what its check returns."""
+    """Run checks on a rank, one after the other. If a check raises, its result is the traceback."""
     found = {}
     for name, check in checks.items():
         try:
             found[name] = check()
-        except BaseException:  # also what `pytest.raises` raises
+        except BaseException:  # a failed `pytest.raises` raises one that is not an `Exception`
             found[name] = traceback.format_exc()
     return found

@@ -1,16 +1,16 @@
-"""What a test is worth: small mistakes put into the package by machine, and which tests notice each of them.
+"""Measure the worth of each test: put small mistakes into the package by machine, and record which tests notice each mistake.
 
-    python tests/worth.py time                       run all tests on the package as it is, and keep what each of them takes
-    python tests/worth.py draw --count 20 --seed 1   choose the mistakes: so many in each area of the package
-    python tests/worth.py run                        run the tests of the area against each of them (hours)
-    python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
-    python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
+    python tests/worth.py time                       run all tests on the correct package, and keep the seconds of each
+    python tests/worth.py draw --count 20 --seed 1   choose the mistakes: this many in each area of the package
+    python tests/worth.py run                        run the tests of its area on each mistake (hours)
+    python tests/worth.py show [TEST]                print totals, or the mistakes that one test notices
+    python tests/worth.py cover                      print a cheap set of tests that together notice every noticed mistake
 
-`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.course.mutants`: one operator, constant, argument or statement
-of one function. Each mistake first meets the tests of `make test` that are about its module. Then all mistakes of an area that no test
-has noticed are put into one copy of the project. There the rest of the area's tests run: first the tests of `make test`, then the long
-ones. A test that fails there runs again on each mistake alone, to tell which of them it notices. A test that hangs notices, too. Some
-mistakes change nothing (an equivalent mutant); `run` cannot know which.
+`tests/worth.json` keeps the results. `hwfsdp.course.mutants` makes the mistakes. Each mistake changes one operator, constant, argument
+or statement of one function. First, the tests of `make test` that are about a mistake's module run on this mistake. Then all mistakes
+of an area that no test has noticed go into one copy of the project. The other tests of the area run on this copy: first the tests of
+`make test`, then the long ones. If a test fails there, it runs again on each mistake alone, which shows the mistakes that it notices. A
+test that hangs has noticed a mistake, too. Some mistakes change no result (equivalent mutants). `run` cannot tell which ones these are.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "worth.json"
-FAILURES = 2  # a run ends there
-TOGETHER = 12  # a run of several mistakes ends there
-NO_TESTS = 5  # pytest's exit status if nothing was chosen
-HANGS = 90.0  # seconds; a test that takes so much longer than usual has noticed
-BRIEF = 0.05  # seconds; what a test takes is not kept below
-REPORT = "HWFSDP_WORTH"  # environment: where this file, as a plugin of pytest, writes what each test came to
+FAILURES = 2  # a run on one mistake ends after so many
+TOGETHER = 12  # a run on several mistakes ends after so many failures
+NO_TESTS = 5  # pytest's exit status if it ran no test
+HANGS = 90.0  # seconds; a test that takes this much longer than usual counts as hanging
+BRIEF = 0.05  # seconds; shorter times of tests are not kept
+REPORT = "HWFSDP_WORTH"  # environment variable: the file to which the plugin of pytest writes outcomes
 
 Record = dict[str, Any]
 
-AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both as patterns
+AREAS: dict[str, tuple[str, str]] = {  # name → (modules, files of tests), both as patterns
     "core": (
         "core/*.py features/*.py",
         "core/test_core.py test_features.py test_sharding.py test_precision.py test_nested.py test_prefetch.py"
@@ -80,18 +80,19 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
         "course/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
     ),
 }
-LEFT_OUT = {"mutants.py", "misconceptions.py"}  # a generator of mistakes, and texts
-PARTS = {  # of the grader, by folder: files of tests that are about it and about nothing else there
+LEFT_OUT = {"mutants.py", "misconceptions.py"}  # the generator of mistakes, and a module of texts
+PARTS = {  # folder of the grader → files of tests that are about this folder alone
     "capstone": "test_capstone test_hw_fsdp",
     "gradebook": "test_gradebook_autograder test_gradebook_commands test_gradebook_door test_gradebook_formats"
     " test_gradebook_run test_gradebook_submissions",
     "lab": "test_lab",
     "release": "test_release test_packing",
 }
+# The long tests of these files measure the checks: they grade hundreds of files.
 ABOUT_CHECKS = {
     "test_answers",
     "test_killrate",
-}  # their long tests grade hundreds of files, to tell what the checks are worth
+}
 
 
 # --- As a plugin of pytest -------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def _tell(test: str, outcome: str, seconds: float) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # there, who gave it this test tells
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that distributes tests reports for its workers
         with open(os.environ[REPORT], "a") as file:
             print(json.dumps([test, outcome, seconds]), file=file)
 
@@ -130,7 +131,7 @@ def files_of(patterns: str, folder: Path) -> list[Path]:
 
 
 def draw(area: str, count: int, seed: int) -> list[Record]:
-    """`count` mistakes of an area, no two in one function."""
+    """Choose `count` mistakes of an area, at most one in a function."""
     from hwfsdp.course.holes import extract, functions
     from hwfsdp.course.mutants import mutants
 
@@ -162,7 +163,7 @@ def draw(area: str, count: int, seed: int) -> list[Record]:
 
 
 def mutated(record: Record, source: str | None = None) -> str:
-    """The module with the mistake in it. `source`: the module's text with other mistakes; by default, without any."""
+    """Return the text of the module with the mistake in it. `source` is the text to change: the correct module by default."""
     from hwfsdp.course.holes import extract, splice
     from hwfsdp.course.mutants import mutants
 
@@ -179,13 +180,13 @@ def mutated(record: Record, source: str | None = None) -> str:
 
 
 def change(what: str) -> str:
-    """What a mistake changes, without its line, which moves when a docstring grows."""
+    """Return the description of a mistake without its line number, because lines move when a docstring grows."""
     return what.partition(", ")[2]
 
 
 @contextlib.contextmanager
 def mistaken(tree: Path, records: Iterable[Record]) -> Iterator[None]:
-    """Put mistakes into a copy of the project, for a block."""
+    """Put mistakes into a copy of the project while the `with` block runs."""
     changed: dict[str, str] = {}
     for record in records:
         changed[record["module"]] = mutated(record, changed.get(record["module"]))
@@ -199,7 +200,7 @@ def mistaken(tree: Path, records: Iterable[Record]) -> Iterator[None]:
 
 
 def subjects(test: Path) -> set[str]:
-    """Modules of the package that a file of tests is about, and folders whose doors it uses."""
+    """Return the names of the modules that a file of tests is about. A folder counts if the file imports names from the folder itself."""
     found = {test.stem.removeprefix("test_")}
     pattern = r"^(?:from|import) hwfsdp\.([\w.]+)(?: import (.+))?"
     for name, names in re.findall(pattern, test.read_text(), re.MULTILINE):
@@ -213,7 +214,7 @@ def subjects(test: Path) -> set[str]:
 
 
 def copied(folder: Path) -> Path:
-    """The project without what it made."""
+    """Copy the project, without environments, caches and built files."""
     made = shutil.ignore_patterns(".venv*", "_build", "__pycache__", "runs", ".*_cache")
     return shutil.copytree(ROOT, folder, ignore=made)
 
@@ -222,10 +223,12 @@ Outcomes = dict[str, tuple[str, float]]
 
 
 def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Outcomes:
-    """What each test came to in a tree, and its seconds. One that hung is "begun": with it, all was ended.
+    """Run tests in a tree. Return the outcome and the seconds of each test.
+
+    If a test hangs, the run is killed, and the outcome of this test stays "begun".
 
     Args:
-        usual: seconds that tests take, to tell which one hangs; None: none does.
+        usual: the seconds that each test usually takes; a test hangs if it takes HANGS seconds more. None: no run is killed.
     """
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
         paths = os.pathsep.join([str(tree), str(tree / "tests")])
@@ -256,12 +259,12 @@ def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Out
 
 
 def failed(found: Outcomes) -> list[str]:
-    """The tests that noticed something: they failed, or hung."""
+    """Return the tests that noticed a mistake: they failed or hung."""
     return [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
 
 
 def try_alone(record: Record, tree: Path, usual: dict[str, float]) -> list[str]:
-    """The tests of `make test` about the mistake's module that notice it."""
+    """Run the tests of `make test` that are about the mistake's module. Return those that notice the mistake."""
     own = [
         file for file in cheap_first(record, usual) if Path(record["module"]).stem in subjects(ROOT / file)
     ]
@@ -272,10 +275,10 @@ def try_alone(record: Record, tree: Path, usual: dict[str, float]) -> list[str]:
 def try_together(
     records: dict[int, Record], tree: Path, usual: dict[str, float], suite: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Those of the mistakes that a suite's tests of their area notice, and which tests these are.
+    """Run the tests of a suite on all these mistakes at once. Yield each noticed mistake with the tests that notice it.
 
-    The tests run on all mistakes at once. Tests that fail then run on each mistake alone. This goes on without the mistakes that
-    were noticed. A file of tests in which nothing failed is done: it notices none of them.
+    Tests that fail run again on each mistake alone. Then the noticed mistakes are taken out, and the next round begins. It leaves out
+    the files in which no test failed, because these files notice none of the mistakes.
     """
     left = dict(records)
     files = list(dict.fromkeys(file for record in left.values() for file in cheap_first(record, usual)))
@@ -294,12 +297,12 @@ def try_together(
             if noticed:
                 del left[index]
                 yield index, noticed
-        if len(left) == count:  # they fail by chance, or because of several mistakes
+        if len(left) == count:  # these tests fail by chance, or only on several mistakes together
             files = [file for file in files if file not in troubled]
 
 
 def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
-    """Files of tests for a mistake, by what their tests cost."""
+    """Return the files of tests for a mistake, from the fastest to the slowest."""
     cost: Counter[str] = Counter()
     for test, took in seconds.items():
         cost[test.split("::")[0]] += took  # type: ignore[assignment]
@@ -315,10 +318,10 @@ def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
 
 
 def run(jobs: int) -> None:
-    """Try what has not been tried, `jobs` trees at a time, and keep each result as soon as it is there.
+    """Run tests on all mistakes that are not done yet, in `jobs` trees at a time. Save each result at once.
 
-    Each mistake is tried alone on the tests of its module; then those of an area that are left, together: on the rest of
-    `make test`, and on the long tests. `tried` of a record: the last of these suites that it met.
+    The tests of its module run on each mistake alone. Then the rest of `make test`, and after it the long tests, run on all
+    unnoticed mistakes of an area together. The field `tried` of a record names the last of these suites that ran on it.
     """
     data = kept()
     trees: SimpleQueue[Path] = SimpleQueue()
@@ -331,7 +334,7 @@ def run(jobs: int) -> None:
         print(f"{len(noticed):3} noticed, {tried}: {described(data['mistakes'][index])}", flush=True)
 
     def waiting(area: str, *tried: str | None) -> list[int]:
-        """Mistakes that no test has noticed so far, and that have met these suites last."""
+        """Return the mistakes that no test has noticed yet, and whose last suite is one of `tried`."""
         return [
             index
             for index, record in enumerate(data["mistakes"])
@@ -364,14 +367,14 @@ def run(jobs: int) -> None:
         for job in range(jobs):
             trees.put(copied(Path(folder) / str(job)))
         indices = [index for area in AREAS for index in waiting(area, None)]
-        random.Random(0).shuffle(indices)  # so that a run that is ended early has met every area
+        random.Random(0).shuffle(indices)  # so that a run that is stopped early has tried every area
         list(pool.map(alone, indices))
         for suite, before in (("not long", "own"), ("long", "not long")):
             list(pool.map(together, AREAS, [suite] * len(AREAS), [before] * len(AREAS)))
 
 
 def measure(jobs: int) -> None:
-    """Keeps what each test takes, on the package as it is."""
+    """Measure the seconds of each test on the correct package, and save them."""
     data = kept()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
@@ -391,7 +394,7 @@ def described(record: Record) -> str:
 
 
 def save(data: Record) -> None:
-    """One line for each mistake and each test, so that changes can be read."""
+    """Write one line for each mistake and each test, so that a diff can be read."""
     rows = {
         "mistakes": ",\n".join(json.dumps(record) for record in data["mistakes"]).join("[]"),
         "seconds": ",\n".join(
@@ -401,14 +404,14 @@ def save(data: Record) -> None:
     FOUND.write_text(",\n".join(f"{json.dumps(key)}: {text}" for key, text in rows.items()).join("{}") + "\n")
 
 
-# --- What was found ----------------------------------------------------------------------------------------------
+# --- Results -----------------------------------------------------------------------------------------------------
 
 
 SUITES = {"own": "by tests of its module", "not long": "by others of `make test`", "long": "by long tests"}
 
 
 def table(data: Record) -> str:
-    """The totals by area, as docs/testing.md has them; mistakes that change nothing are left out."""
+    """Return the totals by area as a table for docs/testing.md, without the mistakes that change nothing."""
     columns = ["area", "mistakes", *SUITES.values(), "by none", "not all tests tried yet"]
     rows = [columns, ["---"] * len(columns)]
     totals = [0] * (len(columns) - 1)
@@ -424,7 +427,7 @@ def table(data: Record) -> str:
 
 
 def show(test: str | None) -> None:
-    """Totals by area and what `make test` misses; or the mistakes that a test notices (part of its name will do)."""
+    """Print totals by area and the mistakes that `make test` misses. With a part of a test's name, print the mistakes it notices."""
     data = kept()
     if test is None:
         print(table(data))
@@ -443,7 +446,7 @@ def show(test: str | None) -> None:
 
 
 def cover(data: Record) -> list[str]:
-    """Tests that together notice all that is noticed; in each round the one that adds most per second."""
+    """Return tests that together notice every noticed mistake. Each round adds the test that notices most new mistakes per second."""
     left = {
         index: set(record["noticed"])
         for index, record in enumerate(data["mistakes"])

@@ -1,6 +1,6 @@
-"""Runs the parts, one process per command, and writes the results to gpu.json and gpu.md.
+"""Run the parts, one process per command, and write the results to gpu.json and gpu.md.
 
-A part has ten minutes. Its output goes to runs/gpu/PART.log. When time is up, the commands that are left are "late", and the finished
+A part has ten minutes. Its output goes to runs/gpu/PART.log. When the time is up, the remaining commands are "late", and the finished
 ones count. When a part runs again, its new results replace the old ones of that kind of device.
 """
 
@@ -55,7 +55,7 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
 
 
 def last_word(text: str, status: str) -> str:
-    """Return the line that says how it went: a known summary, otherwise the last line."""
+    """Return the line that sums up a run: a known summary, or else the last line; the last two lines if it failed."""
     lines = [line.strip(" =") for line in text.replace(f"{ROOT}/", "").splitlines() if line.strip(" =-")]
     summaries = [match.group() for line in lines if (match := SAID.search(line))]
     if status == "failed":
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, kind = ("cpu", "dry") if chosen.dry else ("cuda", "gpu")
     LOGS.mkdir(parents=True, exist_ok=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    if KNOWN.exists() and not (chosen.out / KNOWN.name).exists():  # results there may be replaced
+    # The page keeps known results until new ones replace them.
+    if KNOWN.exists() and not (chosen.out / KNOWN.name).exists():
         shutil.copy(KNOWN, chosen.out)
     held = True
     for name in chosen.parts or PARTS:

@@ -1,4 +1,4 @@
-"""The known results of hwfsdp on a GPU: gpu.json, and the page docs/gpu.md, which is written from it.
+"""The known results of hwfsdp on a GPU: the file gpu.json, and the page docs/gpu.md that is made from it.
 
 For each kind of run, "gpu" and "dry" (on the CPU), and each part, the file has: date, machine, steps (name, status, said,
 seconds), and for `speed` the records of `benchmarks.records`.

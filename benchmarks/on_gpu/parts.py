@@ -1,4 +1,4 @@
-"""The parts to run: each is a list of commands, which need at most ten minutes together."""
+"""The parts to run. Each part is a list of commands that together take at most ten minutes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=0"]
-# options by tool; torch asks the driver for functions that may be missing, which is not an error
+# Tool → its options. torch asks the driver for functions that may be missing. memcheck must not report this as an error.
 SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 
 
 class Step(NamedTuple):
-    """A command, or the reason why there is none.
+    """A command to run, or the reason why it is left out.
 
     Attributes:
-        name: of its test. command: empty if it is left out; then `why` is the reason, a sentence.
-        environ: additional environment variables.
+        name: the name of the step. command: the command line; empty if the step is left out.
+        environ: additional environment variables. why: the reason for leaving the step out, a sentence.
     """
 
     name: str
@@ -31,8 +31,10 @@ class Step(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Attributes:
-    what: a sentence for the page. steps: on this device.
+    """A part of `make gpu`.
+
+    Attributes:
+        what: its description on the page. steps: returns its steps for a device and a folder for results.
     """
 
     what: str
@@ -40,7 +42,7 @@ class Part(NamedTuple):
 
 
 def files_of(files: list[str], *options: str, environ: dict[str, str] | None = None) -> list[Step]:
-    """Return a step for each file. Without hypothesis, leave out files that use it, and the setup that all tests share."""
+    """Return a step for each file of tests. If hypothesis is missing, leave out files that use it, and run the others without conftest.py."""
     has_hypothesis = importlib.util.find_spec("hypothesis") is not None
     steps = []
     for name in files:
@@ -54,14 +56,14 @@ def files_of(files: list[str], *options: str, environ: dict[str, str] | None = N
 
 
 def on_the_device(device: str, out: Path) -> list[Step]:
-    """Tests that need a CUDA device. On the CPU, their files are collected, and the tests that can run there are run."""
+    """Run tests that need a CUDA device. On the CPU, run those tests of the same files that can run there."""
     files = ["checkpoint/test_staging.py", "checkpoint/test_copies.py"]
     chosen = ["-m", "cuda"] if device == "cuda" else ["-k", "pinning or device"]
     return files_of(files, *chosen, environ=one_gpu(device))
 
 
 def worlds(device: str, out: Path) -> list[Step]:
-    """Tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/pretended.py`)."""
+    """Run tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/pretended.py`)."""
     environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device, "HWFSDP_PATIENCE": "4"}
     bits = "not changed and not elements" if device == "cuda" else "uneven or bf16"
     return [
@@ -71,7 +73,7 @@ def worlds(device: str, out: Path) -> list[Step]:
 
 
 def races(device: str, out: Path) -> list[Step]:
-    """Run with every stream late in turn."""
+    """Run the tests that make each stream late in turn."""
     return files_of(["test_streams_on_a_device.py"], "-k", device, environ=one_gpu(device))
 
 
@@ -88,7 +90,7 @@ def speed(device: str, out: Path) -> list[Step]:
 
 
 def commands(device: str, out: Path) -> list[Step]:
-    """The commands that a user types, with one rank, over NCCL on a GPU."""
+    """Run the commands that a user types, with one rank, over NCCL on a GPU."""
     hwfsdp = [sys.executable, "-m", "hwfsdp"]
     train = ["--ranks", "1", "--steps", "3", "--device", device]
     trace = ["trace", "run", "demo", "--ranks", "1", "--device", device, "--out", str(out / "trace.json")]
@@ -108,7 +110,7 @@ def commands(device: str, out: Path) -> list[Step]:
 
 
 def sanitizer(device: str, out: Path) -> list[Step]:
-    """One small step under compute-sanitizer; on the CPU the step by itself."""
+    """Run one small step under compute-sanitizer; on the CPU, run the step by itself."""
     step = [sys.executable, "-m", "benchmarks.on_gpu.small", device]
     environ = {
         **one_gpu(device),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv" / "bin" / "python"
-TORCH = "torch==2.15.0"  # the registry's build, which is for CUDA
+TORCH = "torch==2.15.0"  # the registry's build of this version is for CUDA
 NEEDED = ("torch", "numpy", "cloudpickle", "safetensors", "matplotlib", "jinja2", "pytest")
 ASK = f"""
 import importlib.util, json
@@ -29,7 +29,7 @@ else:
 
 
 def asked(python: str) -> dict[str, object]:
-    """Ask a Python for its abilities; return {} if it does not run."""
+    """Ask a Python which modules it lacks, its torch, and how many GPUs it sees; return {} if it does not run."""
     try:
         done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
         found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
@@ -51,7 +51,7 @@ def chosen(dry: bool) -> str | None:
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return an environment with the package's folder in the path, and for torch below 2.13 the names that the package needs."""
+    """Return environment variables that put the package into Python's path, and for torch below 2.13 the names that the package needs."""
     release = tuple(map(int, str(asked(python)["torch"]).split(".")[:2]))
     older = [str(ROOT / "benchmarks" / "on_gpu" / "older")] if release < (2, 13) else []
     behind = [path for path in [os.environ.get("PYTHONPATH", "")] if path]

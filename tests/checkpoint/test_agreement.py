@@ -147,7 +147,7 @@ def go_on_after_a_failure(fifo: Path) -> Any:
     return agreement.gather("going on", release)
 
 
-def test_a_report_that_comes_after_its_step_is_not_taken_for_one_of_the_next(tmp_path):
+def test_a_late_report_of_a_failed_step_does_not_count_for_the_next_step(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     assert launch(go_on_after_a_failure, 2, tmp_path / "fifo", timeout=60) == [[0, 1]] * 2
 

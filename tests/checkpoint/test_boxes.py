@@ -64,7 +64,7 @@ def counts(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
 
 
 @given(cases())
-def test_an_intersection_is_what_both_have(case):
+def test_an_intersection_has_the_elements_of_both_boxes(case):
     shape, (one, other) = case
     found = intersection(one, other)
     assert torch.equal(counts(shape, [found] if found else []), (counts(shape, [one, other]) == 2).long())
@@ -85,7 +85,7 @@ def test_a_tiling_has_no_fault(case):
 
 
 @given(tilings(), st.data())
-def test_a_tiling_with_a_box_less_or_twice_has_one(case, data):
+def test_a_tiling_with_a_missing_or_doubled_box_has_a_fault(case, data):
     shape, boxes = case
     i = data.draw(st.integers(0, len(boxes) - 1))
     assert find_fault(shape, boxes[:i] + boxes[i + 1 :])

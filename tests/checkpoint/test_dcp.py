@@ -480,7 +480,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("name", NONE)
-def test_metadata_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_metadata_is_refused(name: str, tmp_path: Path) -> None:
     data, words = NONE[name]
     path = saved(tmp_path / "c")
     put_metadata(path, data)

@@ -490,7 +490,7 @@ def test_files_of_other_writers_are_loaded(tmp_path: Path, count: int, omit_empt
 
 
 @pytest.mark.parametrize("models, optimizers, kind", [(1, 0, list), (1, 1, tuple), (2, 2, list)])
-def test_one_comes_back_bare_and_several_as_a_list(
+def test_load_returns_one_state_dict_bare_and_several_as_a_list(
     tmp_path: Path, models: int, optimizers: int, kind: Any
 ) -> None:
     state, moments = zoo_state()
@@ -722,7 +722,7 @@ def test_parts_of_two_saves_do_not_mix(written: Path, ids: tuple[str | None, ...
     assert (error.file, error.key) == (str(paths[1]), "state_dict['__save_id__']")
 
 
-def test_a_part_is_missing(written: Path) -> None:
+def test_a_missing_part_is_named(written: Path) -> None:
     (written / "PART_001.pt").unlink()
     assert f"{written / 'PART_001.pt'}: expected 2 parts" in str(refusal(written))
     (written / "PART_000.pt").unlink()

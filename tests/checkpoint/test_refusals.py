@@ -359,7 +359,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     assert not marker.exists()
 
 
-def test_the_names_of_no_checkpoint_are_refused(path: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")

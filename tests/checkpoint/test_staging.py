@@ -202,7 +202,7 @@ def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.Monk
         made.clear()
 
 
-def test_buffers_go_with_their_source() -> None:
+def test_the_stager_forgets_a_buffer_when_its_source_is_freed() -> None:
     stager = StateDictStager()
     sources = {"a": torch.zeros(100), "b": torch.zeros(10)}
     staged = stager.stage(sources)
@@ -227,7 +227,7 @@ def test_a_new_storage_at_an_old_address_gets_a_buffer_of_its_own() -> None:
     assert len({staged.data_ptr() for staged in kept}) == len(kept)
 
 
-def test_buffers_go_with_the_stager_and_with_close() -> None:
+def test_buffers_are_let_go_when_the_stager_is_deleted_or_closed() -> None:
     source, stager = {"a": torch.ones(8)}, StateDictStager()
     staged = stager.stage(source)["a"]
     buffers = [staged.untyped_storage()]

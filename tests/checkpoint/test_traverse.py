@@ -158,7 +158,7 @@ def test_two_leaves_with_the_same_flat_key_are_refused_by_both_paths(
 
 
 @given(PLAIN)
-def test_lists_without_what_is_looked_for_are_visited_as_a_whole(state_dict: dict[str, Any]) -> None:
+def test_lists_without_a_value_to_visit_are_visited_as_a_whole(state_dict: dict[str, Any]) -> None:
     """The oracle is the other traversal of torch, that of its checkpoints."""
     for wanted in (str, float, ()):
         visits: list[Any] = []

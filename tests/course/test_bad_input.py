@@ -147,7 +147,7 @@ def test_forged_reports_are_worth_nothing(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("value", ["2 ** 20000", "object()", "'\\ud800'", "float('inf')"])
-def test_odd_values_are_wrong_and_no_more(value: str) -> None:
+def test_odd_values_fail_their_checks_and_end_no_rank(value: str) -> None:
     result = graded(ROWS, COURSE, with_line(f"return {value}"))
     assert result.status == "failed"
     assert all(r.finding.misconception != "died" for r in result.results if r.finding)
@@ -238,7 +238,7 @@ def test_an_answer_that_hangs_is_run_once_and_not_once_for_every_check(tmp_path:
     assert result.status == "error" and len(asked) == 1
 
 
-def test_a_check_that_is_not_there_is_not_a_pass(tmp_path: Path) -> None:
+def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
     (tmp_path / ROWS.file_name).write_text(solution(ROWS))
     with pytest.raises(UsageError, match=r"check 01\.nothing: expected one of 01\."):
         grade(ROWS, tmp_path, COURSE, Options(only="01.nothing"))
@@ -268,11 +268,11 @@ def test_a_starter_without_any_function_in_it_is_not_started(name: str) -> None:
     assert all(check["passed"] is None for check in result.as_dict()["checks"])
 
 
-def test_no_file_is_not_started(tmp_path: Path) -> None:
+def test_an_exercise_without_a_file_is_not_started(tmp_path: Path) -> None:
     assert grade(ROWS, tmp_path, COURSE).status == "not_started"
 
 
-def test_a_function_that_is_left_fails_its_checks_only() -> None:
+def test_an_unwritten_function_fails_only_its_own_checks() -> None:
     text = starter(ROWS).replace(
         '    raise NotImplementedError("TODO(01): padded_rows")\n', "    return -(-n // world_size)\n", 1
     )

@@ -118,7 +118,7 @@ def test_a_verdict_names_its_page_in_one_line(source: Source) -> None:
     assert "html" not in shown(verdict, Path("my_fsdp.py"), Style())
 
 
-def test_a_folder_that_cannot_be_written_costs_no_verdict(source: Source) -> None:
+def test_an_unwritable_folder_leaves_out_the_page_and_raises_nothing(source: Source) -> None:
     Path("runs").write_text("in the way")
     assert checking._write_page(failed("09", "host", 0.0), source.path.parent) is None
 

@@ -203,7 +203,7 @@ def test_a_pattern_that_looks_up_what_no_answer_needs_is_found(name: str, found:
     assert (use and use.what) == found
 
 
-def test_no_right_answer_has_any_of_it() -> None:
+def test_no_solution_or_starter_contains_a_forbidden_call_or_pattern() -> None:
     assert not [e.number for e in COURSE.exercises if find_digging(solution(e)) or find_digging(starter(e))]
 
 

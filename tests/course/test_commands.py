@@ -98,7 +98,7 @@ def test_a_command_that_needs_no_ranks_does_not_load_torch(course: Path, line: s
 
 
 @pytest.mark.parametrize("line", ["check 99", "watch 99", "lab check 99", "lab 99 --run"])
-def test_a_number_that_is_none_is_refused_before_torch_is_loaded(course: Path, line: str) -> None:
+def test_an_unknown_number_is_refused_before_torch_is_loaded(course: Path, line: str) -> None:
     ran = without_torch(course, line)
     assert (ran.returncode, ran.stdout) == (2, "") and "99" in ran.stderr
 
@@ -254,7 +254,7 @@ def test_watch_sees_what_is_saved_while_the_first_check_runs(course: Path) -> No
     assert next(saves) is exercise
 
 
-def test_of_my_fsdp_the_station_after_the_last_one_that_has_passed_is_watched(course: Path) -> None:
+def test_watch_chooses_the_station_after_the_last_one_that_passed(course: Path) -> None:
     found = find_course(course)
     progress = Progress(found)
     watched = []

@@ -13,7 +13,7 @@ SIZES = list(product(range(1, 40), range(1, 5), range(1, 5)))  # rows, dp, tp
 
 
 @pytest.mark.parametrize("way", [cut_by_cut, by_stripes])
-def test_every_row_is_somebodys_and_nobodys_twice(way: Way) -> None:
+def test_every_row_belongs_to_exactly_one_rank(way: Way) -> None:
     for rows, dp, tp in SIZES:
         if way is cut_by_cut or rows % (dp * tp) == 0:
             parts = [way(rows, dp, tp, at) for at in product(range(dp), range(tp))]

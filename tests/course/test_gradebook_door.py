@@ -176,7 +176,7 @@ def test_another_format_is_written_from_the_journal_and_nothing_is_graded_again(
 
 
 @pytest.mark.long
-def test_one_submission_of_untouched_starters_is_nothing_and_no_error(here: Path) -> None:
+def test_a_submission_of_untouched_starters_earns_nothing_and_is_no_error(here: Path) -> None:
     found = grade(here, "../class/bob")
     assert (found.returncode, found.stderr.count("Error")) == (1, 0)
     lines = found.stdout.splitlines()

@@ -144,7 +144,7 @@ def test_the_table_has_a_row_for_each_student_and_adds_up(book: Gradebook) -> No
     assert [float(row["late_hours"]) > 0 for row in found] == [False, True, False]
 
 
-def test_a_time_that_nobody_knows_is_shown_as_such(book: Gradebook) -> None:
+def test_an_unknown_time_is_shown_as_unknown(book: Gradebook) -> None:
     ada = replace(results()[0], submitted="2026-12-02T20:00:00+01:00", submitted_by="grading")
     known = replace(ada, submitted_by="commit")
     for result, words in (
@@ -334,7 +334,7 @@ def test_a_penalty_is_taken_for_each_begun_unit_and_never_more_than_what_was_ear
 
 
 @pytest.mark.parametrize("rule", ["", "10%", "ten/day", "10%/year", "-1/h", "1/h max", "10%/day 5"])
-def test_a_text_that_is_no_rule_is_refused(rule: str) -> None:
+def test_an_invalid_late_rule_is_refused(rule: str) -> None:
     with pytest.raises(UsageError, match="--late"):
         parse_rule(rule)
 
@@ -357,7 +357,7 @@ def test_times_come_from_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ada", "ada,yesterday", "ada,2026-01-01\nada,2026-01-02", None])
-def test_a_table_of_times_that_is_none_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_an_invalid_table_of_times_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "times.csv").write_text(text)
     with pytest.raises(UsageError, match="--submitted"):

@@ -148,7 +148,9 @@ def test_without_a_seed_a_run_that_goes_on_has_the_same_inputs(
     assert seeds[0] == seeds[1]
 
 
-def test_after_every_check_the_journal_has_it(handed: Path, course: Course, settings: Settings) -> None:
+def test_the_journal_gets_each_check_before_its_exercise_ends(
+    handed: Path, course: Course, settings: Settings
+) -> None:
     hand_in(handed, "ada", first="# dies after")
     list(grade_class([handed], course, settings))
     assert settings.journal is not None
@@ -237,7 +239,7 @@ def test_a_timeout_alone_counts(handed: Path, course: Course, settings: Settings
     assert found.score == 0 and begun(log) == ["late once 01"]
 
 
-def test_the_graders_own_fault_is_told(handed: Path, course: Course, settings: Settings) -> None:
+def test_a_fault_of_the_grader_is_reported(handed: Path, course: Course, settings: Settings) -> None:
     hand_in(handed, "eve", first="# fails")
     (found,) = grade_class([handed / "eve"], course, settings)
     assert found.errors == ("exercise 01 was not graded: ValueError: the grader is broken",)
@@ -370,7 +372,7 @@ def written(folder: Path, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("name", TIMES)
-def test_a_time_that_cannot_be_is_told_and_counts_as_that_of_grading(
+def test_an_impossible_time_is_reported_and_the_time_of_grading_counts_instead(
     name: str, handed: Path, course: Course, settings: Settings
 ) -> None:
     make, said = TIMES[name]
@@ -384,7 +386,7 @@ def test_a_time_that_cannot_be_is_told_and_counts_as_that_of_grading(
     assert (standing.raw, standing.final, standing.time_unknown) == (3, 1.5, True)
 
 
-def test_a_time_that_cannot_be_is_no_error_where_another_is_given_or_none_counts(
+def test_an_impossible_time_is_no_error_if_another_is_given_or_times_do_not_count(
     handed: Path, course: Course, settings: Settings
 ) -> None:
     hand_in_tar(handed, "eve", "# eve", 0)
@@ -481,6 +483,6 @@ def test_without_a_secret_the_number_of_ranks_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b" " * 100, b"x" * (1 << 17)])
-def test_a_secret_that_is_none_is_refused(secret: bytes) -> None:
+def test_an_unusable_secret_is_refused(secret: bytes) -> None:
     with pytest.raises(UsageError, match="the secret"):
         secret_inputs(secret)

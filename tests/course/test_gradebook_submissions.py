@@ -403,14 +403,16 @@ def test_a_submission_without_exercises_says_what_was_expected(tmp_path: Path) -
     assert collected.errors == [f"no file of any exercise; expected files such as {OTHER}"]
 
 
-def test_names_in_other_letters_are_noted(tmp_path: Path) -> None:
+def test_names_with_other_capitals_are_noted(tmp_path: Path) -> None:
     make_zip(tmp_path / "in", {"HW/12_Strided_Shards/Strided_shards.py": b"x = 1"})
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert collected.notes == [f"HW/12_Strided_Shards/Strided_shards.py was taken for {TARGET}"]
     assert (tmp_path / "out" / TARGET).exists() and not collected.errors
 
 
-def test_stations_that_the_reference_wrote_are_noted_where_no_line_says_so(tmp_path: Path) -> None:
+def test_functions_copied_from_the_reference_are_noted_even_without_a_line_that_says_so(
+    tmp_path: Path,
+) -> None:
     make_zip(tmp_path / "in", {OTHER: caught_up("4", {"01", "03"}).encode()})
     (note,) = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES).notes
     assert note.startswith(f"{OTHER}: functions are the reference's word for word") and note.endswith(

@@ -246,7 +246,7 @@ def test_each_bug_has_its_own_verdicts() -> None:
     ]
 
 
-def test_nothing_handed_in_and_the_file_as_given_are_not_started(course: Course, tmp_path: Path) -> None:
+def test_a_lab_without_a_file_or_with_the_given_file_is_not_started(course: Course, tmp_path: Path) -> None:
     assert grade_lab(tmp_path, course).status == "not_started"
     result = graded(course, tmp_path, (COURSE.root / "exercises" / "lab" / "answers.toml").read_bytes())
     assert (result.status, result.score, result.max_score) == ("not_started", 0, 3 * len(BUGS))
@@ -330,7 +330,7 @@ def test_evidence_is_read_as_people_write_it(kind: str, typed: str, measured: st
 
 
 @pytest.mark.parametrize("typed", ["many", "64 KiB", "1e999999999", "1/0", "nan", "inf", "0x10", "²"])
-def test_evidence_that_is_no_number_is_said_to_be_none(typed: str) -> None:
+def test_evidence_that_is_not_a_number_is_refused(typed: str) -> None:
     with pytest.raises(Unreadable):
         agrees("whole", typed, "65536")
 
@@ -351,7 +351,7 @@ def test_the_key_is_in_plain_text_in_the_solutions_only() -> None:
 
 
 @every_bug
-def test_the_order_of_choices_says_nothing(bug: Bug) -> None:
+def test_the_order_of_choices_gives_no_hint(bug: Bug) -> None:
     found = tomllib.loads((bug.folder / "bug.toml").read_text())
     for question in CHOSEN:
         assert list(found[question]) == sorted(found[question])
@@ -376,7 +376,7 @@ def test_a_script_that_was_changed_is_not_measured_and_the_check_says_so(
     assert found.misconception == "not-measured" and "is not the script that was given" in str(found.message)
 
 
-def test_a_machine_that_measures_something_else_blames_nobody(
+def test_a_machine_that_measures_other_evidence_does_not_blame_the_learner(
     sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "_known", {})

@@ -78,7 +78,7 @@ def on_a_rank(text: str, ask: Any) -> Any:
     return launch(run, 1, timeout=60)[0]
 
 
-def test_every_name_of_a_hole_is_the_learners_whoever_imported_it() -> None:
+def test_every_module_that_imports_a_hole_gets_the_learners_function() -> None:
     def ask() -> Any:
         import hwfsdp.core.collectives
         import hwfsdp.core.form

@@ -69,7 +69,7 @@ def statements_of(module: str, name: str) -> list[str]:
     return statements(textwrap.dedent(holes.extract(module_source(module), name)))
 
 
-def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
+def test_its_readme_names_only_commands_and_folders_that_it_has(edition: Path) -> None:
     text = (edition / "README.md").read_text()
     assert not [
         word for word in ("hwfsdp grade", "hwfsdp release", "solutions/", "benchmarks/") if word in text
@@ -203,7 +203,7 @@ def test_the_reader_of_compiled_bodies_reads_nothing_else(edition: Path) -> None
 
 
 @pytest.mark.parametrize("folder", ["checks", "stations"])
-def test_of_the_checks_no_text_travels_that_says_how_an_answer_is_judged(folder: str, edition: Path) -> None:
+def test_the_edition_has_no_source_text_of_the_checks(folder: str, edition: Path) -> None:
     travelling = {path.name for path in (edition / "hwfsdp" / "course" / folder).iterdir()}
     for path in (PACKAGE / "course" / folder).glob("*.py"):
         if path.name not in ("__init__.py", "stages.py", OWN_FILE):

@@ -82,14 +82,14 @@ def test_ranks_that_hang_for_sure_are_not_asked_twice(make: Maker) -> None:
     assert machine.given == [8.0] and "load" not in caught.value.got and not caught.value.provisional
 
 
-def test_in_a_crowd_a_late_run_is_left_to_who_started_the_crowd(make: Maker) -> None:
+def test_a_late_run_in_a_crowd_is_provisional_and_not_repeated(make: Maker) -> None:
     ranks, machine = make([(9.0, False)], repeat=False)
     with pytest.raises(Broken) as caught:
         ranks.run(probe, 2)
     assert machine.given == [8.0] and explain_broken(caught.value, []).provisional
 
 
-def test_a_hang_in_a_crowd_is_sure_all_the_same(make: Maker) -> None:
+def test_a_certain_hang_in_a_crowd_is_final(make: Maker) -> None:
     ranks, machine = make([(9.0, True)], repeat=False)
     with pytest.raises(Broken) as caught:
         ranks.run(probe, 2)

@@ -125,7 +125,7 @@ MANIFESTS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_is_none_is_refused(name: str, course: Course) -> None:
+def test_an_invalid_manifest_is_refused(name: str, course: Course) -> None:
     path = course.exercise(12).folder / "exercise.toml"
     path.write_text(MANIFESTS[name](path.read_text()))
     with pytest.raises(UsageError, match="manifest 12_strided_shards/exercise.toml"):
@@ -133,7 +133,7 @@ def test_a_manifest_that_is_none_is_refused(name: str, course: Course) -> None:
 
 
 @pytest.mark.parametrize("hints", [None, "hints = []", "tips = ['look again']"])
-def test_hints_that_are_none_are_refused(hints: str | None, course: Course) -> None:
+def test_missing_or_invalid_hints_are_refused(hints: str | None, course: Course) -> None:
     path = course.exercise(12).folder / HINTS
     path.unlink() if hints is None else path.write_text(hints)
     with pytest.raises(UsageError, match="manifest 12_strided_shards/exercise.toml"):

@@ -1,4 +1,6 @@
-"""Python runs this file when it starts, if its folder is in PYTHONPATH: two collectives under the names that torch 2.13 gave them.
+"""Give two collectives of an older torch the names that torch 2.13 gave them.
+
+Python runs this file when it starts, if the folder of this file is in PYTHONPATH.
 
 hwfsdp supports torch 2.13 and later. A machine with a GPU may have an older torch, and no registry to install another one. A
 measurement there is better than none, and the page names its version of torch.

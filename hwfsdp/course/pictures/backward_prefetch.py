@@ -1,4 +1,4 @@
-"""10: a step of training of five blocks on virtual GPUs, under three schedules of its backward."""
+"""10: a training step of five blocks on virtual GPUs, under three schedules of its backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Every reduction is waited for as soon as it is started."""
+    """Wait for every reduction as soon as it starts."""
     keep = FSDPCommContext.keep_until_reduced
 
     def keep_and_wait(context: FSDPCommContext, reduction: Any) -> None:
@@ -28,7 +28,7 @@ def waiting() -> Iterator[None]:
 
 
 def draw() -> Figure:
-    """Three strips on one axis of time."""
+    """Draw three strips on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
         overlapped = simulated(trains=True)
         with waiting():

@@ -1,4 +1,4 @@
-"""09: a forward of five blocks on virtual GPUs, each gather started when it is needed, and one ahead."""
+"""09: a forward of five blocks on virtual GPUs, under two schedules: each gather starts when it is needed, or one block ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 
 def draw() -> Figure:
-    """Above without the prefetch, below with it, on one axis of time."""
+    """Draw two strips on one axis of time: without prefetch above, with prefetch below."""
     with mock.patch.object(FSDPState, "prefetch_forward", lambda state, groups: None):
         without = simulated(trains=False)
     ahead = simulated(trains=False)

@@ -1,6 +1,7 @@
-"""What the pictures of stations 09 and 10 share: a step of five blocks on virtual GPUs, and its streams over time.
+"""The parts that the pictures of stations 09 and 10 share: a step of five blocks on virtual GPUs, and its streams over time.
 
-The host reads a number of every block, in forward and in backward, as one does who logs norms: it cannot run ahead.
+The host reads a number of every block, in forward and in backward, as a training that logs norms does. So the host cannot run
+ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCKS, WIDTH, TOKENS, GPUS, DEVICE = 5, 4096, 2048, 16, "h100"
 
 
 class Block(nn.Module):
-    """x + down(relu(up(x))), whose results the host reads."""
+    """x + down(relu(up(x))). The host reads the result, and the gradient of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def _model() -> nn.Sequential:
 
 
 def simulated(trains: bool) -> Simulation:
-    """A step of forward, backward and SGD, or of a forward without gradients."""
+    """Simulate a step of forward, backward and SGD; without `trains`, a forward without gradients."""
     return simulate(partial(_start, trains), GPUS, DEVICE)
 
 
@@ -67,14 +68,14 @@ def _start(trains: bool) -> Callable[[], None]:
             loss = model(x).float().sum()
         if trains:
             loss.backward()
-        optimizer.step()  # which ends a step, whatever there is to do
+        optimizer.step()  # ends the step, even without gradients
         optimizer.zero_grad()
 
     return step
 
 
 def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
-    """A strip for each simulation, by title, on one axis of time; a number in a bar is the block's."""
+    """Draw one strip for each simulation, under its title, on one axis of time. A number in a bar is the block's."""
     logs = {}
     for title, simulation in strips.items():
         exposed = simulation.exposed_comm_fraction * simulation.step_seconds * 1e3
@@ -85,5 +86,5 @@ def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
 
 
 def _before(event: Event) -> Event:
-    """A wait that takes no time is drawn before the work that begins then, not inside it."""
+    """Move a wait that takes no time to just before the work that begins then, so that it is not drawn inside this work."""
     return replace(event, start_us=event.start_us - ROUNDING / 2) if event.dur_us == 0 else event
