@@ -45,8 +45,8 @@ def named(value: object) -> str | None:
 def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) -> None:
     result = graded(SOLUTION, seed, world_size)
     found = result.as_dict()
-    assert (found["status"], found["score"], found["bonus"]) == ("passed", 10, 9), failures(result)
-    assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 9)
+    assert (found["status"], found["score"], found["bonus"]) == ("passed", 10, 10), failures(result)
+    assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 10)
 
 
 def test_the_starter_is_not_started_and_keeps_the_rules() -> None:
@@ -72,7 +72,7 @@ def test_a_wrong_answer_is_told_what_is_wrong(wrong: Answer) -> None:
 @pytest.mark.parametrize("right", RIGHT, ids=named)
 def test_a_right_answer_gets_everything_however_it_is_written(right: Answer) -> None:
     result = graded(right.text(SOLUTION))
-    assert (result.status, result.score, result.bonus) == ("passed", 10, 9), failures(result)
+    assert (result.status, result.score, result.bonus) == ("passed", 10, 10), failures(result)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from hwfsdp.course.stations.scenarios import Scenario
 
 LOW = (("param_dtype", BF16), ("reduce_dtype", FP32))
 
-PLAIN = Scenario("an even model", "even", peeked=True)
+PLAIN = Scenario("an even model", "even")
 MIXED = Scenario("bf16, reduced in fp32", "even", policy=LOW)
 DEEP = Scenario("a deep model", "even and deep")
 RECOMPUTED = Scenario("checkpointing, non-reentrant", "even and recomputed", steps=2)
@@ -20,6 +20,7 @@ WHOLE = Scenario("reshard_after_forward=False", "even", reshard=False, steps=2)
 KEPT = Scenario("set_reshard_after_backward(False)", "even", micros=3, keep=True, steps=2)
 SUMMED = Scenario("set_requires_gradient_sync(False)", "even", micros=3, sync_last=True, steps=2)
 SUMMED_MIXED = SUMMED._replace(name=f"{SUMMED.name}, bf16 reduced in fp32", policy=LOW)
+EVALUATED = Scenario("an even model, evaluated in between", "even", steps=2, peeked=True)
 UNEVEN = Scenario("an uneven model", "gained", peeked=True)
 CASTS = Scenario("an uneven model in bf16", "gained", peeked=True, policy=(*LOW, ("output_dtype", FP32)))
 FROZEN = Scenario("frozen parameters", "gained and frozen")
@@ -30,6 +31,6 @@ TASKS = Together((PLAIN, MIXED))
 BONUSES = Together(
     (
         *(RECOMPUTED, REENTRANT, WHOLE, KEPT, SUMMED, SUMMED_MIXED),
-        *(UNEVEN, CASTS, FROZEN, TIED, NESTED),
+        *(UNEVEN, CASTS, FROZEN, TIED, NESTED, EVALUATED),
     )
 )

@@ -279,11 +279,12 @@ def judge_recomputed(ranks: Ranks, seed: int) -> None:
         compare_numbers(ranks, seed, bonus(ranks, seed, scenario), scenario)
 
 
-def judge_whole(ranks: Ranks, seed: int) -> None:
-    """reshard_after_forward=False: backward gathers nothing."""
-    found = bonus(ranks, seed, cases.WHOLE)
-    compare_traffic(found, cases.WHOLE, seed)
-    compare_numbers(ranks, seed, found, cases.WHOLE)
+def judge_traffic(case: str, ranks: Ranks, seed: int) -> None:
+    """Check that nothing travels twice or in vain, and the numbers."""
+    scenario: Scenario = getattr(cases, case)
+    found = bonus(ranks, seed, scenario)
+    compare_traffic(found, scenario, seed)
+    compare_numbers(ranks, seed, found, scenario)
 
 
 def judge_kept(ranks: Ranks, seed: int) -> None:

@@ -213,20 +213,18 @@ class Guarded(DispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
-        if not any(isinstance(value, Tensor) and not is_there(value) for value in args):
-            return op(*args, **(kwargs or {}))
         name = op.name().partition("::")[2].partition(".")[0]
-        if name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like"):
-            return op(*args, **(kwargs or {}))  # these look at shapes only
-        if op.is_view:
-            with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
-                return op(*args, **(kwargs or {}))
-        recorder = events.active()
-        drafts = recorder.drafts[self.began :] if recorder else []
-        gathers = sum(draft.op == "all_gather" for draft in drafts)
-        raise WeightGone(
-            f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
-        )
+        looks_only = name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
+        if not looks_only and any(isinstance(value, Tensor) and not is_there(value) for value in args):
+            if op.is_view:
+                with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
+                    return op(*args, **(kwargs or {}))
+            recorder = events.active()
+            drafts = recorder.drafts[self.began :] if recorder else []
+            gathers = sum(draft.op == "all_gather" for draft in drafts)
+            message = f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
+            raise WeightGone(message)
+        return op(*args, **(kwargs or {}))
 
     def begin(self, phase: str) -> int:
         """Begin a phase, and return the number of events so far."""
