@@ -304,6 +304,18 @@ def test_keys_that_scroll_the_code_do_not_change_the_rank(tab: Tab) -> None:
     assert tab.run("state.rank") == 1
 
 
+def test_the_group_of_the_root_and_the_root_itself_have_two_names(tab: Tab) -> None:
+    find = "nameOf(state.log.events.find((e) => e.op === '%s' && e.owner === '%s'))"
+    assert tab.run(find % ("all_gather", "GPT")) == "all_gather of GPT (root's group)"
+    assert tab.run(find % ("forward", "GPT")) == "forward of GPT"
+    assert tab.run(find % ("all_gather", "blocks.1")) == "all_gather of blocks.1"
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out' && e.owner === 'GPT'))")
+    tab.drawn()
+    said = tab.text("#parameters .rows")
+    assert said.startswith("GPT (root's group) on rank 0: gathering; gathering lasts until the copy-out ends")
+    assert "the root's parameters that are in no other group" in said
+
+
 # --- Pointer and window ------------------------------------------------------------------------------------
 
 
@@ -430,8 +442,8 @@ def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> N
 
 def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
     said = "#parameters .rows"
-    owner = phone.run("state.event.owner")
-    assert phone.text(said).startswith(f"{owner} on rank 0: ")
+    group = phone.run("state.log.labelOf(state.event.owner)")
+    assert phone.text(said).startswith(f"{group} on rank 0: ")
     shown_at(phone, "#parameters .scroller canvas")
     left, top, width, _ = box(phone, "#parameters .scroller canvas")
     row = phone.run(

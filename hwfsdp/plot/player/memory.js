@@ -8,7 +8,7 @@ const KIND_WORDS = {
   sharded_param: "this rank's rows of weights",
   optimizer_state: "the optimizer's numbers",
   sharded_grad: "gradients of these rows",
-  unsharded_param: "whole weights, gathered",
+  unsharded_param: "whole weights, gathered or still being filled",
   unsharded_grad: "gradients before reduction",
   all_gather_buffer: "what a gather fills",
   reduce_scatter_buffer: "what a reduction sends",

@@ -162,7 +162,7 @@ class Summary {
       if (peak) {
         const isAlike = log.ranks.length > 1 && log.ranks.every((rank) => log.peaks.get(rank).total === peak.total);
         const cause = log.causeOf(peak.rank, peak), isMade = cause?.op === "alloc" && cause.owner;
-        const when = isMade ? `, when the ${cause.phase} allocates the whole parameters of ${cause.owner}` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
+        const when = isMade ? `, when the ${cause.phase} allocates the whole parameters of ${log.labelOf(cause.owner)}` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
         const text = `${name}Memory peaks on ${isAlike ? "every rank, on " : ""}rank ${peak.rank} at ${msText(peak.us)}${when}: ${bytesText(peak.total)}${countsAll(log) ? "" : ` = ${this.contentOf(peak)}`}`;
         found.push(moment(text, () => this.visitPeak(side, peak), "memory"));
       }
@@ -177,10 +177,10 @@ class Summary {
   }
 
   partingMoment() {
-    const { orders_part: parting } = this.comparison;
+    const { orders_part: parting } = this.comparison, [a, b] = this.state.logs;
     if (!parting) return make("span", { class: "soft" }, "The same events in the same order, on every rank.");
-    const said = (event) => (event ? `the ${nameOf(event)}` : "missing");
-    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a)}, in B ${said(parting.b)}`;
+    const said = (event, log) => (event ? `the ${nameOf({ ...event, log })}` : "missing");
+    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a, a)}, in B ${said(parting.b, b)}`;
     const event = this.state.parting.find(Boolean);
     return moment(text, () => { if (event) this.jump(event); });
   }
@@ -207,7 +207,7 @@ class Summary {
       .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes), KIND_WORDS[kind] ?? ""]);
     const waits = longestWaits(log, 10).map((wait) =>
       [msText(wait.start), countText(wait.rank), `${countText(wait.step)}, ${wait.phase}`, reasonsOf(wait).join(" ")]);
-    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), g.gathered_again ? "freed" : "kept", this.paramsOf(g)]);
+    const groups = log.groups.map((g) => [log.labelOf(g.fqn), countText(g.bytes), countText(g.shards), g.gathered_again ? "freed" : "kept", this.paramsOf(g)]);
     return [
       table(`${name}time of one step, mean`, ["rank", "step", "exposed communication", "hidden"], ranks),
       table(`${name}collectives of one rank, in the whole log`, ["", "calls", "bytes"], ops),
