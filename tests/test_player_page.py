@@ -279,6 +279,30 @@ def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> N
     assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
 
 
+def test_code_wraps_at_spaces_and_operators_and_never_inside_a_word(tab: Tab, pages: dict[str, str]) -> None:
+    parts = "breakable(TEXT).map((part) => part.nodeName ?? part).filter((part) => part !== 'WBR')"
+    for text, split in {
+        "x = self.comm_ctx.wait(a,b)": ["x = self", ".comm_ctx", ".wait(", "a,", "b)"],
+        "gathers(key=[*several])": ["gathers(", "key=[", "*several])"],
+        "if self.x == 1.5: f(a)": ["if self.x == 1.5: f(a)"],
+        "13,273,088": ["13,273,088"],
+    }.items():
+        assert tab.run(parts.replace("TEXT", repr(text))) == split
+    cut = """[...document.querySelectorAll('#code li > *')].flatMap((line) => [...line.childNodes])
+        .filter((node) => node.nodeType === Node.TEXT_NODE).flatMap((node) => [...node.data.matchAll(/\\w+/g)]
+        .filter((word) => { const range = document.createRange(); range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length); return range.getClientRects().length > 1; })
+        .map(([word]) => word))"""
+    for size in (WIDE, NARROW):
+        tab.look(*size)
+        tab.open(pages["one"])
+        for op in ("copy_in", "all_gather", "wait", "copy_out", "forward", "reduce_scatter"):
+            tab.run(f"state.choose(state.log.events.find((e) => e.op === '{op}'))")
+            tab.drawn()
+            assert tab.run("document.querySelectorAll('#code li').length") > 3
+            assert tab.run(cut) == [], op
+
+
 def test_code_in_a_promise_stands_without_backticks(tab: Tab) -> None:
     shown = "[...make('p', {}, ...prose(TEXT)).childNodes].map((n) => [n.nodeName, n.textContent])"
     assert tab.run(shown.replace("TEXT", "'Read `a.b`, now'")) == [

@@ -60,7 +60,7 @@ class Code {
     const rows = found.lines.map((text, i) => {
       const number = found.first + i, isHere = number === line, isSaid = number >= first && number <= last;
       const style = `padding-left: ${Math.max(0, text.search(/\S|$/) - indent) + 4}ch`; // what wraps stands four columns further in
-      const content = make(isHere ? "mark" : "span", { style, ...(isSaid ? { class: "said" } : {}) }, text.trim() || " ");
+      const content = make(isHere ? "mark" : "span", { style, ...(isSaid ? { class: "said" } : {}) }, ...breakable(text.trim() || " "));
       return make("li", { value: number, ...(isHere ? { "aria-current": "true" } : {}) }, content);
     });
     const promise = found.promise ? make("p", { class: "promise" }, ...prose(found.promise)) : null;

@@ -61,6 +61,12 @@ function prose(text) {
   return text.split("`").map((part, i, parts) => (i % 2 && i < parts.length - 1 ? make("code", {}, part) : i % 2 ? `\`${part}` : part));
 }
 
+/** Text whose long pieces, which have no space, may wrap at an operator or a dot; no word is cut. */
+function breakable(text) {
+  const parts = text.replace(/\S{20,}/g, (long) => long.replace(/([([{,=|])(?=[\w"'*])|(?=\.[A-Za-z_])/g, "$1\n")).split("\n");
+  return parts.flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+}
+
 /** The last parts of a dotted name that fit: "layers.0.block", "0.block", "block"; "" if none does. */
 function fittingName(context, name, room) {
   const parts = name.split(".");

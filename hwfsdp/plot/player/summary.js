@@ -240,6 +240,6 @@ function moment(text, onclick, pane = "timeline") {
 function table(caption, heads, rows) {
   const head = make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)));
   const body = rows.map(([first, ...rest]) =>
-    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, whole(text)))));
+    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, ...breakable(whole(text))))));
   return make("table", {}, caption ? make("caption", {}, caption) : null, make("thead", {}, head), make("tbody", {}, ...body));
 }
