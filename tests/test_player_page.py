@@ -481,6 +481,30 @@ def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_
             assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.text(said)
 
 
+def test_the_event_under_the_cursor_is_explained_beside_the_buttons_wherever_the_page_stands(
+    phone: Tab,
+) -> None:
+    for place in (".moment", "#timeline", "#memory", "#parameters"):
+        phone.run(f"document.querySelector('{place}').scrollIntoView()")
+        top, seen = box(phone, "#controls")[1], "scrollY"
+        before = phone.run(seen)
+        phone.press("#next")
+        phone.drawn()
+        said = phone.text("#now")
+        assert all(
+            phone.run(text) in said for text in ("nameOf(state.event)", "reasonsOf(state.event).join(' ')")
+        )
+        _, start, _, height = box(phone, "#now")
+        assert top >= 0 and start + height <= NARROW[1] and phone.run(seen) == before, place
+
+
+def test_tables_fit_a_narrow_screen(phone: Tab) -> None:
+    phone.press("#tables summary")
+    assert phone.run("document.documentElement.scrollWidth") <= NARROW[0]
+    wide = "[...document.querySelectorAll('#tables table')].filter((t) => t.getBoundingClientRect().right > innerWidth)"
+    assert phone.run(f"{wide}.length") == 0
+
+
 # --- Playing -----------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ class Code {
   constructor(state, functions) {
     Object.assign(this, { state, functions });
     this.body = document.querySelector("#code .body");
+    this.now = document.getElementById("now"); // on a narrow screen the event is explained here, beside the buttons
     this.shown = undefined; // nothing yet, not even that there is no event
     this.chosen = 0; // which of the event's places: 0 is the line that issued it
   }
@@ -14,6 +15,7 @@ class Code {
     if (event === this.shown) return;
     this.shown = event;
     this.chosen = 0;
+    this.tellNow(event);
     this.fill();
   }
 
@@ -36,6 +38,14 @@ class Code {
     this.body.scrollTop = 0;
     const mark = this.body.querySelector("mark"), list = this.body.querySelector("ol");
     if (mark && list) list.scrollTop = mark.offsetTop - list.clientHeight / 2;
+  }
+
+  /** The event in running text: first why, then the facts. */
+  tellNow(event) {
+    if (!event) return this.now.replaceChildren("Nothing has begun yet.");
+    const facts = make("span", { class: "soft" }, whole([...factsOf(event), ...orderOf(event)].join("; ")));
+    this.now.replaceChildren(make("strong", {}, nameOf(event)), whole(` ${[...reasonsOf(event), ""].join(" ")}`), facts);
+    this.now.scrollTop = 0;
   }
 
   /** Who called whom, from the outside in; each leads to its function. */

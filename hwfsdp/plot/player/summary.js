@@ -111,9 +111,10 @@ class Summary {
       return opened("at the first event that A and B do not share. The table says what follows from it");
     }
     if (wait) {
+      const explained = matchMedia("(max-width: 900px)").matches ? "The text below the buttons" : "The pane Code";
       state.choose(wait);
       if (matchMedia("(max-width: 560px)").matches) this.showStep(wait); // few pixels: one step is readable, two are not
-      return opened(`where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. The pane Code says why the gather is late`);
+      return opened(`where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. ${explained} says why the gather is late`);
     }
     if (peak) {
       this.visitPeak(0, peak);
