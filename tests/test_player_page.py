@@ -703,9 +703,28 @@ def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
     assert f"at the end of the backward of {block.owner}" in said
     stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
     said = said.replace("\u00a0", " ")
-    assert f"{tab.run(f'bytesText({stays})')} of shards" in said
+    total = sum(peak.bytes_by_kind.values())
+    assert f"{tab.run(f'bytesText({stays}, {total})')} of shards" in said
     for kind in ("all_gather_buffer", "unsharded_param", "unsharded_grad"):
-        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]})')} {kind}" in said
+        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]}, {total})')} {kind}" in said
+    assert len({*re.findall(r"[\d.]+ ([KMG]?i?B)\b", said)}) == 1
+
+
+def test_bytes_of_one_sum_have_one_unit(tab: Tab) -> None:
+    for given, text in {
+        "1536": "1.50 KiB",
+        "1536, 1 << 20": "0.001 MiB",
+        "1 << 18, 1 << 20": "0.25 MiB",
+        "80 << 10, 1 << 20": "0.078 MiB",
+        "5, 1 << 20": "<0.001 MiB",
+        "0, 1 << 20": "0 MiB",
+        "0": "0 B",
+    }.items():
+        assert tab.run(f"bytesText({given})") == text, given
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
+    tab.drawn()
+    units = "[...document.querySelectorAll('#memory-legend td')].map((e) => e.textContent.split(' ').pop())"
+    assert len({*tab.run(units)}) == 1
 
 
 def test_a_peak_that_an_allocation_makes_leads_to_the_last_one_before_it(tab: Tab, log: EventLog) -> None:

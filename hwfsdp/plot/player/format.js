@@ -7,11 +7,13 @@ function threeDigits(value) {
   return value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
 }
 
-/** Bytes: "512 B", "1.50 KiB", "20.0 MiB". */
-function bytesText(bytes) {
+/** Bytes: "512 B", "1.50 KiB", "20.0 MiB". With `like`, in the unit of that many bytes: terms of one sum have one unit. */
+function bytesText(bytes, like = bytes) {
   let power = 0;
-  while (bytes >= 1024 ** (power + 1) && power < UNITS.length - 1) power += 1;
-  return power === 0 ? `${bytes} B` : `${threeDigits(bytes / 1024 ** power)} ${UNITS[power]}`;
+  while (like >= 1024 ** (power + 1) && power < UNITS.length - 1) power += 1;
+  const value = bytes / 1024 ** power, isSmall = value < 0.1;
+  if (power === 0 || bytes === 0) return `${bytes} ${UNITS[power]}`;
+  return `${isSmall ? (value < 0.001 ? "<0.001" : value.toFixed(3)) : threeDigits(value)} ${UNITS[power]}`;
 }
 
 /** Microseconds as milliseconds: "0.25 ms", "12.5 ms"; what is shorter than 10 µs as µs. */

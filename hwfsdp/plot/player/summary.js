@@ -67,9 +67,9 @@ class Summary {
       ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText, null, false]] : []),
     ].map(([name, a, b, say, spread = null, isShared = true]) => {
       const less = b < a, share = a && isShared ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
-      const difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a))}${share ? `, ${share}` : ""}`;
+      const most = Math.max(a, b), difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a), most)}${share ? `, ${share}` : ""}`;
       const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
-      return [name, beside(say(a), 0), beside(say(b), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
+      return [name, beside(say(a, most), 0), beside(say(b, most), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
     });
     return [
       make("div", { class: "title" }, ...logs.map((log) =>
@@ -133,8 +133,8 @@ class Summary {
   contentOf(peak) {
     const kinds = peak.kinds.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
     const stay = kinds.filter(([kind]) => CONSTANT.includes(kind)), stays = stay.reduce((sum, [, bytes]) => sum + bytes, 0);
-    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes)} ${kind}`);
-    return [stays && `${bytesText(stays)} of shards (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
+    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes, peak.total)} ${kind}`);
+    return [stays && `${bytesText(stays, peak.total)} of shards (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
   }
 
   /** Moves the cursor to a peak, and chooses the allocation that makes it. */
