@@ -17,6 +17,7 @@ from browser import Tab, browser, find_browser
 from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.observe.lifetimes import find_lifetimes, find_reductions
+from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot import style
 from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.packing import Start
@@ -673,8 +674,15 @@ def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: T
     whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
     said = tab.text("#otherwise").replace("\u00a0", " ")
     for now, before in (gathered, whole):
-        words = [tab.run(f"bytesText({nbytes})") for nbytes in (now, before)]
+        words = [tab.run(f"bytesText({nbytes}, {max(now, before)})") for nbytes in (now, before)]
         assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
+    peaks = [log.summary()["peak_bytes_by_kind"] for log in (kept, freed)]
+    same = {kind for kind in KINDS if peaks[0][kind] == peaks[1][kind]}
+    assert same >= {*KINDS} - {"unsharded_param", "all_gather_buffer"}
+    assert "The new peak of all memory does not follow from this log" in said
+    assert (
+        not kept.select("all_gather", phase="backward") and "backward would need no all_gather_buffer" in said
+    )
 
 
 def test_a_page_of_two_logs_or_of_one_that_frees_nothing_says_nothing_of_that(
