@@ -17,6 +17,7 @@ from browser import Tab, browser, find_browser
 from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.observe.lifetimes import find_lifetimes, find_reductions
+from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot import style
 from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.packing import Start
@@ -277,6 +278,30 @@ def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> N
     assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
 
 
+def test_code_wraps_at_spaces_and_operators_and_never_inside_a_word(tab: Tab, pages: dict[str, str]) -> None:
+    parts = "breakable(TEXT).map((part) => part.nodeName ?? part).filter((part) => part !== 'WBR')"
+    for text, split in {
+        "x = self.comm_ctx.wait(a,b)": ["x = self", ".comm_ctx", ".wait(", "a,", "b)"],
+        "gathers(key=[*several])": ["gathers(", "key=[", "*several])"],
+        "if self.x == 1.5: f(a)": ["if self.x == 1.5: f(a)"],
+        "13,273,088": ["13,273,088"],
+    }.items():
+        assert tab.run(parts.replace("TEXT", repr(text))) == split
+    cut = """[...document.querySelectorAll('#code li > *')].flatMap((line) => [...line.childNodes])
+        .filter((node) => node.nodeType === Node.TEXT_NODE).flatMap((node) => [...node.data.matchAll(/\\w+/g)]
+        .filter((word) => { const range = document.createRange(); range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length); return range.getClientRects().length > 1; })
+        .map(([word]) => word))"""
+    for size in (WIDE, NARROW):
+        tab.look(*size)
+        tab.open(pages["one"])
+        for op in ("copy_in", "all_gather", "wait", "copy_out", "forward", "reduce_scatter"):
+            tab.run(f"state.choose(state.log.events.find((e) => e.op === '{op}'))")
+            tab.drawn()
+            assert tab.run("document.querySelectorAll('#code li').length") > 3
+            assert tab.run(cut) == [], op
+
+
 def test_code_in_a_promise_stands_without_backticks(tab: Tab) -> None:
     shown = "[...make('p', {}, ...prose(TEXT)).childNodes].map((n) => [n.nodeName, n.textContent])"
     assert tab.run(shown.replace("TEXT", "'Read `a.b`, now'")) == [
@@ -300,6 +325,18 @@ def test_keys_that_scroll_the_code_do_not_change_the_rank(tab: Tab) -> None:
     tab.run("document.activeElement.blur()")
     tab.key("ArrowDown")
     assert tab.run("state.rank") == 1
+
+
+def test_the_group_of_the_root_and_the_root_itself_have_two_names(tab: Tab) -> None:
+    find = "nameOf(state.log.events.find((e) => e.op === '%s' && e.owner === '%s'))"
+    assert tab.run(find % ("all_gather", "GPT")) == "all_gather of GPT (root's group)"
+    assert tab.run(find % ("forward", "GPT")) == "forward of GPT"
+    assert tab.run(find % ("all_gather", "blocks.1")) == "all_gather of blocks.1"
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out' && e.owner === 'GPT'))")
+    tab.drawn()
+    said = tab.text("#parameters .rows")
+    assert said.startswith("GPT (root's group) on rank 0: gathering; gathering lasts until the copy-out ends")
+    assert "the root's parameters that are in no other group" in said
 
 
 # --- Pointer and window ------------------------------------------------------------------------------------
@@ -428,8 +465,8 @@ def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> N
 
 def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
     said = "#parameters .rows"
-    owner = phone.run("state.event.owner")
-    assert phone.text(said).startswith(f"{owner} on rank 0: ")
+    group = phone.run("state.log.labelOf(state.event.owner)")
+    assert phone.text(said).startswith(f"{group} on rank 0: ")
     shown_at(phone, "#parameters .scroller canvas")
     left, top, width, _ = box(phone, "#parameters .scroller canvas")
     row = phone.run(
@@ -441,6 +478,30 @@ def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_
         if group:
             assert phone.text(said).startswith("blocks.1 on rank 1: ")
             assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.text(said)
+
+
+def test_the_event_under_the_cursor_is_explained_beside_the_buttons_wherever_the_page_stands(
+    phone: Tab,
+) -> None:
+    for place in (".moment", "#timeline", "#memory", "#parameters"):
+        phone.run(f"document.querySelector('{place}').scrollIntoView()")
+        top, seen = box(phone, "#controls")[1], "scrollY"
+        before = phone.run(seen)
+        phone.press("#next")
+        phone.drawn()
+        said = phone.text("#now")
+        assert all(
+            phone.run(text) in said for text in ("nameOf(state.event)", "reasonsOf(state.event).join(' ')")
+        )
+        _, start, _, height = box(phone, "#now")
+        assert top >= 0 and start + height <= NARROW[1] and phone.run(seen) == before, place
+
+
+def test_tables_fit_a_narrow_screen(phone: Tab) -> None:
+    phone.press("#tables summary")
+    assert phone.run("document.documentElement.scrollWidth") <= NARROW[0]
+    wide = "[...document.querySelectorAll('#tables table')].filter((t) => t.getBoundingClientRect().right > innerWidth)"
+    assert phone.run(f"{wide}.length") == 0
 
 
 # --- Playing -----------------------------------------------------------------------------------------------
@@ -613,8 +674,15 @@ def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: T
     whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
     said = tab.text("#otherwise").replace("\u00a0", " ")
     for now, before in (gathered, whole):
-        words = [tab.run(f"bytesText({nbytes})") for nbytes in (now, before)]
+        words = [tab.run(f"bytesText({nbytes}, {max(now, before)})") for nbytes in (now, before)]
         assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
+    peaks = [log.summary()["peak_bytes_by_kind"] for log in (kept, freed)]
+    same = {kind for kind in KINDS if peaks[0][kind] == peaks[1][kind]}
+    assert same >= {*KINDS} - {"unsharded_param", "all_gather_buffer"}
+    assert "The new peak of all memory does not follow from this log" in said
+    assert (
+        not kept.select("all_gather", phase="backward") and "backward would need no all_gather_buffer" in said
+    )
 
 
 def test_pages_of_two_logs_and_of_a_log_that_frees_nothing_omit_that_change(
@@ -643,9 +711,28 @@ def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
     assert f"at the end of the backward of {block.owner}" in said
     stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
     said = said.replace("\u00a0", " ")
-    assert f"{tab.run(f'bytesText({stays})')} of shards" in said
+    total = sum(peak.bytes_by_kind.values())
+    assert f"{tab.run(f'bytesText({stays}, {total})')} of shards" in said
     for kind in ("all_gather_buffer", "unsharded_param", "unsharded_grad"):
-        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]})')} {kind}" in said
+        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]}, {total})')} {kind}" in said
+    assert len({*re.findall(r"[\d.]+ ([KMG]?i?B)\b", said)}) == 1
+
+
+def test_bytes_of_one_sum_have_one_unit(tab: Tab) -> None:
+    for given, text in {
+        "1536": "1.50 KiB",
+        "1536, 1 << 20": "0.001 MiB",
+        "1 << 18, 1 << 20": "0.25 MiB",
+        "80 << 10, 1 << 20": "0.078 MiB",
+        "5, 1 << 20": "<0.001 MiB",
+        "0, 1 << 20": "0 MiB",
+        "0": "0 B",
+    }.items():
+        assert tab.run(f"bytesText({given})") == text, given
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
+    tab.drawn()
+    units = "[...document.querySelectorAll('#memory-legend td')].map((e) => e.textContent.split(' ').pop())"
+    assert len({*tab.run(units)}) == 1
 
 
 def test_a_peak_that_an_allocation_makes_leads_to_the_last_one_before_it(tab: Tab, log: EventLog) -> None:

@@ -202,18 +202,18 @@ def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
     While a group computes, these are whole: the group, the groups of modules around it, and earlier groups that stay whole for
     the backward. The backward frees them in the opposite order, so its maximum is the same.
     """
-    if sum(map(_is_root, groups)) > 1 or any(0 < g.gathered_again_from < g.shards for g in groups):
+    if sum(map(is_root, groups)) > 1 or any(0 < g.gathered_again_from < g.shards for g in groups):
         return None
     most = 0
     for place, group in enumerate(groups):
-        around = [g for g in groups if g is not group and (_is_root(g) or group.fqn.startswith(f"{g.fqn}."))]
+        around = [g for g in groups if g is not group and (is_root(g) or group.fqn.startswith(f"{g.fqn}."))]
         stay = [g for g in groups[:place] if not g.gathered_again_from and g not in around]
         others = [(sizes, g.shards) for g in (*around, *stay, group) for sizes in g.sizes()]
         most = max(most, sum(unsharded_bytes(sizes, shards) for sizes, shards in others))
     return most
 
 
-def _is_root(group: GroupAbout) -> bool:
+def is_root(group: GroupAbout) -> bool:
     """True for the group of a root. Its name is the root's class, so no parameter's name begins with the group's name."""
     return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
 

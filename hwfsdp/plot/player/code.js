@@ -5,6 +5,7 @@ class Code {
   constructor(state, functions) {
     Object.assign(this, { state, functions });
     this.body = document.querySelector("#code .body");
+    this.now = document.getElementById("now"); // on a narrow screen the event is explained here, beside the buttons
     this.shown = undefined; // nothing yet, not even that there is no event
     this.chosen = 0; // which of the event's places: 0 is the line that issued it
   }
@@ -14,6 +15,7 @@ class Code {
     if (event === this.shown) return;
     this.shown = event;
     this.chosen = 0;
+    this.tellNow(event);
     this.fill();
   }
 
@@ -38,6 +40,14 @@ class Code {
     if (mark && list) list.scrollTop = mark.offsetTop - list.clientHeight / 2;
   }
 
+  /** The event in running text: first why, then the facts. */
+  tellNow(event) {
+    if (!event) return this.now.replaceChildren("Nothing has begun yet.");
+    const facts = make("span", { class: "soft" }, whole([...factsOf(event), ...orderOf(event)].join("; ")));
+    this.now.replaceChildren(make("strong", {}, nameOf(event)), whole(` ${[...reasonsOf(event), ""].join(" ")}`), facts);
+    this.now.scrollTop = 0;
+  }
+
   /** Who called whom, from the outside in; each leads to its function. */
   trail(places) {
     const names = places.map(([name], i) => {
@@ -60,7 +70,7 @@ class Code {
     const rows = found.lines.map((text, i) => {
       const number = found.first + i, isHere = number === line, isSaid = number >= first && number <= last;
       const style = `padding-left: ${Math.max(0, text.search(/\S|$/) - indent) + 4}ch`; // what wraps stands four columns further in
-      const content = make(isHere ? "mark" : "span", { style, ...(isSaid ? { class: "said" } : {}) }, text.trim() || " ");
+      const content = make(isHere ? "mark" : "span", { style, ...(isSaid ? { class: "said" } : {}) }, ...breakable(text.trim() || " "));
       return make("li", { value: number, ...(isHere ? { "aria-current": "true" } : {}) }, content);
     });
     const promise = found.promise ? make("p", { class: "promise" }, ...prose(found.promise)) : null;

@@ -7,6 +7,7 @@ const COLLECTIVES = new Set([
 ]);
 const PAIRWISE = new Set(["send", "recv"]);
 const ALL_MEMORY = "all memory"; // the one kind in a log where nobody says what tensors are for
+const ROOTS_GROUP = "root's group"; // the root's parameters that are in no other group
 const TOUCHING = 0.11; // µs: times are rounded to a tenth
 
 class Log {
@@ -17,6 +18,7 @@ class Log {
     this.clocksDiffer = packed.clocks_differ;
     this.times = packed.times; // of each step, mean of the ranks
     this.events = this.unpack(packed.events);
+    this.copiesOut = this.events.some((event) => event.op === "copy_out"); // else a group is whole from its first allocation on
     this.end = this.events.reduce((end, event) => Math.max(end, event.end), 1);
     this.byRank = new Map(this.ranks.map((rank) => [rank, { drawn: [], bySeq: new Map(), lanes: new Map() }]));
     for (const event of this.events) {
@@ -113,6 +115,17 @@ class Log {
       return one && t < one.end + TOUCHING ? one.name : null;
     };
     return { params: at(states.params) ?? "sharded", reducing: at(states.grads) !== null };
+  }
+
+  /** A group's name. The root module and its own group have one name, so the group of the root says that it is a group. */
+  labelOf(owner) {
+    return this.sizes.get(owner)?.is_root ? `${owner} (${ROOTS_GROUP})` : owner;
+  }
+
+  /** As much of this name as fits: "GPT (root's group)", "root's group", "GPT"; "" if nothing does. */
+  fittingLabel(context, owner, room) {
+    const forms = this.sizes.get(owner)?.is_root ? [this.labelOf(owner), ROOTS_GROUP] : [];
+    return forms.find((form) => context.measureText(form).width <= room) ?? fittingName(context, owner, room);
   }
 
   /** Groups in the order of the run; where the log does not list them, those whose states are seen. */

@@ -7,11 +7,13 @@ function threeDigits(value) {
   return value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
 }
 
-/** Bytes: "512 B", "1.50 KiB", "20.0 MiB". */
-function bytesText(bytes) {
+/** Bytes: "512 B", "1.50 KiB", "20.0 MiB". With `like`, in the unit of that many bytes: terms of one sum have one unit. */
+function bytesText(bytes, like = bytes) {
   let power = 0;
-  while (bytes >= 1024 ** (power + 1) && power < UNITS.length - 1) power += 1;
-  return power === 0 ? `${bytes} B` : `${threeDigits(bytes / 1024 ** power)} ${UNITS[power]}`;
+  while (like >= 1024 ** (power + 1) && power < UNITS.length - 1) power += 1;
+  const value = bytes / 1024 ** power, isSmall = value < 0.1;
+  if (power === 0 || bytes === 0) return `${bytes} ${UNITS[power]}`;
+  return `${isSmall ? (value < 0.001 ? "<0.001" : value.toFixed(3)) : threeDigits(value)} ${UNITS[power]}`;
 }
 
 /** Microseconds as milliseconds: "0.25 ms", "12.5 ms"; what is shorter than 10 µs as µs. */
@@ -59,6 +61,12 @@ function make(tag, attributes = {}, ...children) {
 /** A sentence as elements: what stands between backticks is code. */
 function prose(text) {
   return text.split("`").map((part, i, parts) => (i % 2 && i < parts.length - 1 ? make("code", {}, part) : i % 2 ? `\`${part}` : part));
+}
+
+/** Text whose long pieces, which have no space, may wrap at an operator or a dot; no word is cut. */
+function breakable(text) {
+  const parts = text.replace(/\S{20,}/g, (long) => long.replace(/([([{,=|])(?=[\w"'*])|(?=\.[A-Za-z_])/g, "$1\n")).split("\n");
+  return parts.flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
 }
 
 /** The last parts of a dotted name that fit: "layers.0.block", "0.block", "block"; "" if none does. */

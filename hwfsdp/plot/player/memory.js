@@ -8,7 +8,7 @@ const KIND_WORDS = {
   sharded_param: "this rank's rows of weights",
   optimizer_state: "the optimizer's numbers",
   sharded_grad: "gradients of these rows",
-  unsharded_param: "whole weights, gathered",
+  unsharded_param: "whole weights, gathered or still being filled",
   unsharded_grad: "gradients before reduction",
   all_gather_buffer: "what a gather fills",
   reduce_scatter_buffer: "what a reduction sends",
@@ -201,9 +201,9 @@ class Memory {
     };
     const kinds = [...this.kinds].reverse().filter((kind) => sides.some(({ now }) => kind in now));
     const heads = sides.length > 1 ? [make("tr", {}, make("td"), ...sides.map(({ log }) => make("th", { scope: "col" }, "AB"[log.side])))] : [];
-    const rows = kinds.map((kind) => row(name(kind), ({ now }) => bytesText(now[kind] ?? 0)));
+    const rows = kinds.map((kind) => row(name(kind), (side) => bytesText(side.now[kind] ?? 0, total(side))));
     const form = kinds.includes("unsharded_param") && sides.some(({ log }) => log.closedForm)
-      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, above what stays")), ({ log }) => (log.closedForm ? bytesText(log.closedForm) : "–"))] : [];
+      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, above what stays")), (side) => (side.log.closedForm ? bytesText(side.log.closedForm, total(side)) : "–"))] : [];
     const sum = row(`at ${msText(state.t)}`, (side) => bytesText(total(side)), { class: "sum" });
     this.legend.replaceChildren(make("table", {}, make("tbody", {}, ...heads, sum, ...rows, ...form)));
   }

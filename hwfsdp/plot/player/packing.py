@@ -14,7 +14,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.comparison import as_json, compare, times_of_steps
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
-from hwfsdp.observe.findings import expect_peak
+from hwfsdp.observe.findings import expect_peak, is_root
 from hwfsdp.observe.lifetimes import STATES, find_lifetimes, find_reductions
 from hwfsdp.observe.memory import KINDS
 from hwfsdp.observe.run_info import GroupAbout, read_about
@@ -125,6 +125,7 @@ def _pack_group(group: GroupAbout) -> dict[str, Any]:
     params = [{"fqn": p.fqn, "shape": p.shape, "dtype": p.dtype} for p in group.params]
     return {
         "fqn": group.fqn,
+        "is_root": is_root(group),
         "shards": group.shards,
         "replicas": group.replicas,
         "gathered_again": group.gathered_again_from > 0,

@@ -76,12 +76,17 @@ class Parameters {
     if (said !== this.rows.textContent) this.rows.textContent = said;
   }
 
+  /** A log that has this group. */
+  logOf(group) {
+    return this.state.logs.find((log) => log.sizes.has(group)) ?? this.state.log;
+  }
+
   drawName(context, group, y, size) {
     const isUnder = this.state.event?.owner === group;
     context.font = isUnder ? BOLD : FONT;
     context.fillStyle = isUnder ? this.looks.ink : this.looks.soft;
     context.textAlign = "right";
-    context.fillText(fittingName(context, group, size.names - 10) || "…", size.names - 6, y + size.height / 2);
+    context.fillText(this.logOf(group).fittingLabel(context, group, size.names - 10) || "…", size.names - 6, y + size.height / 2);
     context.font = FONT;
   }
 
@@ -158,8 +163,10 @@ class Parameters {
   linesOf(group, { log, rank }) {
     const found = log.stateOf(rank, group, Math.min(this.state.t, log.end)), about = log.sizes.get(group);
     const states = found ? [STATE_NAMES[found.params], found.reducing ? "gradients reducing" : ""].filter(Boolean).join(", ") : "not seen in this log";
-    const lines = [`${group} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
+    const lines = [`${log.labelOf(group)} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
+    if (found?.params === "gathering" && log.copiesOut) lines.push("gathering lasts until the copy-out ends; unsharded_param counts the memory that the copy-out fills from its allocation on");
     if (!about) return lines;
+    if (about.is_root && log.groups.length > 1) lines.push("the root's parameters that are in no other group");
     const isSure = about.shards * about.replicas === log.worldSize;
     lines.push(`${bytesText(about.bytes)} when whole, over ${numberOf(about.shards, "rank")}`);
     const rows = about.params.slice(0, 8).map((param) => {
@@ -181,7 +188,7 @@ class Parameters {
     const { state } = this, log = state.log;
     const cells = this.groups.map((group) => {
       const found = log.stateOf(state.rank, group, state.t);
-      return found ? `${group} ${STATE_NAMES[found.params]}${found.reducing ? ", reducing" : ""}` : "";
+      return found ? `${log.labelOf(group)} ${STATE_NAMES[found.params]}${found.reducing ? ", reducing" : ""}` : "";
     });
     return `Parameter groups of rank ${state.rank} at ${msText(state.t)}: ${cells.filter(Boolean).join("; ")}`;
   }

@@ -1,9 +1,14 @@
 "use strict";
 // Why compute stood still, in a sentence: read off the order of events and their times, never guessed.
 
-/** "all_gather of blocks.1". */
-function nameOf(event) {
-  return event.owner && event.op !== "optimizer" ? `${event.op} of ${event.owner}` : event.op;
+/** "all_gather of blocks.1". A forward or backward is a module's, everything else a group's. */
+function nameOf({ op, owner, log }) {
+  if (!owner || op === "optimizer") return op;
+  return `${op} of ${isOfModule(op) ? owner : log?.labelOf(owner) ?? owner}`;
+}
+
+function isOfModule(op) {
+  return op === "forward" || op === "backward";
 }
 
 /** What a wait was for: of the events that it waited for, the one that ended last. */

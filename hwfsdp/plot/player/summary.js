@@ -67,9 +67,9 @@ class Summary {
       ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText, null, false]] : []),
     ].map(([name, a, b, say, spread = null, isShared = true]) => {
       const less = b < a, share = a && isShared ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
-      const difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a))}${share ? `, ${share}` : ""}`;
+      const most = Math.max(a, b), difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a), most)}${share ? `, ${share}` : ""}`;
       const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
-      return [name, beside(say(a), 0), beside(say(b), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
+      return [name, beside(say(a, most), 0), beside(say(b, most), 1), spread ? `${difference}: ${judged(...spread)}` : difference];
     });
     return [
       make("div", { class: "title" }, ...logs.map((log) =>
@@ -87,13 +87,15 @@ class Summary {
     return `${spread} Measured times differ from run to run. Bytes, counts and peaks are the same in every run.`;
   }
 
-  /** What would be different without freeing after the forward, by the closed forms; "" if nothing is freed or no form holds. */
+  /** What would be different without freeing after the forward, by the closed forms; "" if nothing is freed or no form holds. No
+   *  closed form gives the peak of all kinds together: when a kind comes and goes, only a run shows. */
   otherwise() {
     const [log] = this.state.logs, sum = (groups) => groups.reduce((bytes, group) => bytes + group.bytes, 0);
     if (!log.freedGroups || !log.closedForm || !log.closedFormKept) return "";
     const all = sum(log.groups), again = sum(log.groups.filter((group) => group.gathered_again));
-    return `With \`reshard_after_forward=False\` the backward would gather nothing: in a step, each rank would gather ${bytesText(all)} instead of ${bytesText(all + again)}. `
-      + `But up to ${bytesText(log.closedFormKept)} of parameters would be whole at once, instead of ${bytesText(log.closedForm)}.`;
+    return `With \`reshard_after_forward=False\` the backward would gather nothing: in a step, each rank would gather ${bytesText(all, all + again)} instead of ${bytesText(all + again)}. `
+      + `But up to ${bytesText(log.closedFormKept)} of parameters would be whole at once, instead of ${bytesText(log.closedForm, log.closedFormKept)}. `
+      + "The new peak of all memory does not follow from this log. Shards, gradients and optimizer state would take as many bytes as now, and the backward would need no `all_gather_buffer`.";
   }
 
   /** Chooses the moment at which the page opens, and says in a sentence what it is and what to do. */
@@ -111,9 +113,10 @@ class Summary {
       return opened("at the first event that A and B do not share. The table says what follows from it");
     }
     if (wait) {
+      const explained = matchMedia("(max-width: 900px)").matches ? "The text below the buttons" : "The pane Code";
       state.choose(wait);
       if (matchMedia("(max-width: 560px)").matches) this.showStep(wait); // few pixels: one step is readable, two are not
-      return opened(`where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. The pane Code says why the gather is late`);
+      return opened(`where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. ${explained} says why the gather is late`);
     }
     if (peak) {
       this.visitPeak(0, peak);
@@ -132,8 +135,8 @@ class Summary {
   contentOf(peak) {
     const kinds = peak.kinds.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
     const stay = kinds.filter(([kind]) => CONSTANT.includes(kind)), stays = stay.reduce((sum, [, bytes]) => sum + bytes, 0);
-    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes)} ${kind}`);
-    return [stays && `${bytesText(stays)} of shards (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
+    const goes = kinds.filter(([kind]) => !CONSTANT.includes(kind)).map(([kind, bytes]) => `${bytesText(bytes, peak.total)} ${kind}`);
+    return [stays && `${bytesText(stays, peak.total)} of shards (${stay.map(([kind]) => kind).join(", ")})`, ...goes].filter(Boolean).join(" + ");
   }
 
   /** Moves the cursor to a peak, and chooses the allocation that makes it. */
@@ -162,7 +165,7 @@ class Summary {
       if (peak) {
         const isAlike = log.ranks.length > 1 && log.ranks.every((rank) => log.peaks.get(rank).total === peak.total);
         const cause = log.causeOf(peak.rank, peak), isMade = cause?.op === "alloc" && cause.owner;
-        const when = isMade ? `, when the ${cause.phase} allocates the whole parameters of ${cause.owner}` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
+        const when = isMade ? `, when the ${cause.phase} allocates the whole parameters of ${log.labelOf(cause.owner)}` : cause?.owner ? `, at the end of the ${nameOf(cause)}` : "";
         const text = `${name}Memory peaks on ${isAlike ? "every rank, on " : ""}rank ${peak.rank} at ${msText(peak.us)}${when}: ${bytesText(peak.total)}${countsAll(log) ? "" : ` = ${this.contentOf(peak)}`}`;
         found.push(moment(text, () => this.visitPeak(side, peak), "memory"));
       }
@@ -177,10 +180,10 @@ class Summary {
   }
 
   partingMoment() {
-    const { orders_part: parting } = this.comparison;
+    const { orders_part: parting } = this.comparison, [a, b] = this.state.logs;
     if (!parting) return make("span", { class: "soft" }, "The same events in the same order, on every rank.");
-    const said = (event) => (event ? `the ${nameOf(event)}` : "missing");
-    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a)}, in B ${said(parting.b)}`;
+    const said = (event, log) => (event ? `the ${nameOf({ ...event, log })}` : "missing");
+    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a, a)}, in B ${said(parting.b, b)}`;
     const event = this.state.parting.find(Boolean);
     return moment(text, () => { if (event) this.jump(event); });
   }
@@ -207,7 +210,7 @@ class Summary {
       .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes), KIND_WORDS[kind] ?? ""]);
     const waits = longestWaits(log, 10).map((wait) =>
       [msText(wait.start), countText(wait.rank), `${countText(wait.step)}, ${wait.phase}`, reasonsOf(wait).join(" ")]);
-    const groups = log.groups.map((g) => [g.fqn, countText(g.bytes), countText(g.shards), g.gathered_again ? "freed" : "kept", this.paramsOf(g)]);
+    const groups = log.groups.map((g) => [log.labelOf(g.fqn), countText(g.bytes), countText(g.shards), g.gathered_again ? "freed" : "kept", this.paramsOf(g)]);
     return [
       table(`${name}time of one step, mean`, ["rank", "step", "exposed communication", "hidden"], ranks),
       table(`${name}collectives of one rank, in the whole log`, ["", "calls", "bytes"], ops),
@@ -240,6 +243,6 @@ function moment(text, onclick, pane = "timeline") {
 function table(caption, heads, rows) {
   const head = make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)));
   const body = rows.map(([first, ...rest]) =>
-    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, whole(text)))));
+    make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, ...breakable(whole(text))))));
   return make("table", {}, caption ? make("caption", {}, caption) : null, make("thead", {}, head), make("tbody", {}, ...body));
 }

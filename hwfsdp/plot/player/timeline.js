@@ -247,7 +247,8 @@ class Timeline {
   }
 
   drawName(context, event, look, place, isPale, [x, width]) {
-    const name = fittingName(context, event.owner, width - 8);
+    const { log, op, owner } = event, room = width - 8;
+    const name = isOfModule(op) ? fittingName(context, owner, room) : log.fittingLabel(context, owner, room);
     if (!name) return;
     const face = look.color, middle = x + width / 2, half = context.measureText(name).width / 2 + 3;
     if (look.hatch && !isPale) {
