@@ -21,7 +21,7 @@ def streams_for(device_type: str) -> StreamSet:
     Raises:
         UsageError: there is no such device.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = [*_backends, *([accelerator.type] if accelerator else [])]
     if device_type not in here:
         raise UsageError(

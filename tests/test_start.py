@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import hwfsdp
 import models
 from hwfsdp import explain, fully_shard, init_shards, launch
+from hwfsdp.compat import fake_process_group
 from hwfsdp.core.ranks import default_mesh
+from hwfsdp.layout.blueprint import on_paper
 from oracles import (
     BITS,
     REGROUPING,
@@ -376,9 +378,28 @@ test_on_two_ranks = two.test()
 
 
 def test_ranks_of_gloo_shard_on_the_cpu_even_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert default_mesh().device_type == "cpu"
     finally:
         dist.destroy_process_group()
+
+
+def built_for(check_available: bool = False) -> torch.device | None:
+    """`current_accelerator` of a torch that is built for CUDA, on a machine without a GPU."""
+    return None if check_available else torch.device("cuda")
+
+
+def test_a_torch_that_is_built_for_gpus_shards_on_the_cpu_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+    with fake_process_group(0, 2):
+        assert default_mesh().device_type == "cpu"
+
+
+def test_what_is_worked_out_on_paper_is_on_the_cpu_even_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    with on_paper(0, 2, "a test", ""):
+        assert default_mesh().device_type == "cpu"

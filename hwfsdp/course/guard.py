@@ -30,7 +30,7 @@ from hwfsdp.course.doors import Doors
 from hwfsdp.course.manifest import Place
 from hwfsdp.course.overlay import SUBMITTED, owner_of
 from hwfsdp.course.rules import RECORDS
-from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted
+from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted, names_wrapper
 
 _FSDP = "torch.distributed.fsdp"
 FOREIGN = tuple(  # ready-made answers to the course
@@ -139,8 +139,10 @@ def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, .
         return f"starts another program ({event})"
     elif event in ("os.kill", "os.killpg") and args[0] != pid:
         return "sends a signal to another process"
-    elif event == "object.__setattr__" and args[1] == "__code__" and not _is_filler(sys._getframe(2)):
-        return f"exchanges the code of {getattr(args[0], '__qualname__', 'a function')}"
+    elif event == "object.__setattr__" and args[1] == "__code__":
+        caller = sys._getframe(2)
+        if not _is_filler(caller) and not names_wrapper(caller):
+            return f"exchanges the code of {getattr(args[0], '__qualname__', 'a function')}"
     elif event == "socket.connect" and _leaves_the_machine(args[1]):
         return f"connects to {args[1][0]}"
     return None

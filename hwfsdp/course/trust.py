@@ -39,6 +39,7 @@ _MEMORY = {"gc.get_objects", "gc.get_referrers", "gc.get_referents"}
 _FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 _HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
 _IMPORTLIB = "<frozen importlib"
+_DECORATES = os.path.join(os.path.dirname(torch.__file__), "utils", "_contextlib.py")
 _EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
 
 
@@ -86,7 +87,7 @@ def digging(
     if event == "function.__new__":
         return "makes a function of code of others" if direct and is_trusted(args[0]) else None
     if event == "code.__new__":
-        return "makes code out of bytes" if _is_behind(caller) else None
+        return "makes code out of bytes" if _is_behind(caller) and not names_wrapper(caller) else None
     if event == "marshal.loads":
         brought = not _is_known_import(caller) and _is_behind(caller, imports=True)
         return "runs code that was compiled elsewhere" if brought else None
@@ -102,6 +103,12 @@ def digging(
     if event.startswith("ctypes."):
         return "calls native code by itself (ctypes)" if _is_behind(caller, "/ctypes/") else None
     return None
+
+
+def names_wrapper(frame: types.FrameType) -> bool:
+    """True if torch names the code of a wrapper that it has just made, as `@torch.no_grad()` does since 2.15."""
+    outer = frame.f_back
+    return outer is not None and frame.f_code.co_filename == outer.f_code.co_filename == _DECORATES
 
 
 def _is_unseen(code: types.CodeType, caller: types.FrameType) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def explain_on_paper(
 
 @contextmanager
 def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]:
-    """Inside the block, let this process pretend to be rank `rank` of `ranks` ranks.
+    """Inside the block, let this process pretend to be rank `rank` of `ranks` ranks, on a machine without an accelerator.
 
     Raises:
         StateError: the process has a process group already. The message names `subject`.
@@ -81,7 +82,8 @@ def on_paper(rank: int, ranks: int, subject: str, remedy: str) -> Iterator[None]
             got=f"one of {dist.get_world_size()} ranks",
             remedy=remedy,
         )
-    with fake_process_group(rank, ranks):
+    no_accelerator = mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    with fake_process_group(rank, ranks), no_accelerator:
         yield
 
 

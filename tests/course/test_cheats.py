@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import marshal
 import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 import pytest
+import torch
 
 from hwfsdp.course import landlock, privileges
 from hwfsdp.course.confinement import limits_in_force
@@ -23,6 +26,7 @@ from hwfsdp.course.processes import FILES, _is_full, descendants, server_pid
 from hwfsdp.course.rules import find_digging
 from hwfsdp.course.stations.stages import SOURCE as STATIONS
 from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.trust import names_wrapper
 from hwfsdp.course.verdict import Grade
 from hwfsdp.course.workbook import graded
 
@@ -595,3 +599,20 @@ def test_every_limit_says_whether_it_is_in_force() -> None:
     assert all(bool(limit.why_not) != limit.in_force for limit in limits)
     if sys.platform == "linux" and os.geteuid() == 0 and landlock.version():
         assert all(limit.in_force for limit in limits)
+
+
+def frame_in(file: str, outer_file: str) -> types.FrameType:
+    """The frame of a function of one file that a function of another file has called."""
+    names: dict[str, Any] = {"sys": sys}
+    for path, text in ((file, "inner = lambda: sys._getframe()"), (outer_file, "outer = lambda: inner()")):
+        exec(compile(text, path, "exec"), names)
+    frame: types.FrameType = names["outer"]()
+    return frame
+
+
+def test_torch_may_name_the_wrappers_that_its_own_decorators_make() -> None:
+    """Since 2.15, `@torch.no_grad()` gives its wrapper a name, and for that it makes new code."""
+    decorators, own = inspect.getfile(torch.utils._contextlib), "my_fsdp.py"
+    assert names_wrapper(frame_in(decorators, decorators))
+    for file, outer_file in ((decorators, own), (own, decorators), (own, own)):
+        assert not names_wrapper(frame_in(file, outer_file)), (file, outer_file)
