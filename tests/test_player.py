@@ -188,12 +188,9 @@ def test_a_reduction_lasts_from_its_copy_in_and_an_all_reduce_counts_by_itself()
 @pytest.mark.parametrize(
     ("op", "function", "line"),
     [
-        ("copy_in", "all_gather", 'with moment("copy_in"'),
         ("all_gather", "all_gather", "transport.all_gather(flat"),
         ("wait", "ParamGroup.wait_for_gather", "compute.wait("),
-        ("copy_out", "ParamGroup.copy_out", 'with moment("copy_out"'),
         ("reduce_scatter", "reduce_scatter", "transport.reduce_scatter(result"),
-        ("free", "free", ".resize_(0)"),
         ("forward", "FSDPState.pre_forward", 'moment("pre_forward"'),
     ],
 )
