@@ -28,7 +28,7 @@ from figures import (
 from hwfsdp import EventLog, plot
 from hwfsdp.observe.events import OPS
 from hwfsdp.observe.memory import KINDS
-from hwfsdp.plot import lanes, style
+from hwfsdp.plot import lanes, sheet, style
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.plot.timeline import plot_timeline
@@ -73,6 +73,27 @@ def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own
     assert style.look_of_kind("unheard of") not in kinds
 
 
+# sheet
+
+LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
+
+
+def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
+    for width in (0.5, 1.0, 3.0):
+        short = sheet.fitting(LONG, style.TEXT_SIZE, width)
+        assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
+        assert sheet.inches(short, style.TEXT_SIZE) <= width
+    assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
+    assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
+
+
+def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
+    text = "compute that hides all communication is what sharding hopes for " * 4
+    lines = sheet.broken(text, 3.0)
+    assert len(lines) > 2 and " ".join(lines).split() == text.split()
+    assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
+
+
 # loss
 
 
@@ -99,14 +120,6 @@ def test_the_legend_names_curves_that_are_equal_and_those_that_only_look_so() ->
 
 
 # timeline
-
-
-def test_each_rank_is_a_band_and_each_stream_with_events_a_row() -> None:
-    figure = plot_timeline(training_log(ranks=3, groups=2), step=1)
-    assert [axes.get_ylabel() for axes in figure.axes] == ["rank 0", "rank 1", "rank 2"]
-    for axes in figure.axes:
-        rows = [label.get_text() for label in axes.get_yticklabels()]
-        assert rows == ["compute", "copy", "all_gather", "reduce_scatter"]
 
 
 def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
