@@ -206,6 +206,7 @@ def test_hybrid_sharding_needs_a_factor_of_the_ranks(shards: int | None) -> None
 
 
 def test_gathers_are_sent_within_shards_and_all_reduces_across_replicas() -> None:
-    traffic = {"all_gather": 80, "all_reduce": 30}
-    assert bytes_sent(traffic, MeshShape(3, 8)) == {"all_gather": 70, "all_reduce": 40}
-    assert bytes_sent(traffic, MeshShape(1, 1)) == {"all_gather": 0, "all_reduce": 0}
+    traffic = {"all_gather": 80, "reduce_scatter": 40, "all_reduce": 30}
+    sent = {"all_gather": 70, "reduce_scatter": 35, "all_reduce": 40}
+    assert bytes_sent(traffic, MeshShape(3, 8)) == sent
+    assert bytes_sent(traffic, MeshShape(1, 1)) == dict.fromkeys(traffic, 0)

@@ -94,6 +94,19 @@ def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
     assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("heights", "moved"),
+    [
+        ([0, 1, 2], [0, 10, 20]),
+        ([50, 90, 95], [50, 80, 90]),
+        ([10, 30], [10, 30]),
+        ([99, 99, 99], [70, 80, 90]),
+    ],
+)
+def test_heights_are_moved_apart_and_stay_below_the_top(heights: list[float], moved: list[float]) -> None:
+    assert sheet.moved_apart(heights, 10.0, 90.0) == moved
+
+
 # loss
 
 

@@ -50,7 +50,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
     "core": (
         "core/*.py features/*.py",
         "core/test_core.py test_features.py test_sharding.py test_precision.py test_nested.py test_prefetch.py"
-        " test_parity.py test_schedule.py test_overlap.py test_start.py test_state_dict.py"
+        " test_storage.py test_parity.py test_schedule.py test_overlap.py test_start.py test_state_dict.py"
         " test_memory_bounds.py test_recovery.py test_misuse.py test_identity.py test_accounting.py"
         " test_mixed_precision.py test_backward.py test_groups.py test_warnings.py test_watch.py test_hsdp.py"
         " test_resharding.py test_tensor_parallel.py test_composition.py test_param_meshes.py test_pipelines.py"

@@ -27,6 +27,8 @@ import original_parts
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_checks import RankChecks, every_rank_says, is_last, raised
 from samples import Bomb, assert_same, line, numbered
 from torch import Tensor, nn
@@ -971,6 +973,17 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
 
 
 # --- The tests: dealing out --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 5))
+def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
+    loads = [0] * count
+    holders = partition.deal(dict(enumerate(sizes)), loads)
+    assert holders.keys() == set(range(len(sizes)))
+    assert loads == [sum(sizes[i] for i in holders if holders[i] == rank) for rank in range(count)]
+    for rank, load in enumerate(loads):  # the last that a rank got is what it is ahead by, at most
+        smallest = min((sizes[i] for i in holders if holders[i] == rank), default=0)
+        assert load - smallest <= min(loads)
 
 
 def test_the_part_with_the_buffers_gets_fewer_other_tensors() -> None:
