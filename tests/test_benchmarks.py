@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import checkpoints, figure, gpu, grading, overhead, peak, profile, recording, scaling
 from benchmarks import __main__ as program
-from benchmarks import startup, steps
+from benchmarks import steps
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build
 from benchmarks.limit import TRANSPORTS, block_numels
 from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
@@ -98,14 +98,6 @@ def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
 def test_the_gpu_part_says_why_it_is_skipped(capsys):
     assert gpu.run("cuda", 1) == []
     assert "torch.cuda is not available" in capsys.readouterr().out
-
-
-def test_startup_compares_imports_of_the_same_round(monkeypatch):
-    monkeypatch.setattr(startup, "_python", lambda program: "0.5\n0.25\n")
-    imports, launches = startup.run(2)
-    assert list(imports.values) == list(startup.STATEMENTS)
-    assert imports.checks["added, import hwfsdp [s]"].target == startup.TARGET
-    assert [spread.median for spread in launches.values.values()] == [0.5, 0.25]
 
 
 @pytest.mark.long

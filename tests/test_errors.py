@@ -57,13 +57,6 @@ def test_a_failed_collective_is_named_with_group_and_rank_and_what_a_backend_say
     assert str(error) == f"{line}\n\na sentence.\n\n> a table"
 
 
-def test_a_failed_rank_is_named_in_the_first_line_and_its_traceback_follows() -> None:
-    error = RankError(2, "ValueError: no", "Traceback of rank 2\n  at a line\n", "See below.")
-    assert str(error) == "rank 2 raised ValueError: no. See below.\nTraceback of rank 2\n  at a line"
-    assert (error.rank, error.traceback) == (2, "Traceback of rank 2\n  at a line\n")
-    assert "\n" not in str(RankError(0, "death by signal SIGKILL", "", "Restart."))
-
-
 NESTED = CollectiveError("all_gather", "a", 0, RuntimeError("[/far/away.cc:78] Timed out")).args[0]
 
 

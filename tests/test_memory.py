@@ -74,15 +74,6 @@ def test_a_gradient_counts_while_autograd_has_it_and_stays_usable() -> None:
     assert alive(ledger) == {"unsharded_param": 40}
 
 
-def test_states_of_an_optimizer_count_their_tensors_and_nothing_else() -> None:
-    ledger, weight = Ledger(), nn.Parameter(floats(10))
-    weight.grad = floats(10)
-    optimizer = torch.optim.AdamW([weight])
-    optimizer.step()
-    ledger.visit_state([*optimizer.state.values(), {"a number": 3, "no tensor": None}])
-    assert alive(ledger) == {"optimizer_state": 40 + 40 + 4}
-
-
 def test_running_sums_by_kind_equal_sums_over_all_storages() -> None:
     """Given storages that are watched, resized and let go in any order, and one that another kind takes over."""
     ledger, tensors = Ledger(), [floats(n) for n in (3, 5, 7, 9)]

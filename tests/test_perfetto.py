@@ -136,12 +136,6 @@ def test_a_slice_that_ends_with_its_outer_slice_ends_with_it_in_the_viewer_too()
 # --- Arrows ------------------------------------------------------------------------------------------------
 
 
-def test_each_wait_for_another_event_is_an_arrow_if_that_is_in_the_log() -> None:
-    assert len(entries("s")) == len(entries("f")) == sum(len(e.after) for e in LOG) == 3
-    unknown = [Event(1, 0, "forward", "compute"), Event(0, 5, "wait", "compute", after=(-1, 0, 3))]
-    assert not entries("s", to_trace(unknown, {})) and not entries("f", to_trace(unknown, {}))
-
-
 class Viewer:
     """Which slices the arrows of a trace connect, as (seq, seq), once the viewer has imported it."""
 
@@ -246,30 +240,6 @@ def test_a_group_freed_first_was_full_before_and_a_gather_lasts_until_its_copy()
     log = on_rank_0(("all_gather", "all_gather", 0.0, 2.0), ("copy_in", "copy", 5.0, 6.0))
     states = [lifetime[2:] for lifetime in find_lifetimes(log)]
     assert states == [("gathering", 0.0, 5.0), ("gathering", 5.0, 6.0)]
-
-
-def test_a_groups_track_has_its_name_around_its_states_and_an_id_of_its_own_in_its_process() -> None:
-    other = [Event(e.rank, e.seq + 50, e.op, e.stream, "b", start_us=e.start_us) for e in GATHERED_TWICE]
-    elsewhere = [Event(1, e.seq, e.op, e.stream, "a", start_us=e.start_us) for e in GATHERED_TWICE]
-    trace = to_trace([*GATHERED_TWICE, *other, *elsewhere], {})
-    ids: dict[tuple[int, str], str] = {}
-    for entry in entries("b", trace):
-        if entry["name"] in ("a", "b"):
-            ids[entry["pid"], entry["id2"]["local"]] = entry["name"]
-        else:
-            assert entry["name"] in STATES
-            assert ids[entry["pid"], entry["id2"]["local"]] == entry["args"]["group"]
-    assert sorted((pid, name) for (pid, _), name in ids.items()) == [(1, "a"), (1, "b"), (2, "a")]
-    assert broken_rules(trace) == {}
-
-
-def test_a_kind_of_memory_is_a_counter_track_of_its_own_with_one_number() -> None:
-    found = [(e["pid"], e["name"], e["ts"], e["args"]) for e in entries("C")]
-    assert found == [
-        (1, "memory: sharded_param", 1.0, {"bytes": 4}),
-        (1, "memory: unsharded_param", 1.0, {"bytes": 0}),
-        (1, "memory: sharded_param", 4.0, {"bytes": 8}),
-    ]
 
 
 # --- The rules ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hwfsdp.observe.findings import expect_peak
 from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes, find_reductions
 from hwfsdp.observe.places import MOST
 from hwfsdp.observe.run_info import GroupAbout, ParamAbout
-from hwfsdp.plot.player import SCRIPTS, meanings, packing
+from hwfsdp.plot.player import SCRIPTS, packing
 from hwfsdp.plot.player.packing import pack
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.plot.player.sources import Sources
@@ -53,36 +53,6 @@ def unpacked(packed: dict[str, Any], owners: list[str]) -> Iterator[Event]:
             *(tables["dtypes"][packed["dtype"][i]], packed["bytes"][i]),
             *(packed["start"][i], packed["dur"][i], tuple(packed["after"].get(str(i), ()))),
         )
-
-
-# --- Colors ----------------------------------------------------------------------------------------------------
-
-
-def test_a_color_means_the_same_in_every_pane_and_no_look_has_two_meanings() -> None:
-    families = [
-        {"forward"},
-        {"backward"},
-        {"optimizer", "optimizer_state"},
-        {"wait"},
-        {"copy_in"},
-        {"copy_out"},
-        {"all_gather", "all_gather_buffer", "gathering"},
-        {"reduce_scatter", "all_reduce", "reduce_scatter_buffer", "reducing"},
-        {"sharded_param", "unsharded_param", "sharded", "freed", "full"},
-        {"sharded_grad", "unsharded_grad"},
-        {"broadcast", "all_to_all", "send", "recv", "reduce", "gather", "scatter", "barrier"},
-    ]
-    looks = meanings.OPS | meanings.MEMORY | meanings.STATES
-    assert set(looks) == set().union(*families)
-    colors = [{looks[name].color for name in family} for family in families]
-    assert [len(found) for found in colors] == [1] * len(families)
-    assert len(set().union(*colors)) == len(families)
-    for part, whole in (
-        ("sharded_param", "unsharded_param"),
-        ("sharded_grad", "unsharded_grad"),
-        ("sharded", "full"),
-    ):
-        assert looks[part].hatch and not looks[whole].hatch
 
 
 # --- Packing -----------------------------------------------------------------------------------------------
@@ -218,12 +188,9 @@ def test_a_reduction_lasts_from_its_copy_in_and_an_all_reduce_counts_by_itself()
 @pytest.mark.parametrize(
     ("op", "function", "line"),
     [
-        ("copy_in", "all_gather", 'with moment("copy_in"'),
         ("all_gather", "all_gather", "transport.all_gather(flat"),
         ("wait", "ParamGroup.wait_for_gather", "compute.wait("),
-        ("copy_out", "ParamGroup.copy_out", 'with moment("copy_out"'),
         ("reduce_scatter", "reduce_scatter", "transport.reduce_scatter(result"),
-        ("free", "free", ".resize_(0)"),
         ("forward", "FSDPState.pre_forward", 'moment("pre_forward"'),
     ],
 )

@@ -71,7 +71,6 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
         "many": [("many.json", spread(log.of_rank(0), 64))],
         "steps": [("steps.json", twice(log))],
-        "kept": [("kept.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
     }
     for name, logs in made.items():
@@ -300,20 +299,6 @@ def test_code_wraps_at_spaces_and_operators_and_never_inside_a_word(tab: Tab, pa
             tab.drawn()
             assert tab.run("document.querySelectorAll('#code li').length") > 3
             assert tab.run(cut) == [], op
-
-
-def test_code_in_a_promise_stands_without_backticks(tab: Tab) -> None:
-    shown = "[...make('p', {}, ...prose(TEXT)).childNodes].map((n) => [n.nodeName, n.textContent])"
-    assert tab.run(shown.replace("TEXT", "'Read `a.b`, now'")) == [
-        ["#text", "Read "],
-        ["CODE", "a.b"],
-        ["#text", ", now"],
-    ]
-    assert tab.run(shown.replace("TEXT", "'One ` alone'")) == [["#text", "One "], ["#text", "` alone"]]
-    tab.run("state.choose(state.log.events.find((e) => e.op === 'wait' && e.waitsFor.length))")
-    tab.drawn()
-    assert "`" not in tab.text("#code .promise")
-    assert tab.run("document.querySelector('#code .promise code') !== null")
 
 
 def test_keys_that_scroll_the_code_do_not_change_the_rank(tab: Tab) -> None:
@@ -582,24 +567,6 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
     assert tab.run("[state.side, state.rank]") == [1, 0]
 
 
-def test_steps_and_bytes_of_two_logs_are_told_apart(tab: Tab, pages: dict[str, str]) -> None:
-    tab.open(pages["two"])
-    heads = "[...document.querySelectorAll('#memory-legend th[scope=col]')].map((e) => e.textContent)"
-    assert tab.run(heads) == ["A", "B"]
-    tab.run("state.visit(0, 0, state.logs[0].peaks.get(0).us)")
-    tab.drawn()
-    sums = "[...document.querySelectorAll('#memory-legend .sum td')].map((e) => e.textContent)"
-    totals = "state.logs.map((log) => bytesText(Object.values(log.bytesAt(0, state.t)).reduce((a, b) => a + b, 0)))"
-    assert tab.run(sums) == tab.run(totals) and len(set(tab.run(sums))) == 2
-    said = tab.run("document.querySelector('#memory canvas').getAttribute('aria-label')")
-    assert "A, rank 0: " in said and "B, rank 0: " in said
-    written = (
-        "(() => { const t = state.panes[0], c = t.surface.context, said = [], write = c.fillText.bind(c);"
-        " c.fillText = (text, ...at) => { said.push(text); write(text, ...at); }; t.draw(); c.fillText = write; return said; })()"
-    )
-    assert {"A step 0", "B step 0"} <= set(tab.run(written))
-
-
 def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
     tab: Tab, pages: dict[str, str]
 ) -> None:
@@ -683,14 +650,6 @@ def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: T
     assert (
         not kept.select("all_gather", phase="backward") and "backward would need no all_gather_buffer" in said
     )
-
-
-def test_pages_of_two_logs_and_of_a_log_that_frees_nothing_omit_that_change(
-    tab: Tab, pages: dict[str, str]
-) -> None:
-    for page in ("two", "kept"):
-        tab.open(pages[page])
-        assert tab.text("#otherwise") == "", page
 
 
 def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:

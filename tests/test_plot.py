@@ -13,14 +13,12 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.text import Annotation, Text
-from matplotlib.transforms import Bbox
+from matplotlib.text import Annotation
 
 from figures import (
     MIB,
     assert_texts_are_apart_and_on_the_sheet,
     boxes,
-    canvas_of,
     event,
     legend_of,
     luma,
@@ -30,7 +28,7 @@ from figures import (
 from hwfsdp import EventLog, plot
 from hwfsdp.observe.events import OPS
 from hwfsdp.observe.memory import KINDS
-from hwfsdp.plot import lanes, style
+from hwfsdp.plot import lanes, sheet, style
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.plot.timeline import plot_timeline
@@ -64,14 +62,6 @@ def test_no_picture_touches_the_global_state_of_pyplot() -> None:
 # style
 
 
-def test_bytes_are_written_in_the_largest_unit_that_fits_and_times_in_ms() -> None:
-    written = {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 20 * MIB: "20.0 MiB"}
-    written |= {300 * 1024 * MIB: "300 GiB", 5 * 2**50: "5120 TiB"}
-    assert [style.format_bytes(nbytes) for nbytes in written] == list(written.values())
-    times = [style.format_ms(us) for us in (2, 250, 12345, 1.5e6)]
-    assert times == ["0.00 ms", "0.25 ms", "12.3 ms", "1500 ms"]
-
-
 def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own_in_grey_print_too() -> None:
     assert set(style.DRAWN_OPS) == set(OPS) - {"alloc", "free"}
     ops = [style.look_of_op(op) for op in style.DRAWN_OPS]
@@ -81,6 +71,40 @@ def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own
         for first, second in combinations(looks, 2):
             assert first.hatch != second.hatch or abs(luma(first.color) - luma(second.color)) > 0.15
     assert style.look_of_kind("unheard of") not in kinds
+
+
+# sheet
+
+LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
+
+
+def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
+    for width in (0.5, 1.0, 3.0):
+        short = sheet.fitting(LONG, style.TEXT_SIZE, width)
+        assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
+        assert sheet.inches(short, style.TEXT_SIZE) <= width
+    assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
+    assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
+
+
+def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
+    text = "compute that hides all communication is what sharding hopes for " * 4
+    lines = sheet.broken(text, 3.0)
+    assert len(lines) > 2 and " ".join(lines).split() == text.split()
+    assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("heights", "moved"),
+    [
+        ([0, 1, 2], [0, 10, 20]),
+        ([50, 90, 95], [50, 80, 90]),
+        ([10, 30], [10, 30]),
+        ([99, 99, 99], [70, 80, 90]),
+    ],
+)
+def test_heights_are_moved_apart_and_stay_below_the_top(heights: list[float], moved: list[float]) -> None:
+    assert sheet.moved_apart(heights, 10.0, 90.0) == moved
 
 
 # loss
@@ -111,14 +135,6 @@ def test_the_legend_names_curves_that_are_equal_and_those_that_only_look_so() ->
 # timeline
 
 
-def test_each_rank_is_a_band_and_each_stream_with_events_a_row() -> None:
-    figure = plot_timeline(training_log(ranks=3, groups=2), step=1)
-    assert [axes.get_ylabel() for axes in figure.axes] == ["rank 0", "rank 1", "rank 2"]
-    for axes in figure.axes:
-        rows = [label.get_text() for label in axes.get_yticklabels()]
-        assert rows == ["compute", "copy", "all_gather", "reduce_scatter"]
-
-
 def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
     log = training_log(ranks=2, groups=2)
     drawn = bars(plot_timeline(log))
@@ -141,48 +157,6 @@ def test_an_event_that_crosses_the_window_is_cut_there() -> None:
     drawn = bars(plot_timeline(EventLog(log), start_us=500, end_us=1250))
     found = {seq: (bar.get_x(), bar.get_width()) for (_, seq), bar in drawn.items()}
     assert found == {0: (0.5, 0.5), 1: (1.0, 0.25)}
-
-
-def test_the_legend_names_the_ops_drawn_and_lies_outside_the_bands() -> None:
-    figure = plot_timeline(training_log(ranks=2, groups=2), step=0)
-    assert legend_of(figure) == [
-        *("forward", "backward", "optimizer", "wait (exposed communication)"),
-        *("copy_in", "copy_out", "all_gather", "reduce_scatter", "waited for by"),
-    ]
-    box = figure.legends[0].get_window_extent(canvas_of(figure).get_renderer())
-    assert all(Bbox.intersection(box, axes.get_window_extent()) is None for axes in figure.axes)
-
-
-def test_an_inner_span_is_lower_than_the_outer_one_above_it_and_in_full_color() -> None:
-    log = EventLog(
-        [
-            event(0, "forward", "compute", 0, 1000, owner="GPT"),
-            event(1, "forward", "compute", 100, 900, owner="blocks.0"),
-            event(2, "wait", "compute", 200, 300, owner="blocks.0.mlp"),
-            event(3, "forward", "compute", 1000, 1500, owner="head"),
-        ]
-    )
-    drawn = [bar for _, bar in sorted(bars(plot_timeline(log)).items())]
-    for outer, inner in ((drawn[0], drawn[1]), (drawn[1], drawn[2])):
-        assert inner.get_height() < outer.get_height() and inner.get_zorder() > outer.get_zorder()
-    assert drawn[3].get_height() == drawn[0].get_height()
-    full = to_rgb(style.look_of_op("forward").color)
-    assert [to_rgb(bar.get_facecolor()) == full for bar in drawn] == [False, False, False, True]
-    assert luma(drawn[0].get_facecolor()) > luma(full)
-
-
-def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
-    owner = "transformer.blocks.7"
-    ends = (0, 4000, 5000, 5400, 5410)
-    log = [event(i, "forward", "compute", *ends[i : i + 2], owner=owner) for i in range(4)]
-    figure = plot_timeline(EventLog([*log, event(4, "backward", "compute", 6000, 10000, owner="head")]))
-    labels = [text for text in figure.axes[0].texts if not isinstance(text, Annotation)]
-    assert [label.get_text() for label in labels] == [owner, "blocks.7", "7", "head"]
-    renderer = canvas_of(figure).get_renderer()
-    for label, seq in zip(labels, (0, 1, 2, 4), strict=True):
-        bar = bars(figure)[0, seq].get_window_extent()
-        text = Text.get_window_extent(label, renderer)
-        assert bar.x0 < text.x0 and text.x1 < bar.x1 and bar.y0 < text.y0 and text.y1 < bar.y1
 
 
 def test_an_arrow_leads_from_an_event_to_the_place_where_its_waiter_goes_on() -> None:
@@ -222,18 +196,6 @@ def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
         assert [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "step end"] == ends
     named = [t.get_text() for t in figure.axes[0].texts if isinstance(t, Annotation)]
     assert named == ["step 0 | step 1", "step 1 | step 2"]
-
-
-def test_the_title_says_who_and_when_and_the_line_below_how_much_was_hidden() -> None:
-    log = training_log(ranks=2, groups=2)
-    title, subtitle = (text.get_text() for text in plot_timeline(log, step=1).texts)
-    hidden = EventLog(log.select(step=1)).summary()["overlap_fraction"]
-    assert title == "Streams of 2 ranks, step 1"
-    assert subtitle.endswith(f"compute hid {hidden:.0%} of the communication")
-    alone = plot_timeline(EventLog(log.select("forward", rank=1)))
-    title, subtitle = (text.get_text() for text in alone.texts)
-    assert title == "Streams of rank 1, steps 0 to 1"
-    assert subtitle.endswith("without communication")
 
 
 # memory
@@ -277,13 +239,6 @@ def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
     assert legend_of(figure) == [f"{kind}: {mib}.00 MiB" for kind, mib in kinds.items()]
     colors = [to_rgb(patch.get_facecolor()) for patch in figure.legends[0].get_patches()]
     assert colors == [to_rgb(style.look_of_kind(kind).color) for kind in kinds]
-
-
-def test_the_rank_asked_for_is_drawn() -> None:
-    log = EventLog.merge([UP_AND_DOWN, sampled({"sharded_grad": 512}, rank=3)])
-    figure = plot_memory(log, rank=3)
-    assert list(areas(figure)) == ["sharded_grad"]
-    assert figure.texts[0].get_text() == "Memory of rank 3 without activations: at most 512 B at once"
 
 
 def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:

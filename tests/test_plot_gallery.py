@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -185,15 +184,6 @@ def test_a_log_that_cannot_be_drawn_is_refused_in_one_line(draw: Callable[[], Fi
 
 
 # --- The page ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_pictures_are_written_one_after_the_other(runs: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(gallery, "make_runs", lambda: runs)
-    monkeypatch.setattr(gallery, "PICTURES", {name: gallery.PICTURES[name] for name in ("loss", "mesh_hsdp")})
-    written = list(gallery.draw_all(tmp_path / "new" / "folder"))
-    assert [path.name for path in written] == ["loss.png", "mesh_hsdp.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
 def test_the_page_shows_every_picture_once_and_each_is_there() -> None:

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from figures import boxes, event, gathered_and_freed, lifetime_log, training_log
 from hwfsdp import EventLog
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
-from hwfsdp.plot import style
 from hwfsdp.plot.comparison import plot_comparison
 from hwfsdp.plot.issued import issued
 from hwfsdp.plot.lifetimes import plot_lifetimes
@@ -38,13 +37,6 @@ def test_a_group_is_sharded_gathering_in_its_buffer_until_its_copy_out_full_unti
     assert spans["transformer.layers.0 freed"] == pytest.approx([3.0, 5.0])
     marks = [line.get_xdata()[0] for line in lines if line.get_marker() == "v"]
     assert marks == pytest.approx([3.0])  # the other group is freed with the last event
-
-
-def test_the_text_counts_the_groups_that_are_full_at_the_same_time() -> None:
-    [_, text] = [t.get_text() for t in plot_lifetimes(lifetime_log(groups=3)).texts]
-    assert text == "3 groups, at most 1 full at the same time"
-    at_once = EventLog([*gathered_and_freed(0, 0.0), *gathered_and_freed(1, 1000.0)])
-    assert plot_lifetimes(at_once).texts[1].get_text() == "2 groups, at most 2 full at the same time"
 
 
 @pytest.mark.parametrize(("step", "full"), [(0, (1.0, 2.5)), (1, (2.6, 3.0))])
@@ -210,14 +202,3 @@ def test_runs_begin_together_on_one_axis_of_time() -> None:
     lines = [line for axes in figure.axes for line in axes.lines]
     ends = [line.get_xdata()[0] for line in lines if line.get_gid() == "end"]
     assert ends[1] == pytest.approx(1.5 * ends[0])
-
-
-def test_each_run_says_its_length_and_how_it_differs_from_the_first() -> None:
-    log = training_log(ranks=1, groups=2, steps=1)
-    end = max(e.end_us for e in log.events)
-    logs = {"usual": log, **{f"× {factor}": stretched(log, factor) for factor in (1.5, 0.5, 1.0)}}
-    texts = [[t.get_text() for t in axes.texts] for axes in plot_comparison(logs).axes]
-    usual, slow, fast, same = ([text for text in of_run if "ms" in text] for of_run in texts)
-    assert usual == same == [style.format_ms(end)]
-    assert slow == [f"{style.format_ms(1.5 * end)}, 50% longer"]
-    assert fast == [f"{style.format_ms(0.5 * end)}, 50% shorter"]

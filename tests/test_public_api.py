@@ -32,11 +32,6 @@ def test_public_names_are_sorted_and_exist_and_have_docstrings() -> None:
         assert not isinstance(value, ModuleType) and inspect.getdoc(value), name
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        hwfsdp.no_such_name  # noqa: B018
-
-
 def test_fully_shard_takes_what_torchs_takes_in_the_same_order() -> None:
     ours = inspect.signature(hwfsdp.fully_shard).parameters
     theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters

@@ -209,10 +209,3 @@ def test_a_form_is_one_that_github_takes(path: Path) -> None:
     assert len({*ids}) == len({*labels}) == len(fields) > 0
     assert all(re.fullmatch("[A-Za-z0-9_-]+", each) for each in ids)
     assert all(field["attributes"].get("options") for field in fields if field["type"] == "dropdown")
-
-
-def test_there_is_a_form_for_bugs_for_verdicts_and_for_texts() -> None:
-    fields = {path.stem: {e.get("id") for e in read_yaml(path)["body"]} for path in FORMS}
-    assert fields.keys() == {"bug", "verdict", "teaching"}
-    assert "doctor" in fields["bug"] and {"submission", "verdict", "expected"} <= fields["verdict"]
-    assert read_yaml(ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml")["blank_issues_enabled"] is True

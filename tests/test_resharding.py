@@ -332,16 +332,6 @@ def test_names_and_their_order_are_the_same_in_every_form():
         assert len(forms_seen) == 3
 
 
-def test_a_number_of_ranks_counts_for_the_root_too():
-    for world_size, number, form in (
-        (2, 1, "whole"),
-        (4, 2, "2D, sharded over 2"),
-        (4, 4, "1D, sharded over 4"),
-    ):
-        for turns in all_forms(world_size)["blocks", repr(number)]:
-            assert {*turns[0]["after a forward"].values()} - {"{True}", "{False}"} == {form}
-
-
 # --- By hand, in any order ---------------------------------------------------------------------------------
 
 OPERATIONS = ("unshard", "start", "wait", "reshard")

@@ -95,19 +95,6 @@ def test_the_steps_that_are_wanted_are_recorded(
     assert found == [step for step in steps for _ in range(optimizers)]
 
 
-def test_between_steps_a_capture_leaves_no_hook_behind() -> None:
-    from torch.nn.modules import module
-
-    hooks = "_global_forward_pre_hooks"
-    with Capture(Steps(1, 1)).running():
-        train_plainly(1)
-        assert len(getattr(module, hooks)) == 1  # the next forward begins the recording
-        train_plainly(1)
-        assert len(getattr(module, hooks)) == 1  # the next one ends it
-        train_plainly(1)
-        assert len(getattr(module, hooks)) == 0
-
-
 # --- A script ----------------------------------------------------------------------------------------------
 
 PREAMBLE = """

@@ -136,11 +136,6 @@ def test_empty_containers_are_leaves_of_the_flat_dict() -> None:
     assert types(unflatten_state_dict(flat, mapping)) == types(state_dict)
 
 
-def test_unflatten_takes_the_leaves_that_the_flat_dict_has_now() -> None:
-    flat, mapping = flatten_state_dict({"a": (1, [2])})
-    assert unflatten_state_dict({**flat, "a.1.0": 5}, mapping) == {"a": (1, [5])}
-
-
 @pytest.mark.parametrize(
     ("state_dict", "names"),
     [
