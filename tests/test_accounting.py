@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
+from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
 from hwfsdp.observe.accounting import (
     GroupSizes,
     MeshShape,
@@ -60,7 +61,8 @@ CASES = {
     "stem": Case(stem),
     "uneven, gathered in bf16, reduced in fp32": Case(uneven, 2, 4, {"mp_policy": BF16_IN_FP32}),
     "stem, reduced in fp16": Case(stem, 4, 2, {"mp_policy": FP16_GRADIENTS}),
-    "convolution in bf16": Case(Convolution, 2, 2, {"mp_policy": ALL_BF16}),
+    # since 2.15, gradients are reduced in the dtype of the parameters, fp32
+    "convolution in bf16": Case(Convolution, 2, 4 if REDUCES_IN_GRAD_DTYPE else 2, {"mp_policy": ALL_BF16}),
     "stem, the root resharded too": Case(stem, options={"reshard_after_forward": True}),
     "uneven, nothing resharded after forward": Case(uneven, options={"reshard_after_forward": False}),
     "stem, one group": Case(stem, how="root"),

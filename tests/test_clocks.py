@@ -27,9 +27,9 @@ def measured_by_the_first() -> dict[int, Offset]:
     found = {}
     for peer in range(1, dist.get_world_size()):
         if dist.get_rank() == 0:
-            found[peer] = measure_offset(peer, None, now=clock_ahead)
+            found[peer] = measure_offset(peer, dist.group.WORLD, now=clock_ahead)
         elif dist.get_rank() == peer:
-            answer_with_time(0, None, now=clock_ahead)
+            answer_with_time(0, dist.group.WORLD, now=clock_ahead)
     return found
 
 

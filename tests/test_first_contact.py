@@ -279,8 +279,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def made(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_INDEX": "1", "PIP_RETRIES": "0"}
+    around = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "TORCH_"))}
     return subprocess.run(
-        ["make", *words], cwd=folder, capture_output=True, text=True, env=os.environ | nowhere | environ
+        ["make", *words], cwd=folder, capture_output=True, text=True, env=around | nowhere | environ
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
+from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
 from hwfsdp.core.ranks import Transport
 from hwfsdp.core.context import Phase
 from hwfsdp.core.state import FSDPState
@@ -33,6 +34,7 @@ _OTHERS = (  # FSDP2 does not show them
     "wait_for_reduction",
     "post_backward",
     "part",
+    *(("post_backward_accumulate",) if REDUCES_IN_GRAD_DTYPE else ()),  # since 2.15
 )
 _OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # shown if the state has a group
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,33 +84,21 @@ class Offset(NamedTuple):
     error_us: float
 
 
-@contextmanager
-def pair_of(first: int, second: int, group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup]:
-    """Make a process group of two ranks of `group`. Both ranks must call this. No messages of other ranks pass through it."""
-    around: Any = group or dist.group.WORLD
-    ranks = [dist.get_global_rank(around, rank) for rank in (first, second)]
-    pair: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    try:
-        yield pair
-    finally:
-        dist.destroy_process_group(pair)
-
-
 def measure_offset(
-    peer: int, group: dist.ProcessGroup | None, now: Callable[[], float] = lambda: HostMark().us()
+    peer: int, group: dist.ProcessGroup, now: Callable[[], float] = lambda: HostMark().us()
 ) -> Offset:
     """Ask a rank for its time, while that rank calls `answer_with_time`. See Note [Round trips].
 
     Args:
-        peer: number of the other rank in `group`. The group must send CPU tensors; None is the group of all ranks.
+        peer: number of the other rank in `group`. The group must send CPU tensors.
         now: reads this rank's clock, in µs.
     """
     question, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     best = Offset(0.0, float("inf"))
     for _ in range(ROUND_TRIPS):
         asked = now()
-        dist.send(question, group=group, group_dst=peer)
-        dist.recv(answer, group=group, group_src=peer)
+        group.send([question], peer, 0).wait()
+        group.recv([answer], peer, 0).wait()
         heard = now()
         if heard - asked < 2 * best.error_us:
             best = Offset(answer.item() - (asked + heard) / 2, (heard - asked) / 2)
@@ -119,10 +106,10 @@ def measure_offset(
 
 
 def answer_with_time(
-    peer: int, group: dist.ProcessGroup | None, now: Callable[[], float] = lambda: HostMark().us()
+    peer: int, group: dist.ProcessGroup, now: Callable[[], float] = lambda: HostMark().us()
 ) -> None:
     """Answer a rank that calls `measure_offset`. The arguments are the same."""
     question = torch.zeros(1)
     for _ in range(ROUND_TRIPS):
-        dist.recv(question, group=group, group_src=peer)
-        dist.send(torch.tensor([now()], dtype=torch.float64), group=group, group_dst=peer)
+        group.recv([question], peer, 0).wait()
+        group.send([torch.tensor([now()], dtype=torch.float64)], peer, 0).wait()

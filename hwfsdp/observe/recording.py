@@ -30,6 +30,7 @@ A recording does not see:
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -38,10 +39,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
+from hwfsdp.compat import gloo_beside
 from hwfsdp.core import observer
 from hwfsdp.errors import StateError
 from hwfsdp.observe import events
-from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset, pair_of, this_machine
+from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset, this_machine
 from hwfsdp.observe.collectives import watch_collectives, watch_operators, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Draft, Recorder
@@ -132,16 +134,16 @@ def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLo
         The merged log on the group's first rank, None on all other ranks.
     """
     with events.paused():
-        machines: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(machines, this_machine(), group=group)
-        own, ahead = dist.get_rank(group), dict[str, float]()
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, (this_machine(), secrets.token_hex(8)), group=group)
+        machines, own, ahead = [machine for machine, _ in told], dist.get_rank(group), dict[str, float]()
         for peer in sorted({machines.index(machine) for machine in machines} - {0}):
             if own in (0, peer):
-                with pair_of(0, peer, group) as pair:
-                    if own == 0:
-                        ahead[machines[peer]] = measure_offset(1, pair).us
-                    else:
-                        answer_with_time(0, pair)
+                pair = gloo_beside(group or dist.group.WORLD, (0, peer), told[0][1])
+                if own == 0:
+                    ahead[machines[peer]] = measure_offset(1, pair).us
+                else:
+                    answer_with_time(0, pair)
         logs: list[Any] = [None] * len(machines)
         dist.gather_object(log, logs if own == 0 else None, group=group, group_dst=0)
     if own != 0:
