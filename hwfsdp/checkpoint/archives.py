@@ -21,7 +21,6 @@ import pickle
 import re
 import secrets
 import shutil
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +88,7 @@ def load_archive(
     try:
         if not isinstance(file, Path):
             file.seek(0)
-        return _weights_in(file, **options)
+        return torch.load(file, **{**options, "weights_only": True})
     except Exception as error:
         expected, got = "what torch.load(weights_only=True) allows", told(error)[:300]
         unsafe = _calls_in(file) if isinstance(error, pickle.UnpicklingError) else []
@@ -98,13 +97,6 @@ def load_archive(
         got = f"calls of {', '.join(unsafe)}, which were not made"
         remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
         raise damaged(path, expected, got, offset, key, remedy) from error
-
-
-def _weights_in(file: Path | IO[bytes], **options: Any) -> Any:
-    """Call torch.load with weights_only=True. Since 2.15, it warns that it scans sparse tensors; the scan is wanted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-        return torch.load(file, **{**options, "weights_only": True})
 
 
 def _calls_in(file: Path | IO[bytes]) -> list[str]:
@@ -122,7 +114,7 @@ def loading_error(tree: Any) -> Exception | None:
     try:
         torch.save(tree, file)
         file.seek(0)
-        _weights_in(file)
+        torch.load(file, weights_only=True)
     except Exception as error:
         return error
     return None

@@ -139,7 +139,8 @@ def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLo
         machines, own, ahead = [machine for machine, _ in told], dist.get_rank(group), dict[str, float]()
         for peer in sorted({machines.index(machine) for machine in machines} - {0}):
             if own in (0, peer):
-                pair = gloo_beside(group or dist.group.WORLD, (0, peer), told[0][1])
+                around: Any = group or dist.group.WORLD
+                pair = gloo_beside(around, (0, peer), told[0][1])
                 if own == 0:
                     ahead[machines[peer]] = measure_offset(1, pair).us
                 else:
