@@ -9,6 +9,7 @@ end them.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -37,6 +38,9 @@ def leave_to_all() -> None:
     """Exclude the current objects from garbage collection. A collection in a rank would write to their memory and so copy it."""
     gc.collect()
     gc.freeze()
+    atexit.register(
+        gc.unfreeze
+    )  # libraries that look for leaks when the server ends would report these objects
 
 
 adopt_orphans()
