@@ -98,24 +98,20 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
     return False
 
 
-def gloo_beside(
-    group: dist.ProcessGroup, members: Sequence[int] | None = None, purpose: str = ""
-) -> dist.ProcessGroup:
+def gloo_beside(group: dist.ProcessGroup, members: Sequence[int] = (), use: str = "") -> dist.ProcessGroup:
     """Make a gloo group of ranks of a group, with the same time limit. Only its own `send` and `recv` can be used.
 
     `dist.new_group` gives a group of some ranks a name that counts the groups of each rank. If ranks have different numbers
     of groups, they would wait for each other under different names. Here the name comes from the group.
 
     Args:
-        members: the numbers of the ranks in `group`; None: all of them. purpose: part of the name. A name can be used once.
+        members: the numbers of the ranks in `group`; none: all of them. use: a part of the name, which can be used once.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_of(group))
-    ranks = ranks if members is None else [ranks[member] for member in members]
-    name = f"hwfsdp {group.group_name} {ranks} {purpose}"
+    ranks = [ranks[member] for member in members] or ranks
+    own, name = ranks.index(dist.get_rank()), f"hwfsdp {group.group_name} {ranks} {use}"
     prefixed, gloo = (getattr(dist, kind) for kind in ("PrefixStore", "ProcessGroupGloo"))  # not declared
-    beside: dist.ProcessGroup = gloo(
-        prefixed(name, default_store()), ranks.index(dist.get_rank()), len(ranks), timeout
-    )
+    beside: dist.ProcessGroup = gloo(prefixed(name, default_store()), own, len(ranks), timeout)
     return beside
 
 

@@ -128,9 +128,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(
-            width, 3 * width, bias=False
-        )  # the gradient of a key's bias is zero but for rounding
+        # the gradient of a key's bias is zero but for rounding
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

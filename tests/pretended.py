@@ -118,7 +118,6 @@ MOVES = {
     "all_reduce": reduce,
 }
 
-if (
-    DEVICE
-):  # before the first test is imported, which takes `hwfsdp.launch`: this module is a plugin of pytest
+# before the first test is imported, which takes `hwfsdp.launch`: this module is a plugin of pytest
+if DEVICE:
     install()

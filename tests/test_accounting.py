@@ -135,9 +135,8 @@ def test_a_step_moves_the_predicted_bytes(world_size: int, name: str) -> None:
         assert summary["count_by_op"] == there(counts)
         assert summary["peak_unsharded_bytes"] == peak_unsharded_bytes(kept, passing, mesh.shard)
         expected = model_state_bytes(shapes, case.strategy, world_size, case.shards, rank)
-        assert states == expected._replace(
-            optimizer=expected.optimizer + 4 * len(shapes)
-        )  # and counts of steps
+        # and counts of steps
+        assert states == expected._replace(optimizer=expected.optimizer + 4 * len(shapes))
 
 
 # --- By hand -----------------------------------------------------------------------------------------------

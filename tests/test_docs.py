@@ -43,10 +43,8 @@ def read(path: Path) -> Document:
 @pytest.mark.parametrize("page", suites.fast_are(FAST, PAGES))
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for changed in (
-        FSDPState,
-        FSDPCommContext,
-    ):  # by pages that show what goes wrong otherwise; afterwards all is back
+    # by pages that show what goes wrong otherwise; afterwards all is back
+    for changed in (FSDPState, FSDPCommContext):
         for name, method in vars(changed).items():
             if inspect.isfunction(method):
                 monkeypatch.setattr(changed, name, method)

@@ -367,8 +367,7 @@ def test_an_operator_has_the_mesh_of_its_first_dtensor_at_any_depth(mesh: Device
     for args in ([on_mesh], [plain, on_mesh], [[on_mesh, on_mesh], 0], [None, (on_mesh,)], [on_mesh._spec]):
         assert try_find_mesh_from_args(op, args) is mesh
         assert torchs.try_find_mesh_from_args(op, args) is mesh
-    assert (
-        try_find_mesh_from_args(op, [plain, [None, on_mesh]]) is mesh
-    )  # torch looks at the first of a list only
+    # torch looks at the first of a list only
+    assert try_find_mesh_from_args(op, [plain, [None, on_mesh]]) is mesh
     with pytest.raises(UsageError, match="aten.cat.default: expected a DTensor"):
         try_find_mesh_from_args(op, [plain, [], None])

@@ -70,9 +70,8 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
     outer = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "outer.pth"
-    outer.write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )  # its own .pth files, the editable one too, do not count there
+    # its own .pth files, the editable one too, do not count there
+    outer.write_text(sysconfig.get_path("purelib") + "\n")
     return str(folder / "bin" / "hwfsdp")
 
 

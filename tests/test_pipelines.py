@@ -27,11 +27,8 @@ from together import Together
 four, long_four, two = Together(4), Together(4), Together(2)
 MICRO_BATCHES, ROWS, WIDTH, STEPS = 8, 32, 8, 2
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
-SPLIT = (
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-)  # each backward is two
+# each backward is two
+SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLIT)
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")

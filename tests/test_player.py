@@ -131,10 +131,8 @@ ROOT = group("GPT", 6, 0)
     [
         ([ROOT, group("a", 2, 2), group("b", 8, 2), group("c", 4, 2)], 6 + 8),  # one block at a time
         ([ROOT, group("a", 2, 0), group("b", 8, 0), group("c", 4, 0)], 6 + 2 + 8 + 4),  # all stay
-        (
-            [ROOT, group("a", 8, 2), group("b", 4, 0), group("c", 2, 0)],
-            6 + 8,
-        ),  # the first passes before others stay
+        # the first passes before others stay
+        ([ROOT, group("a", 8, 2), group("b", 4, 0), group("c", 2, 0)], 6 + 8),
         ([ROOT, group("a", 2, 0), group("b", 8, 2), group("b.x", 4, 2)], 6 + 2 + 8 + 4),  # around one another
         ([group("a", 3, 2, shards=2)], 4),  # rows are padded
         ([ROOT, group("a", 8, 2, shards=4)], None),  # kept on fewer ranks than it has

@@ -126,9 +126,8 @@ def test_a_manual_unshard_leaves_no_buffer_and_checks_what_a_forward_would() -> 
         assert len(seen) == 1
         return sum(ref() is not None for ref in seen)
 
-    assert launch(unshard, 1, timeout=60) == [
-        0
-    ]  # one rank: no thread of gloo holds the buffer a moment longer
+    # one rank: no thread of gloo holds the buffer a moment longer
+    assert launch(unshard, 1, timeout=60) == [0]
 
 
 @two.finds(["DTensor", "Parameter"])

@@ -65,9 +65,8 @@ class Collective:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.sizes.add((size[0], dtype))
-        self.delays(
-            Place.ALLOCATE
-        )  # the copy stream, for a gather; compute and reduce-scatter, for a reduction
+        # the copy stream, for a gather; compute and reduce-scatter, for a reduction
+        self.delays(Place.ALLOCATE)
         return torch.full(tuple(size), torch.nan, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):

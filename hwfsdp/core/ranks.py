@@ -92,10 +92,10 @@ def default_mesh() -> DeviceMesh:
             got="neither",
             remedy="Run the function through hwfsdp.launch or torchrun, or call init_process_group first.",
         )
-    here = (
-        None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator(check_available=True)
-    )
-    return init_device_mesh("cpu" if here is None else here.type, (dist.get_world_size(),))
+    accelerator = None
+    if dist.get_backend() != "gloo":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
 def device_of(device_type: str) -> torch.device:

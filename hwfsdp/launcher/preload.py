@@ -38,9 +38,8 @@ def leave_to_all() -> None:
     """Exclude the current objects from garbage collection. A collection in a rank would write to their memory and so copy it."""
     gc.collect()
     gc.freeze()
-    atexit.register(
-        gc.unfreeze
-    )  # libraries that look for leaks when the server ends would report these objects
+    # libraries that look for leaks when the server ends would report these objects
+    atexit.register(gc.unfreeze)
 
 
 adopt_orphans()

@@ -13,9 +13,8 @@ from hwfsdp.course.overlay import Overlay
 from hwfsdp.course.run import LONGER, MOST_LOAD, Broken, Ranks, Run, Times
 
 DONE = Run([{"x": 1}])
-Steps = list[
-    tuple[float, bool]
-]  # of each run: seconds that it takes, and whether it hangs for sure if that is too long
+# of each run: seconds that it takes, and whether it hangs for sure if that is too long
+Steps = list[tuple[float, bool]]
 
 
 class Machine:
