@@ -1,8 +1,8 @@
-"""Pages of the site that are made from other files when the site is built.
+"""Make pages of the site from other files, each time the site is built.
 
-The book of the package has a page per folder and a section per chapter. The docstring of `hwfsdp/__init__.py` lists folders, and
-theirs list chapters. A chapter's text is its module's docstring, notes included. The code follows where FSDP itself is written.
-Exercises and notebooks are copied, since Sphinx reads only what is below docs/.
+The book of the package has a page for each folder and a section for each chapter (a module or a package). The docstring of
+`hwfsdp/__init__.py` lists the folders. The docstring of each folder lists its chapters. A section has the docstrings of its chapter,
+and in `core` and `features` the code, too. Sphinx reads only files below docs/, so exercises and notebooks are copied there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hwfsdp"
 FOLDER = Path(__file__).parent / "book"
-TESTS = 4  # that a chapter names
-WITH_CODE = ("core", "features")  # folders whose code stands in the book
+TESTS = 4  # a section names at most this many
+WITH_CODE = ("core", "features")  # the book shows the code of these folders
 
 
 class Chapter(NamedTuple):
-    """A module, or a package, below hwfsdp, and what its folder says of it."""
+    """A module or a package in hwfsdp, and the sentence about it in its folder's docstring."""
 
     name: str
     about: str
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def read_contents() -> list[Part]:
-    """A part for each folder, and one for each module beside the folders, as hwfsdp/__init__.py lists them."""
+    """Return a part for each folder and each top-level module that `hwfsdp/__init__.py` lists, in its order."""
     parts = []
     for name, said in _listed(PACKAGE):
         chapters = [Chapter(name, said)]
@@ -49,7 +49,7 @@ def read_contents() -> list[Part]:
 
 
 def _listed(folder: Path) -> list[tuple[str, str]]:
-    """The modules that the docstring of a folder lists, each with what it says of it."""
+    """Return the modules that a folder's docstring lists, each with its sentence."""
     said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     there = {path.stem for path in folder.iterdir()}
     found = re.findall(r"^ *(\w+)  +(\S.*)$", said, re.MULTILINE)
@@ -57,13 +57,13 @@ def _listed(folder: Path) -> list[tuple[str, str]]:
 
 
 def sources_of(chapter: Chapter) -> list[Path]:
-    """Its files, the one with the chapter's own docstring first."""
+    """Return the chapter's files. The first has the chapter's docstring."""
     path = PACKAGE.joinpath(*chapter.name.split("."))
     return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
 
 
 def tests_of(chapter: Chapter) -> list[str]:
-    """Paths of the tests that import it, those named after it first."""
+    """Return paths of tests that import the chapter. A test file with the chapter's name comes first."""
     package, _, name = f"hwfsdp.{chapter.name}".rpartition(".")
     wanted = re.compile(rf"\bfrom {package}\.{name}\b|\bfrom {package} import [^\n]*\b{name}\b")
     paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if wanted.search(path.read_text())]
@@ -72,7 +72,7 @@ def tests_of(chapter: Chapter) -> list[str]:
 
 
 def section(chapter: Chapter) -> Iterator[str]:
-    """The lines of a chapter's section, in Markdown."""
+    """Yield the lines of a chapter's section, in Markdown."""
     sources = sources_of(chapter)
     yield from ("", f"## `{chapter.name}`: {chapter.about}", "")
     yield from ("```{eval-rst}", f".. automodule:: hwfsdp.{chapter.name}", "   :no-index:", "```", "")
@@ -93,7 +93,7 @@ def section(chapter: Chapter) -> Iterator[str]:
 
 
 def write_book(app: Any = None) -> None:
-    """Writes the pages into docs/book/."""
+    """Write the pages into docs/book/."""
     FOLDER.mkdir(exist_ok=True)
     parts = read_contents()
     for number, part in enumerate(parts, 1):
@@ -101,7 +101,7 @@ def write_book(app: Any = None) -> None:
         _write(FOLDER / f"{number:02d}.md", "\n".join(lines) + "\n")
     _write(FOLDER / "index.md", "\n".join(_index(parts)) + "\n")
     for path in FOLDER.glob("[0-9][0-9].md"):
-        if int(path.stem) > len(parts):  # of an older package
+        if int(path.stem) > len(parts):  # an older package had more parts
             path.unlink()
 
 
@@ -131,7 +131,7 @@ def _index(parts: list[Part]) -> Iterator[str]:
 
 
 def copy_notebooks(app: Any = None) -> None:
-    """Puts the notebooks where Sphinx finds them, and an index of their titles."""
+    """Copy the notebooks to where Sphinx finds them, and write an index of their titles."""
     folder = Path(__file__).parent / "notebooks"
     folder.mkdir(exist_ok=True)
     paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -147,7 +147,7 @@ def copy_notebooks(app: Any = None) -> None:
 
 
 def copy_exercises(app: Any = None) -> None:
-    """Put the pages of the exercises where Sphinx finds them, each with its pictures and its hints, folded."""
+    """Copy the exercises' pages and pictures to where Sphinx finds them, and append the hints, folded."""
     for page in sorted((ROOT / "exercises").rglob("README.md")):
         copy = Path(__file__).parent / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -168,13 +168,13 @@ _PAGES_BELOW = {
 
 
 def _with_note(text: str, note: str) -> str:
-    """A page with a note below its title."""
+    """Return the page with a note below its title."""
     title, _, rest = text.partition("\n")
     return f"{title}\n\n```{{admonition}} Run this\n:class: tip\n\n{note}\n```\n{rest}" if note else text
 
 
 def _with_note_in_notebook(path: Path) -> str:
-    """A notebook whose first cell says how to run it."""
+    """Return the notebook as JSON. A note in its first cell says how to run it."""
     notebook = json.loads(path.read_text())
     first = notebook["cells"][0]
     note = (
@@ -186,7 +186,7 @@ def _with_note_in_notebook(path: Path) -> str:
 
 
 def _how_to_run(folder: Path) -> Iterator[str]:
-    """Where the learner writes, and what to type; nothing for a page that lists exercises."""
+    """Yield sentences: where to write, and which command to type. A page that only lists exercises gets none."""
     number, _, topic = folder.name.partition("_")
     if folder.parent.name == "lab" and number.isdigit():
         yield f"`hwfsdp lab {int(number)} --run` runs the script under the recorder. Write your answers into"
@@ -199,7 +199,7 @@ def _how_to_run(folder: Path) -> Iterator[str]:
 
 
 def _hints(path: Path) -> Iterator[str]:
-    """The lines of the section on hints, in Markdown; none where there are no hints."""
+    """Yield the lines of the section with hints, in Markdown. Without hints, yield nothing."""
     if not path.exists():
         return
     yield from ("", "## Hints", "", "Try first. Each hint says more than the one before it.", "")
@@ -209,7 +209,7 @@ def _hints(path: Path) -> Iterator[str]:
 
 
 def point_to_copies(app: Any, name: str, source: list[str]) -> None:
-    """Pages link to notebooks, exercises and code of the repository. The site has copies of the first two, and names code."""
+    """Change links to notebooks and exercises into links to their copies, and links to code into its file's name."""
     text = re.sub(r"\]\(\.\./(notebooks|exercises)/", r"](\1/", source[0])
     if name.startswith("exercises/"):
         text = re.sub(r"\[([^\]]+\.(?:py|toml))\]\([^)]+\)", r"`\1`", text)
@@ -218,13 +218,13 @@ def point_to_copies(app: Any, name: str, source: list[str]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Leaves a file alone that is so already: Sphinx reads again what is newer."""
+    """Write a file, unless it has this text already: Sphinx reads every newer file again."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def set_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Makes reStructuredText of a docstring: what is indented after an empty line is verbatim, and so is a table."""
+    """Make reStructuredText of a docstring. Tables, and lines that are indented after an empty line, stay as they are."""
     lines[:] = _mark_verbatim(_mark_returns(lines))
 
 
@@ -234,7 +234,7 @@ def _depth(line: str) -> int:
 
 def _mark_verbatim(lines: list[str]) -> list[str]:
     marked: list[str] = []
-    before, verbatim = 0, -1  # depth of the last line that is not empty; of the text around what is verbatim
+    before, verbatim = 0, -1  # depths of the last line, and of the text around verbatim lines (-1: none)
     for number, line in enumerate(lines):
         if not line.strip():
             marked.append(line)
@@ -256,7 +256,7 @@ def _mark_verbatim(lines: list[str]) -> list[str]:
 
 
 def _mark_returns(lines: list[str]) -> list[str]:
-    """What a function returns is text, or a list of names; not a type and a colon, as elsewhere."""
+    """Mark what a function returns as text, or as a list of names. Other projects write a type and a colon there."""
     for at, line in enumerate(lines):
         if line.strip() not in ("Returns:", "Yields:"):
             continue
@@ -289,10 +289,10 @@ def _mark_returns(lines: list[str]) -> list[str]:
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Called by Sphinx."""
+    """Connect the functions above to Sphinx, which calls this."""
     app.connect("builder-inited", write_book)
     app.connect("builder-inited", copy_notebooks)
     app.connect("builder-inited", copy_exercises)
     app.connect("source-read", point_to_copies)
-    app.connect("autodoc-process-docstring", set_docstring, priority=400)  # before sections are read
+    app.connect("autodoc-process-docstring", set_docstring, priority=400)  # before Sphinx reads sections
     return {"parallel_read_safe": True}

@@ -1,18 +1,20 @@
-"""Worlds of one process: the tests that launch ranks, run on one device, however many ranks they ask for.
+"""Run tests of many ranks on one device: each rank alone, in a world that only pretends to have other ranks.
 
-`HWFSDP_TEST_DEVICE=cuda PYTHONPATH=tests pytest -p pretended tests/test_overlap.py` runs a test as it stands, but each of its ranks alone, in a process
-group that only pretends to have others. NCCL refuses two ranks on one GPU, so nothing else could run on one.
-The collectives make up what the other ranks would send, on the stream that they are called on; a GPU's are late, by up to a
+`HWFSDP_TEST_DEVICE=cuda PYTHONPATH=tests pytest -p pretended tests/test_overlap.py` runs an unchanged test. Its ranks run one
+after the other, each in a process group without other processes. NCCL refuses two ranks on one GPU, so a machine with one GPU can test
+several ranks only in this way.
+The collectives invent the data of the other ranks, on the stream on which they are called. On a GPU they are late, by up to a
 millisecond:
 
-    all-gather      rank r has 1 + d / W times what this one has, d = (r - own rank) mod W; exact in every dtype
-    reduce-scatter  this rank's gradients for the others come back as if those had sent them
-    all-reduce      the replicas have what this one has
+    all-gather      rank r has the values of this rank times 1 + d / W, with d = (r - own rank) mod W; exact in every dtype
+    reduce-scatter  every other rank has sent the gradients that this rank sends to it
+    all-reduce      every replica has the values of this rank
 
-So the streams, events, buffers and copies of hwfsdp and of torch's FSDP2 are those of a large world, and their bits can be
-compared. The model without sharding is no oracle here. A world of one rank is a real one: gloo, or NCCL on a GPU.
+So hwfsdp and torch's FSDP2 use streams, events, buffers and copies as in a large world, and a test can compare their bits. The
+unsharded model is no oracle here, because the gathered parameters are not its parameters. A world of one rank is real: gloo, or NCCL
+on a GPU.
 
-Memory begins as NaNs (`use_deterministic_algorithms`), so that what is read too early is seen.
+New memory is filled with NaNs (`use_deterministic_algorithms`), so a read that is too early shows.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ from torch import Tensor
 
 import hwfsdp
 
-DEVICE = os.environ.get("HWFSDP_TEST_DEVICE", "")  # "": ranks are real, and on the CPU
-LONGEST = 2_000_000  # cycles that a collective sleeps: about a millisecond
+DEVICE = os.environ.get("HWFSDP_TEST_DEVICE", "")  # "": real ranks, on the CPU
+LONGEST = 2_000_000  # a collective sleeps for at most this many cycles, about a millisecond
 delays = random.Random(0)
 _launch = hwfsdp.launch
 
 
 def install() -> None:
-    """From now on, tests that are imported launch ranks of pretended worlds."""
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # a fake store has nothing to check collectives with
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products with the same bits each time
+    """Replace `hwfsdp.launch`: tests that are imported from now on launch ranks of pretended worlds."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # a fake store cannot compare collectives
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits in every matrix product
     hwfsdp.launch = launch
 
 
 def launch(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None, **kw: Any
 ) -> Any:
-    """`hwfsdp.launch`, one rank after the other."""
+    """Run `fn` as `hwfsdp.launch` does, but one rank after the other."""
     if world_size == 1:
         return _launch(_deterministic, 1, fn, args, kw, timeout=timeout, device=DEVICE)
     return [
@@ -57,9 +59,9 @@ def launch(
 def _play(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], kw: Any) -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.destroy_process_group()  # the real group of one rank that a launched process begins with
+    dist.destroy_process_group()  # a launched process begins with a real group of one rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    for name, move in MOVES.items():  # the names before torch 2.13, too, which its own FSDP2 called
+    for name, move in MOVES.items():  # older names, too: FSDP2 before torch 2.13 called them
         setattr(dist, name, _pretending(getattr(dist, name), move))
     return _deterministic(fn, args, kw)
 
@@ -73,7 +75,7 @@ def _deterministic(fn: Callable[..., Any], args: tuple[Any, ...], kw: Any) -> An
 
 
 def _pretending(collective: Callable[..., Any], move: Callable[..., None]) -> Callable[..., Any]:
-    """The collective of the fake group, which has a work to wait for, and then what it should have moved."""
+    """Return the fake group's collective, followed by a `move` of the data that a real one would have moved."""
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
@@ -118,6 +120,6 @@ MOVES = {
     "all_reduce": reduce,
 }
 
-# before the first test is imported, which takes `hwfsdp.launch`: this module is a plugin of pytest
+# This module is a plugin of pytest. It must replace `hwfsdp.launch` before the first test imports that name.
 if DEVICE:
     install()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,6 +165,20 @@ def refusals() -> dict[str, str]:
     return said
 
 
+def reset_without_recovery() -> str:
+    every = features.FEATURES
+    features.FEATURES = tuple(name for name in every if name not in ("recovery", "finalization"))  # type: ignore[assignment]
+    model: Any = fully_shard(nn.Linear(2, 2))
+    features.FEATURES = every
+    with pytest.raises(UnsupportedError) as refused:
+        model.reset_iter_state()
+    return str(refused.value)
+
+
+def test_a_method_of_a_feature_that_is_not_there_says_so() -> None:
+    assert "'recovery'" in launch(reset_without_recovery, 1)[0]
+
+
 def test_a_call_that_asks_for_a_feature_that_is_not_there_is_refused() -> None:
     (said,) = launch(refusals, 1)
     assert said.keys() == REFUSED.keys()
@@ -176,16 +191,17 @@ def test_a_call_that_asks_for_a_feature_that_is_not_there_is_refused() -> None:
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
-def with_clipping(**options: Any) -> Any:
+def with_clipping(build: Callable[[], nn.Module] = models.uneven, **options: Any) -> Any:
     """A sharded model, with the feature that the page writes."""
     text = re.search(r"`features/clipping.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
     module = ModuleType("hwfsdp.features.clipping")
     exec(text[1], vars(module))
     sys.modules[module.__name__] = module
-    place = features.FEATURES.index("reductions") + 1
+    place = features.FEATURES.index("param_meshes") + 1
     features.FEATURES = (*features.FEATURES[:place], "clipping", *features.FEATURES[place:])  # type: ignore[assignment]
-    return wrap(fresh(models.uneven), functools.partial(fully_shard, **options), "blocks")
+    shard = functools.partial(fully_shard, **options)
+    return wrap(fresh(build), shard, "blocks") if build is models.uneven else shard(build())
 
 
 def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
@@ -207,11 +223,12 @@ def test_the_feature_written_in_the_page_of_architecture_does_what_the_page_says
             torch.testing.assert_close(grad, expected.clamp(-1, 1))
 
 
-def refusal_under_hybrid_sharding() -> str:
-    with pytest.raises(UnsupportedError) as refused:
-        with_clipping(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    return str(refused.value)
+def refusal_under_hybrid_sharding() -> bool:
+    mesh, model = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="a mesh with replicas"):
+        with_clipping(lambda: model, mesh=mesh)
+    return type(model) is nn.Linear and type(model.weight) is nn.Parameter
 
 
-def test_the_feature_of_the_page_does_not_take_the_all_reduce_of_hybrid_sharding_away() -> None:
-    assert all("HybridReducer" in text for text in launch(refusal_under_hybrid_sharding, 2))
+def test_the_feature_of_the_page_refuses_hybrid_sharding_and_leaves_the_module_unchanged() -> None:
+    assert launch(refusal_under_hybrid_sharding, 2) == [True, True]

@@ -205,11 +205,18 @@ def test_rebuilding_a_dataclass_does_not_construct_it_again_and_keeps_attributes
 
 def test_packed_sequences_keep_what_their_data_means() -> None:
     packed = pack_sequence([one(1), torch.tensor([2.0, 3.0])], enforce_sorted=False)
-    mapped = map_tensors(add_ten, packed)
+    mapped = map_tensors(lambda tensor: tensor + 10 if len(tensor) == 3 else tensor, packed)
     assert isinstance(mapped, PackedSequence)
     padded, lengths = nn.utils.rnn.pad_packed_sequence(mapped, batch_first=True)
     assert padded.tolist() == [[11, 0], [12, 13]]
     assert lengths.tolist() == [1, 2]
+
+
+def test_packed_sequences_move_with_their_order_and_without_their_batch_sizes() -> None:
+    packed = pack_sequence([one(1), torch.tensor([2.0, 3.0])], enforce_sorted=False)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.unsorted_indices.is_meta
+    assert moved.batch_sizes is packed.batch_sizes
 
 
 # --- Any structure -----------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def spread(log: EventLog, ranks: int) -> EventLog:
     events = [replace(e, rank=r, start_us=e.start_us + r * APART) for r in range(ranks) for e in log.events]
     samples = {r: [replace(s, us=s.us + r * APART) for s in log.samples[0]] for r in range(ranks)}
     clocks = {str(r): log.about["clocks"]["0"] for r in range(ranks)}
-    return EventLog(events, samples, {**log.about, "clocks": clocks})
+    return EventLog(events, samples, {**log.about, "clocks": clocks, "device": "cpu"})
 
 
 def twice(log: EventLog) -> EventLog:
@@ -71,6 +71,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
         "many": [("many.json", spread(log.of_rank(0), 64))],
         "steps": [("steps.json", twice(log))],
+        "predicted": [("a.json", step()), ("b.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
     }
     for name, logs in made.items():
@@ -320,7 +321,9 @@ def test_the_group_of_the_root_and_the_root_itself_have_two_names(tab: Tab) -> N
     tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out' && e.owner === 'GPT'))")
     tab.drawn()
     said = tab.text("#parameters .rows")
-    assert said.startswith("GPT (root's group) on rank 0: gathering; gathering lasts until the copy-out ends")
+    assert said.startswith("GPT (root's group) on rank 0: gathering") and "until the copy-out ends" in said
+    options = "[...document.getElementById('steps-through').options].map((option) => option.text)"
+    assert "GPT (root's group)" in tab.run(options)
     assert "the root's parameters that are in no other group" in said
 
 
@@ -521,13 +524,28 @@ def test_playing_hops_from_event_to_event_if_the_reader_wants_no_motion(
 
 def test_a_link_leads_to_a_moment_and_the_address_follows_the_cursor(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(f"{pages['one']}#t=0.25&rank=1")
-    assert tab.run("[state.t, state.rank]") == [250, 1]
+    assert tab.run("[state.t, state.rank]") == [250, 1] and "where the link points" in tab.text("#begin")
     tab.key("ArrowRight")
     t = tab.run("state.t")
     tab.until(f"location.hash === '#t={t / 1e3:.4f}&rank=1'")
-    for address in ("#t=nonsense", "#t=1e99&rank=77&log=b", "#rank=1", "#"):
+    for address in ("#t=nonsense", "#t=1e99", "#t=-1", "#t=0.1&rank=77", "#t=0.1&log=b", "#rank=1", "#"):
         tab.open(f"{pages['one']}{address}")
         assert 0 <= tab.run("state.t") <= tab.run("state.end")
+        said = tab.text("#begin")
+        assert ("no moment of this log" in said) == ("t=" in address) and "where the link points" not in said
+
+
+def test_escape_closes_the_keys_or_leaves_the_group(tab: Tab) -> None:
+    tab.key("g")
+    tab.key("End")
+    assert tab.run("state.group !== null && state.event.owner === state.group")
+    tab.key("?")
+    shown = "[document.getElementById('help').hidden, document.getElementById('help-button').ariaExpanded]"
+    assert tab.run(shown) == [False, "true"]
+    tab.key("Escape")
+    assert tab.run(shown) == [True, "false"] and tab.run("state.group !== null")
+    tab.key("Escape")
+    assert tab.run("state.group === null && state.event === state.log.lastBegun(state.rank, state.t)")
 
 
 # --- Two logs ----------------------------------------------------------------------------------------------
@@ -570,8 +588,11 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
 def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
     tab: Tab, pages: dict[str, str]
 ) -> None:
-    judged = {"[1, 3], [2, 5]": "the ranges overlap", "[1, 3], [4, 5]": "the ranges do not overlap"}
-    judged |= {"[4, 5], [1, 3]": "the ranges do not overlap", "[1], [2, 5]": "spread not known"}
+    judged = {"[1, 3, 2, 1], [5, 2, 5, 4]": "the ranges overlap", "[1, 3], [4, 5]": "too few steps to tell"}
+    judged |= {
+        "[4, 5, 4, 5], [1, 3, 2, 1]": "the ranges do not overlap",
+        "[1], [2, 5]": "too few steps to tell",
+    }
     for given, said in judged.items():
         assert tab.run(f"judged({given})") == said, given
     assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
@@ -581,10 +602,13 @@ def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
     ]
     assert "the spread of its times is not known" in tab.text("#exact")
     tab.open(pages["two"])
-    assert "spread not known" in tab.text("#facts")
+    assert "too few steps to tell" in tab.text("#facts")
+    tab.open(pages["predicted"])
+    assert "too few" not in tab.text("#facts") and "virtual h100" in tab.text("#facts")
+    assert "A simulation predicts these times" in tab.text("#exact")
     tab.open(pages["steps"])
     said = tab.text("#head")
-    assert "of the 2 recorded steps" in said and "peaks are the same in every run" in said
+    assert "of the 2 recorded steps" in said and "Bytes, counts and peaks are exact" in said
     times = tab.run("state.logs[0].times.step_us")
     assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
 

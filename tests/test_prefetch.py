@@ -79,7 +79,7 @@ def backwards(path: Sequence[Group], keep: int | None = None) -> list[str]:
         comm_ctx.note_forward(group)
     if keep is not None:
         comm_ctx.forget_forwards(keep)
-    return [repr(comm_ctx.before(group)) for group in reversed(path)]
+    return [repr(comm_ctx.take_previous(group)) for group in reversed(path)]
 
 
 @given(orders)

@@ -92,7 +92,7 @@ def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> No
         (lambda: sys.exit(3), "SystemExit: 3"),
     ],
 )
-def test_a_rank_that_leaves_is_named_and_not_its_neighbours(leave: object, how: str) -> None:
+def test_a_rank_that_leaves_is_named_and_not_its_neighbors(leave: object, how: str) -> None:
     def leave_from_one() -> int:
         if dist.get_rank() == 1:
             leave()  # type: ignore[operator]

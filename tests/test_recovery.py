@@ -170,6 +170,15 @@ def cut_twice(*layers: nn.Module, **plan: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
+@two.finds(4.0)
+def gradients_that_are_not_reduced_yet_outlive_a_change_of_dtype() -> float:
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False))
+    for reduces, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        model.to(dtype).set_requires_gradient_sync(reduces)
+        model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    return float(model.weight.grad.full_tensor()[0, 0])
+
+
 @two.finds(0)
 def a_reset_after_an_exception_runs_no_collective_under_tensor_parallelism() -> int:
     plan = {"0": SequenceParallel(), "1": ColwiseParallel()}

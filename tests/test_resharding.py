@@ -194,6 +194,21 @@ def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
     return storage() is None
 
 
+def gathered_after_the_setting_changed() -> list[int]:
+    """Bytes of a forward's gathers over all ranks: the larger shards of the forward before are not mistaken for shards."""
+    model = Training(models.even, ours, reshard_after_forward=2).model
+    with record() as log, torch.no_grad():
+        for _ in range(2):
+            model(*model.inputs(4, 0))
+            model.set_reshard_after_forward(False)
+    return [event.bytes for event in log.select("all_gather", owner="blocks.0")]
+
+
+def test_after_a_change_of_the_setting_shards_are_gathered_over_all_ranks_again():
+    first, second = launch(gathered_after_the_setting_changed, 4)[0]
+    assert first == second
+
+
 def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all():
     """But not an embedding without unshard in backward."""
 

@@ -284,6 +284,22 @@ def a_module_that_cannot_be_finalized_is_refused() -> list[str]:
     return found
 
 
+@two.finds(["some that are reduced within a replica only", 4.0])
+def gradients_that_wait_for_the_replicas_are_seen_when_a_backward_is_finalized() -> list[Any]:
+    """Their reductions may still be in flight when the backward ends."""
+    found: list[Any] = []
+    for backwards in (1, 2):
+        model: Any = ours(nn.Linear(4, 4, bias=False), shape=(1, 2))
+        model.set_reduce_scatter_max_input_buffers(2)
+        model.set_manual_backward_finalization(True)
+        for last in (False, True)[:backwards]:
+            model.set_requires_all_reduce(last)
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        model.set_requires_all_reduce(True)
+        found.append(refusal(model.finalize_backward) if backwards == 1 else model.finalize_backward())
+    return [found[0], model.weight.grad.full_tensor()[0, 0].item()]
+
+
 @two.finds("a module below it")
 def a_module_below_the_root_cannot_have_been_asked_before() -> str:
     model: Any = wrap(fresh(models.stem), ours)

@@ -29,7 +29,8 @@ Two more modules are for reference:
 At six seams, other code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
 and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what happens to
 gradients), `state.FSDPState` (when). `hwfsdp.features` consists of such code: hybrid sharding, for example, is a reducer, and a
-mesh with a second axis. The word "Seam" in a docstring marks a class or a method that a feature may replace.
+mesh with a second axis. The word "Seam" in a docstring marks a class whose methods a feature may
+override, or a single method that it may.
 """
 
 from __future__ import annotations

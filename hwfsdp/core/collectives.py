@@ -24,8 +24,8 @@ Note [Why flat buffers outlive their use]
       holds for other memory that a form has made.
     - The compute stream owns the input of a reduction. We keep the input until the compute stream has waited for the reduction.
     - Whole parameters are allocated, read and freed on the compute stream only.
-    - The reduce-scatter stream owns the gradients of shards. Before each reduction it waits for the compute stream, so the optimizer
-      has already read the previous gradients.
+    - The reduce-scatter stream owns the gradients of shards (with one rank, the compute stream does). Before each reduction it
+      waits for the compute stream, so the optimizer has already read the previous gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Private parts of torch that the heart needs. No other module of the heart uses private parts of torch.
+"""Private parts of torch that the heart needs. No other module of the heart uses private parts of torch, except
+`wrap`: its class overrides `nn.Module._apply`.
 
 Supported: torch 2.13 to 2.15.
 """

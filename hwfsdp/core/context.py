@@ -47,14 +47,14 @@ class FSDPCommContext:
         device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
-        streams: see `streams.StreamSet`.
+        streams: see `streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
     """
 
     def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.streams = streams_for(device_type)
+        self.streams = streams = streams_for(device_type)
+        self.all_gather_stream, self.reduce_scatter_stream = streams.all_gather, streams.reduce_scatter
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
@@ -68,7 +68,7 @@ class FSDPCommContext:
         group.post_forward_indices.append(len(self.post_forward_order))
         self.post_forward_order.append(group)
 
-    def before(self, group: ParamGroup) -> ParamGroup | None:
+    def take_previous(self, group: ParamGroup) -> ParamGroup | None:
         """Return the group whose forward ended just before the forward of `group`; None if there is none. Its backward should come next.
 
         Called when the backward of `group` begins. A group has one place in the order for each of its forwards. Its backwards

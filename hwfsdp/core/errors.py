@@ -37,7 +37,7 @@ def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, 
 
 
 class UsageError(FSDPError, ValueError):
-    """An argument, or a model, that cannot be sharded as it is. `fully_shard` raises it before it changes anything."""
+    """An argument, a model or a state dict that cannot be used. `fully_shard` raises it before it changes anything."""
 
 
 class StateError(FSDPError, RuntimeError):

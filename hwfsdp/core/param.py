@@ -168,6 +168,7 @@ class FSDPParam:
     def set_unsharded(self, whole: Tensor) -> None:
         """Make a new `unsharded_param` over the memory of `whole`; its form calls this once per compute dtype."""
         requires_grad = self.sharded_param.requires_grad
+        self.accumulated_grad = self.take_grad()  # of the parameter that is replaced
         self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
 
     # --- gradients ---

@@ -93,9 +93,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return fn(tree)
     if type(tree) in (tuple, list):  # most trees are, and this is the quickest test
         return _map_sequence(fn, tree)
-    if isinstance(tree, PackedSequence):
-        data = fn(tree.data)
-        return tree if data is tree.data else tree._replace(data=data)
+    if isinstance(tree, PackedSequence):  # its batch sizes stay on the CPU
+        moved = {n: map_tensors(fn, getattr(tree, n)) for n in ("data", "sorted_indices", "unsorted_indices")}
+        return tree if moved["data"] is tree.data else tree._replace(**moved)
     if isinstance(tree, dict):  # before dataclasses: the output classes of model libraries are both
         return _map_dict(fn, tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -52,7 +52,7 @@ Kwargs = dict[str, Any]
 
 
 class FSDPState:
-    """The schedule of the module of one `fully_shard` call.
+    """The schedule of the module of one `fully_shard` call. Seam: features override its methods.
 
     Attributes:
         modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; for the root, its class and "".
@@ -61,7 +61,7 @@ class FSDPState:
         auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and
             all other modules free them.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
-        always_call: if True, torch calls the hook after forward also after an exception. Seam.
+        always_call: if True, torch calls the hook after forward also after an exception.
     """
 
     always_call = False
@@ -115,7 +115,7 @@ class FSDPState:
                 self.group.unshard()
                 self.group.wait_for_gather()
             if opens:
-                self.prefetch_forward(self.next_in_forward())
+                self.prefetch_forward(self.enter_forward())
             if self.group:
                 self.group.copy_out()
                 if opens:
@@ -123,7 +123,7 @@ class FSDPState:
         return args, kwargs
 
     def opens_forward(self) -> bool:
-        """True if this call begins a forward: no forward of this module is running, and this is not a recomputation."""
+        """True if this call begins a forward: the module is neither in a forward nor past its pre-backward."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
@@ -140,8 +140,8 @@ class FSDPState:
                 group.unshard()
             self.root.guessed.append(group)
 
-    def next_in_forward(self) -> list[ParamGroup]:
-        """Return the groups to gather while this forward computes. Return [] in a recomputation, which runs groups in another order."""
+    def enter_forward(self) -> list[ParamGroup]:
+        """Note that the forward enters this group. Return the groups to gather meanwhile; [] in a recomputation, which has another order."""
         if not self.group or not self.root.forward_root or compat.in_backward():
             return []
         return self.root.forward_root.forward_order.enter(self.group)
@@ -187,7 +187,7 @@ class FSDPState:
                 if self.group.unshard_in_backward:
                     self.group.unshard()
                 self.group.wait_for_gather()
-            self.prefetch_backward(self.next_in_backward())
+            self.prefetch_backward(self.enter_backward())
             if self.group:
                 self.group.copy_out()
                 self.group.expect_grads()
@@ -199,10 +199,10 @@ class FSDPState:
                 with moment("backward_prefetch", group):
                     group.unshard()
 
-    def next_in_backward(self) -> list[ParamGroup]:
-        """Return the groups to gather while this backward computes."""
-        before = self.comm_ctx.before(self.group) if self.group else None
-        return [before] if before else []
+    def enter_backward(self) -> list[ParamGroup]:
+        """Note that the backward enters this group. Return the groups to gather meanwhile."""
+        previous = self.comm_ctx.take_previous(self.group) if self.group else None
+        return [previous] if previous else []
 
     def post_backward(self) -> None:
         """After the module's backward: free the parameters, and reduce the gradients or accumulate them."""
@@ -285,7 +285,7 @@ class FSDPState:
         return output
 
     def end_with_root(self, output: Any) -> Any:
-        """Return the output of the outermost forward, which is over. Seam: here a feature ends the work that it began in this state."""
+        """Return the output of the outermost forward, which is over. Here a feature ends the work that it began in this state."""
         return output
 
     def become_root(self) -> None:

@@ -9,7 +9,7 @@ Call it on children before their parents, because each call claims all parameter
 before. The module stays the same object. Only its class changes, to a subclass that also derives from `FSDPModule`.
 
 This chapter leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
-schedule by hand, checks of arguments, and recovery after an exception. These are in `hwfsdp.features`, built on this heart.
+schedule by hand, checks of arguments (ties between two calls, for example), and recovery after an exception. These are in `hwfsdp.features`, built on this heart.
 `hwfsdp.fully_shard` is the door to both.
 """
 

@@ -22,6 +22,7 @@ from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Grade, Seen
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.places import INSIDE, path_of
+from hwfsdp.observe.run_info import VIRTUAL
 
 LOGS = PACKAGE / "course" / "stations" / "reference.json.gz"  # the reference's logs, by station and machine
 STATIONS = {"03": ("forward",), **dict.fromkeys(("08", "09", "10"), ("order", "gpu", "host", "forward"))}
@@ -45,7 +46,7 @@ def write_page(grade: Grade, source: Source) -> Path | None:
         if result.finding and result.finding.seen:
             seen, said = result.finding.seen, f"{result.check.id}: {result.finding.message}"
             mine, theirs = _own(seen, source), reference_log(seen.machine, grade.exercise.number)
-            logs = [(f"yours, virtual {MACHINES[seen.machine]}", mine), ("the reference", theirs)]
+            logs = [("yours", mine), ("the reference", theirs)]
             path.parent.mkdir(parents=True, exist_ok=True)
             make_page(logs, Start(said, 0, _peak(mine) if seen.us is None else seen.us)).save(path)
             return path
@@ -58,7 +59,10 @@ def _own(seen: Seen, source: Source) -> EventLog:
     log = Run([{"log": seen.log}]).log()
     files = {place.partition(":")[0] for event in log.events for place in event.code.split(INSIDE)} - {""}
     own = [file for file in files if path_of(file).resolve() == source.path.resolve()] or [str(source.path)]
-    log.about = {"code": dict.fromkeys(own, zlib.crc32((source.text or "").encode()))}
+    log.about = {
+        **_virtual(seen.machine),
+        "code": dict.fromkeys(own, zlib.crc32((source.text or "").encode())),
+    }
     return log
 
 
@@ -74,7 +78,13 @@ def reference_log(machine: str, number: str) -> EventLog:
     known = json.loads(gzip.decompress(LOGS.read_bytes()))
     stations = [station for station in sorted(known) if machine in known[station]]
     found = [station for station in stations if station <= number] or stations
-    return Run([{"log": known[found[-1]][machine]}]).log()
+    log = Run([{"log": known[found[-1]][machine]}]).log()
+    log.about = _virtual(machine)
+    return log
+
+
+def _virtual(machine: str) -> dict[str, Any]:
+    return {"device": f"{VIRTUAL}{MACHINES[machine]}"}
 
 
 def record_reference() -> None:

@@ -11,8 +11,9 @@ A feature is a module with one or more of five functions:
 
 A feature may also add methods to sharded modules. Then it has a class from which `module.FSDPModule` derives.
 
-The heart does not know the features, and the features do not know each other, with three exceptions: `hybrid_sharding` builds on
-`reductions`, `smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. To take a feature out, delete its file, its
+The heart does not know the features, and the features do not import each other, with three exceptions: `hybrid_sharding` builds on
+`reductions`, `smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. Some look for an attribute that another feature may
+have set: for example, `finalization` and `recovery` look for the partial gradients of `hybrid_sharding`. To take a feature out, delete its file, its
 name in `FEATURES`, and its class in `module`. The other features work as before. A call that asks for the feature is refused.
 
     The call

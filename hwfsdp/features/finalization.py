@@ -119,6 +119,7 @@ class FinalizedState(RecoveringState):
                 if not any(group.reduce_grads for group in state.groups):
                     state.post_backward()
                 state.phase = Phase.IDLE
+        self.comm_ctx.settle()  # from here on, other code looks for partial gradients
         self.note_end_of_backward()
         self.comm_ctx.release_gather_buffer()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hwfsdp.features.custom_collectives import CustomCollectives
 from hwfsdp.features.finalization import ManualFinalization
 from hwfsdp.features.hybrid_sharding import HybridMethods
+from hwfsdp.features.recovery import RecoveringModule
 from hwfsdp.features.reductions import ReductionMethods
 from hwfsdp.features.steering import SteeredModule
 from hwfsdp.features.torch_view import Viewed
@@ -16,6 +17,7 @@ class FSDPModule(
     ReductionMethods,
     CustomCollectives,
     ManualFinalization,
+    RecoveringModule,
     Viewed,
 ):
     """A sharded module."""

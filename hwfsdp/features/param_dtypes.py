@@ -1,6 +1,7 @@
-"""Parameters that compute in their own dtype, such as norms that stay in fp32 among layers in bf16. Seam: the form.
+"""Parameters that compute in their own dtype, such as norms that stay in fp32 among layers in bf16. No seam.
 
-A group can gather several dtypes in one collective (`core.collectives`). So this feature only needs a policy for each parameter.
+A group can gather several dtypes in one collective (`core.collectives`). So this feature only chooses a policy for each parameter
+(`Call.policies`).
 """
 
 from __future__ import annotations

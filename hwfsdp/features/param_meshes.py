@@ -282,10 +282,10 @@ class MeshesState(FSDPState):
                 state.group.rename(state.fqn, state.module_fqn)
         return states
 
-    def next_in_backward(self) -> list[ParamGroup]:
+    def enter_backward(self) -> list[ParamGroup]:
         """Return the groups of the module before, the last one first. If this module has one group, return only the last of them."""
         indices = list(self.group.post_forward_indices) if self.group else []
-        found = super().next_in_backward()
+        found = super().enter_backward()
         if not isinstance(self.group, MeshGroups):
             return [parts_of(group)[-1] for group in found]
         before = reversed(self.comm_ctx.post_forward_order[: indices[-1] if indices else 0])

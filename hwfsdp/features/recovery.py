@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hwfsdp import compat
+from hwfsdp.core import wrap
 from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
@@ -35,7 +36,8 @@ from hwfsdp.core.param import ShardedState
 from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
-from hwfsdp.features.call import Call
+from hwfsdp.features.call import Call, absent
+from hwfsdp.features.lookup import checked_state
 
 # The number of steps that began or ended, of optimizers that hold DTensors. Everything that was gathered before the last one is
 # stale. Other optimizers do not count. They may exist on one rank only, and then only this rank would gather again.
@@ -47,7 +49,7 @@ Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"
 
 
 def choose(call: Call) -> None:
-    """Make this the outermost part of every state. Count the steps of optimizers from now on."""
+    """Put this before the states chosen so far. Count the steps of optimizers from now on."""
     global _counting
     call.states.insert(0, RecoveringState)
     if not _counting:
@@ -263,6 +265,24 @@ class RecoveringState(FSDPState):
                     group.reshard()
         root.forward_root = None
         (root.states or [self])[0].steps = -1  # type: ignore[attr-defined]
+
+
+class RecoveringModule(wrap.FSDPModule):
+    """Methods of sharded modules."""
+
+    def reset_iter_state(self) -> None:
+        """Drop everything that an exception in a forward or backward left, including unreduced gradients. Call it on the root.
+
+        Without this call, the next forward repairs everything except these gradients. Before the next backward, zero the
+        gradients that were reduced already.
+
+        Raises:
+            StateError: the module is below the root.
+        """
+        state: Any = checked_state(self, type(self).__name__)
+        if not isinstance(state, RecoveringState):
+            raise absent("reset_iter_state", "recovery")
+        state.reset_iteration()
 
 
 def has_accumulated(group: ParamGroup) -> bool:

@@ -61,12 +61,12 @@ class SteeredState(FSDPState):
         self.max_reductions = 1
         super().__init__(*args)
 
-    def next_in_forward(self) -> list[ParamGroup]:
-        learned = super().next_in_forward()  # also if a list decides: this notes the order
+    def enter_forward(self) -> list[ParamGroup]:
+        learned = super().enter_forward()  # also if a list decides: this notes the order
         return [group for state in self.forward_prefetch for group in state.groups] or learned
 
-    def next_in_backward(self) -> list[ParamGroup]:
-        expected = super().next_in_backward()
+    def enter_backward(self) -> list[ParamGroup]:
+        expected = super().enter_backward()
         if not self.backward_prefetch:
             return expected
         return [group for state in self.backward_prefetch for group in reversed(state.groups)]
@@ -137,7 +137,9 @@ class SteeredModule(wrap.FSDPModule):
             state.auto_reshard = False
             for group in state.groups:
                 group.reshard_after_forward = reshard_after_forward and group.mesh.shard.group is not None
-                if hasattr(group, "smaller"):
+                if getattr(group, "smaller", None) is not None:
+                    if not group.is_unsharded:  # it may have larger shards
+                        group.reshard()
                     group.smaller = None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -158,14 +160,6 @@ class SteeredModule(wrap.FSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the next backward waits for its reductions at its end; False if another backward follows at once."""
         self._state().root.is_last_backward = is_last_backward
-
-    def reset_iter_state(self) -> None:
-        """Drop everything that an exception in a forward or backward left, including unreduced gradients. Call it on the root.
-
-        Without this call, the next forward repairs everything except these gradients. Before the next backward, zero the
-        gradients that were reduced already.
-        """
-        self._state().reset_iteration()
 
     # --- order ---
 

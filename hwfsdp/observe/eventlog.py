@@ -182,13 +182,16 @@ class EventLog:
         order = self._orders[1].get(first.rank)
         return order is not None and order.happens_before(first, second)
 
-    def view(self, other: EventLog | None = None) -> Any:
+    def view(self, other: EventLog | None = None, names: tuple[str, str] = ("A", "B")) -> Any:
         """Return the step player of this log, or of two logs side by side. A notebook shows it; `save(path)` writes one page.
+
+        Args:
+            other: the second log. names: the names of the two logs on the page.
 
         `plot.player` draws the page. It is imported only when this method is called.
         """
         player = importlib.import_module("hwfsdp.plot.player.page")
-        return player.make_page([("A", self), ("B", other)] if other else [("log", self)])
+        return player.make_page(list(zip(names, (self, other), strict=True)) if other else [("log", self)])
 
     @property
     def code(self) -> dict[str, int]:
@@ -221,7 +224,7 @@ class EventLog:
                 f"trace {str(path)!r}",
                 expected="a file that hwfsdp has recorded",
                 got=_said(error),
-                remedy="Check the path; traces of other programs cannot be read back.",
+                remedy="Check the path. Traces of other programs or formats cannot be read back.",
             ) from None
 
 

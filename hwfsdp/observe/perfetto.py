@@ -27,6 +27,7 @@ from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
 from hwfsdp.observe.lifetimes import find_lifetimes
 from hwfsdp.observe import validate
 
+FORMAT = 1  # the number of this format; a reader refuses other numbers
 TraceEvent = dict[str, Any]
 SamplesByRank = dict[int, list[Sample]]
 
@@ -42,9 +43,13 @@ class Contents(NamedTuple):
 def to_trace(
     events: Sequence[Event], samples: SamplesByRank, about: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the log as a JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": about}}`."""
+    """Return the log as a JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": {"format": 1, **about}}}`."""
     entries = [*_tracks(events), *_slices_and_arrows(events), *_lifetimes(events), *_counters(samples)]
-    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"hwfsdp": about or {}}}
+    return {
+        "traceEvents": entries,
+        "displayTimeUnit": "ms",
+        "otherData": {"hwfsdp": {"format": FORMAT, **(about or {})}},
+    }
 
 
 def from_trace(trace: dict[str, Any]) -> Contents:
@@ -53,6 +58,12 @@ def from_trace(trace: dict[str, Any]) -> Contents:
     Raises:
         KeyError, TypeError, ValueError: `to_trace` did not write this. The message names the entry and the field, if it can.
     """
+    about = trace.get("otherData", {}).get("hwfsdp", {})
+    if not isinstance(about, dict):
+        raise TypeError(f"otherData is {about!r}")
+    about = dict(about)
+    if (number := about.pop("format", FORMAT)) != FORMAT:  # early logs have no number
+        raise ValueError(f"its format is {validate.shown(number)}, and this hwfsdp reads format {FORMAT}")
     entries = trace["traceEvents"]
     events = [
         _event(f"traceEvents[{i}].args", entry["args"])
@@ -70,9 +81,6 @@ def from_trace(trace: dict[str, Any]) -> Contents:
             kind = validate.text(f"{where}.name", entry["name"]).removeprefix("memory: ")
             at[kind] = validate.whole(f"{where}.args.bytes", entry["args"]["bytes"])
     by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
-    about = trace.get("otherData", {}).get("hwfsdp", {})
-    if not isinstance(about, dict):
-        raise TypeError(f"otherData is {about!r}")
     return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), by_rank, about)
 
 

@@ -26,6 +26,8 @@ from hwfsdp.features.lookup import replicas_of
 from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.validate import MOST_RANKS, between, each, flag, record, text, whole
 
+VIRTUAL = "virtual "  # the beginning of the device's name in the log of a simulation
+
 
 @dataclass(frozen=True)
 class ParamAbout:
@@ -82,7 +84,8 @@ class About:
     """A run.
 
     Attributes:
-        world_size: number of ranks in the process group. torch: torch's version. device: type of the device that computed.
+        world_size: number of ranks in the process group. torch: torch's version.
+        device: type of the device that computed; `VIRTUAL` and a name if a simulation has predicted all times.
         groups: the parameter groups that ran during the recording, in the order of their first forwards.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.findings import examine
 from hwfsdp.plot.choice import chosen
@@ -99,14 +99,19 @@ def draw(log: EventLog, view: View) -> Figure:
 
 
 def _during(log: EventLog, step: int) -> EventLog:
-    """Return the part of a log during a step. The last sample before the step is included, because it holds until the next one."""
+    """Return the part of a log during a step. Its times count from the beginning of the step.
+
+    The last sample before the step is included, because it holds until the next one.
+    """
     events = log.select(step=step)
     begin, end = min(e.start_us for e in events), max(e.end_us for e in events)
     samples = {}
     for rank, found in log.samples.items():
-        before = [replace(s, us=begin) for s in found if s.us <= begin][-1:]
-        samples[rank] = before + [s for s in found if begin < s.us <= end]
-    return EventLog(events, samples, log.about)
+        before = [replace(s, us=0.0) for s in found if s.us <= begin][-1:]
+        samples[rank] = before + [replace(s, us=s.us - begin) for s in found if begin < s.us <= end]
+    clocks = {rank: clock._replace(origin_us=clock.origin_us + begin) for rank, clock in log.clocks.items()}
+    moved = [replace(event, start_us=event.start_us - begin) for event in events]
+    return EventLog(moved, samples, {**log.about, **clocks_about(clocks)})
 
 
 def _closed_forms(log: EventLog) -> dict[str, dict[str, int]]:

@@ -25,8 +25,8 @@ from hwfsdp.plot.choice import chosen, name_of_steps
 _MOST_FOR_NAMES, _BOTTOM, _ROW = 2.2, 0.55, 0.26  # inches
 _LOOKS = {
     "gathering": style.look_of_op("all_gather"),
-    "in its buffer": style.Look(style.mixed(style.GREEN, style.WHITE, 0.6)),
-    "full": style.Look(style.YELLOW),
+    "in its buffer": style.Look(style.PALE_GREEN),
+    "full": style.look_of_kind("unsharded_param"),
     "forward": style.look_of_op("forward"),
     "backward": style.look_of_op("backward"),
 }

@@ -23,8 +23,8 @@ from hwfsdp.plot.choice import chosen, name_of_steps
 _BOTTOM, _ROW, _LEFT = 0.55, 0.42, 0.9  # inches
 _LOOKS = {
     "compute": style.Look(style.SKY_BLUE),
-    "hidden": style.Look(style.GREEN, "..."),
-    "exposed": style.Look(style.VERMILION, "\\\\\\"),
+    "hidden": style.Look(style.BLUE, "..."),
+    "exposed": style.look_of_op("wait"),
     "idle": style.Look(style.GREYS[0]),
 }
 _LABELS = {

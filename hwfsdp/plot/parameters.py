@@ -23,7 +23,11 @@ from hwfsdp.plot import sheet, style
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
 _MOST_FOR_NAMES = 2.2  # inches
-_OWN, _OTHERS, _PADDING = style.Look(style.BLUE), style.Look(style.GREYS[1]), style.Look(style.WHITE, "/////")
+_OWN, _OTHERS, _PADDING = (
+    style.look_of_kind("sharded_param"),
+    style.Look(style.GREYS[1]),
+    style.Look(style.WHITE, "/////"),
+)
 _SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as the versions of torch write it
 _HEADS = ("parameter", "shape", "dtype", "placement")
 

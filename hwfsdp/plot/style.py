@@ -1,7 +1,16 @@
 """The common style of all pictures: colors, hatches, units of bytes.
 
-A color means the same in every picture: green is gathering, vermilion is scattering, blue is compute or parameters, purple is the
-optimizer. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
+A color means the same in every picture:
+
+    blue        compute: forward pale, backward dark
+    yellow      parameters
+    orange      gradients
+    purple      the optimizer and its state
+    green       a gather: the collective, a group on its way, the buffer that it fills
+    vermilion   a reduction of gradients: the collective, a group's gradients on their way, the buffer that it empties
+    grey        copies; pale green: other communication
+
+Whole parameters and gradients are plain; a rank's part of them is hatched. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
 (M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys are ours. Hatches distinguish
 areas that would print in the same grey.
 """
@@ -20,6 +29,7 @@ from matplotlib.textpath import text_to_path
 BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+PALE_GREEN = "#99D8C7"
 GREYS = ("#F4F4F4", "#D9D9D9", "#8C8C8C", "#4D4D4D")  # from background to text
 SEVEN = (SKY_BLUE, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)  # of ranks and groups, by their number
 
@@ -43,22 +53,22 @@ _LOOK_OF_OP = {
     "copy_out": Look(GREYS[2], "---"),
     "all_gather": Look(GREEN, "..."),
     "reduce_scatter": Look(VERMILION, "\\\\\\"),
-    "all_reduce": Look(ORANGE, "+++"),
-    "broadcast": Look(YELLOW, "ooo"),
-    "all_to_all": Look(YELLOW, "***"),
-    "send": Look(YELLOW, "///"),
-    "recv": Look(YELLOW, "\\\\\\"),
-    "reduce": Look(YELLOW, "+++"),
-    "gather": Look(YELLOW, "..."),
-    "scatter": Look(YELLOW, "xxx"),
-    "barrier": Look(YELLOW, "---"),
+    "all_reduce": Look(VERMILION, "+++"),
+    "broadcast": Look(PALE_GREEN, "ooo"),
+    "all_to_all": Look(PALE_GREEN, "***"),
+    "send": Look(PALE_GREEN, "///"),
+    "recv": Look(PALE_GREEN, "\\\\\\"),
+    "reduce": Look(PALE_GREEN, "+++"),
+    "gather": Look(PALE_GREEN, "..."),
+    "scatter": Look(PALE_GREEN, "xxx"),
+    "barrier": Look(PALE_GREEN, "---"),
 }
 _LOOK_OF_KIND = {
-    "sharded_param": Look(BLUE),
+    "sharded_param": Look(YELLOW, "///"),
     "sharded_grad": Look(ORANGE, "///"),
     "optimizer_state": Look(PURPLE, "xxx"),
-    "unsharded_param": Look(SKY_BLUE),
-    "unsharded_grad": Look(YELLOW, "|||"),
+    "unsharded_param": Look(YELLOW),
+    "unsharded_grad": Look(ORANGE),
     "all_gather_buffer": Look(GREEN, "..."),
     "reduce_scatter_buffer": Look(VERMILION, "\\\\\\"),
 }
@@ -97,9 +107,9 @@ def mixed(color: str, other: str, share: float) -> str:
 
 
 def ink_on(color: str) -> str:
-    """Return black or white, whichever reads better on `color` (luma weights of ITU-R BT.601)."""
-    red, green, blue = to_rgb(color)
-    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else WHITE
+    """Return black or white, whichever has more contrast with `color` (relative luminance of WCAG 2)."""
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+    return BLACK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else WHITE
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.memory import Ledger
 from hwfsdp.observe.recording import record
-from hwfsdp.observe.run_info import read_about
+from hwfsdp.observe.run_info import VIRTUAL, read_about
 from hwfsdp.train.models.gpt import GPTConfig
 from hwfsdp.train.models.llama import LlamaConfig
 from hwfsdp.train.models.zoo import config_of
@@ -155,6 +155,7 @@ def simulate(
         with record(ledger=_NamingLedger(world.allocator)) as log:
             run.step()
             world.clock.synchronize()
+        log.about["device"] = VIRTUAL + figures.name
         seconds = world.clock.host / 1e6
         tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
         measured = Measured(seconds, tokens, run.tokens is None, log)

@@ -82,11 +82,11 @@ def _draw_states(axes: Axes) -> None:
     axes.set_xticks([1.5, 3.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE)
     axes.set_yticks([0, shard, shard + most])
-    axes.bar(0, shard, len(found), align="edge", color=style.BLUE)
+    axes.bar(0, shard, len(found), align="edge", **style.filled(style.look_of_kind("sharded_param")))
     text = f"rows and padding: {shard} B, always there"
     say(axes, (len(found) / 2, shard / 2), text, ha="center", color=style.WHITE)
     for index, (verb, nbytes) in enumerate(found):  # what comes and goes, on top of the shard
-        axes.bar(index, nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
+        axes.bar(index, nbytes, 1, shard, align="edge", **style.filled(style.look_of_kind("unsharded_param")))
         middle = index + 0.5, shard + max(nbytes / 2, most * 0.12)
         say(axes, middle, f"whole\n{nbytes} B", ha="center", color=style.BLACK)
         if verb:

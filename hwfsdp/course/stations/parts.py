@@ -162,7 +162,7 @@ def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> 
     """Explain pieces at the wrong places. `mirrored`: on every rank, pieces lie as if they came from the other neighbor."""
     owners = _owners(got, expected)
     shown = ", ".join("no rank's" if owner is None else f"rank {owner}'s" for owner in owners)
-    name = "02.neighbour_blocks" if mirrored else "02.blocks"
+    name = "02.neighbor_blocks" if mirrored else "02.blocks"
     if None in owners:
         name = "02.block_missing" if (got == -1).any() else "02.no_block"
     return told(name, f"{where}:", shown, last=len(expected) - 1)

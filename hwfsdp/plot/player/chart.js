@@ -42,7 +42,7 @@ function ticks(from, to, count) {
 /** An axis of ms from `left` to `right`, its labels at the height `y`; its lines from `top` to `bottom`;
  *  `taken`: where other words stand, as [from, to]. */
 function drawTimeAxis(context, looks, state, { left, right, y, top, bottom, taken = [] }) {
-  const { every, found } = ticks(state.from, state.to, (right - left) / 90);
+  const { every, found } = ticks(state.from, state.to, Math.max(2, (right - left) / 90));
   const digits = Math.max(0, Math.min(4, -Math.floor(Math.log10(every / 1e3) + 1e-9)));
   let unit = " ms";
   context.textAlign = "center";

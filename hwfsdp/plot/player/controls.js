@@ -14,6 +14,7 @@ const KEYS = [
   ["0", "all of it"],
   ["Home End", "beginning, end"],
   ["?", "these keys"],
+  ["Esc", "close these keys, or step through the rank again"],
 ];
 
 class Controls {
@@ -33,8 +34,7 @@ class Controls {
     this.fillSelects();
     this.fillHelp();
     document.addEventListener("keydown", (event) => this.key(event));
-    addEventListener("hashchange", () => this.readLink());
-    this.readLink();
+    addEventListener("hashchange", () => readLink(state));
   }
 
   fillSelects() {
@@ -44,7 +44,7 @@ class Controls {
     speed.addEventListener("change", () => state.change({ speed: Number(speed.value) }));
     const groups = [...new Set(state.logs.flatMap((log) => log.groupNames))];
     through.replaceChildren(make("option", { value: "" }, "rank"), ...groups.map((group) =>
-      make("option", { value: `=${group}` }, group)));
+      make("option", { value: `=${group}` }, labelIn(state.logs, group))));
     through.addEventListener("change", () => this.stepThrough(through.value ? through.value.slice(1) : null));
   }
 
@@ -54,10 +54,9 @@ class Controls {
     this.element("help").replaceChildren(make("table", {}, make("tbody", {}, ...rows)), make("p", {}, mouse));
   }
 
-  help() {
-    const help = this.element("help");
-    help.hidden = !help.hidden;
-    this.element("help-button").setAttribute("aria-expanded", String(!help.hidden));
+  help(isShown = this.element("help").hidden) {
+    this.element("help").hidden = !isShown;
+    this.element("help-button").setAttribute("aria-expanded", String(isShown));
   }
 
   draw() {
@@ -80,6 +79,7 @@ class Controls {
   /** Steps through a group's events, or with null through the rank's. */
   stepThrough(group) {
     this.state.change({ group });
+    if (group === null) this.state.seek(this.state.t); // the event under the cursor may be of another group
   }
 
   /** For screen readers: the event under the cursor. Not while playing. */
@@ -139,7 +139,7 @@ class Controls {
       0: () => state.show(0, state.end),
       g: () => this.stepThrough(state.group === null && state.event?.owner ? state.event.owner : null),
       "?": () => this.help(),
-      Escape: () => { this.element("help").hidden = true; this.stepThrough(null); },
+      Escape: () => { if (this.element("help").hidden) this.stepThrough(null); else this.help(false); },
     };
     if (acts[event.key]) {
       event.preventDefault();
@@ -158,20 +158,24 @@ class Controls {
 
   // --- the link to a moment ---
 
-  readLink() {
-    const said = new URLSearchParams(location.hash.slice(1)), ms = parseFloat(said.get("t")), { state } = this;
-    if (!Number.isFinite(ms)) return;
-    const side = said.get("log") === "b" && state.logs.length > 1 ? 1 : 0, rank = Number(said.get("rank"));
-    if (said.has("rank") && state.logs[side].ranks.includes(rank)) state.ranks[side] = rank;
-    state.side = side;
-    if (Math.abs(ms * 1e3 - state.t) > 0.5 || !state.event) state.seek(ms * 1e3);
-    state.keepInView();
-  }
-
   writeLink() {
     const { state } = this, link = `#t=${(state.t / 1e3).toFixed(4)}&rank=${state.rank}${state.side ? "&log=b" : ""}`;
     try {
       history.replaceState(null, "", link);
     } catch { /* in a notebook's frame a page has no address of its own */ }
   }
+}
+
+/** Moves to the moment that the address names. Returns whether it names one at all, and whether the log has this moment. */
+function readLink(state) {
+  const said = new URLSearchParams(location.hash.slice(1)), us = parseFloat(said.get("t")) * 1e3;
+  const side = said.get("log") === "b" ? 1 : 0, log = state.logs[side], rank = said.has("rank") ? Number(said.get("rank")) : state.ranks[side];
+  const isMoment = us >= 0 && us <= state.end && log !== undefined && log.ranks.includes(rank);
+  if (isMoment) {
+    state.ranks[side] = rank;
+    state.side = side;
+    if (Math.abs(us - state.t) > 0.5 || !state.event) state.seek(us);
+    state.keepInView();
+  }
+  return { isGiven: said.has("t"), isMoment };
 }

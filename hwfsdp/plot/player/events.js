@@ -14,7 +14,7 @@ class Log {
   constructor(packed, side, places, looks) {
     Object.assign(this, { name: packed.name, side, ranks: packed.ranks, groups: packed.groups, summary: packed.summary });
     Object.assign(this, { places, owners: packed.owners, closedForm: packed.closed_form, closedFormKept: packed.closed_form_kept });
-    Object.assign(this, { worldSize: packed.world_size, torch: packed.torch, device: packed.device });
+    Object.assign(this, { worldSize: packed.world_size, torch: packed.torch, device: packed.device, isPredicted: packed.predicted });
     this.clocksDiffer = packed.clocks_differ;
     this.times = packed.times; // of each step, mean of the ranks
     this.events = this.unpack(packed.events);
@@ -210,6 +210,11 @@ class Log {
     found.stepEnds = [...ends].map(([step, us]) => ({ step, us })).sort((a, b) => a.us - b.us).slice(0, -1);
     return found.stepEnds;
   }
+}
+
+/** A group's name, from a log that has this group. */
+function labelIn(logs, group) {
+  return logs.find((log) => log.sizes.has(group))?.labelOf(group) ?? group;
 }
 
 /** Whether a log knows all bytes that are alive, and not what they are for. */

@@ -66,10 +66,11 @@ class Looks {
     return `rgb(${parts.join(" ")} / ${opacity})`;
   }
 
-  /** Black or white, whichever reads better on a color (luma weights of ITU-R BT.601). */
+  /** Black or white, whichever has more contrast with a color (relative luminance of WCAG 2). */
   inkOn(color) {
-    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) / 255);
-    return 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 ? "#000000" : "#FFFFFF";
+    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) / 255)
+      .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#FFFFFF";
   }
 
   /** A key of a legend: a small canvas filled as areas of this look are. */

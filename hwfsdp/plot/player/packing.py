@@ -17,7 +17,7 @@ from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
 from hwfsdp.observe.findings import expect_peak, is_root
 from hwfsdp.observe.lifetimes import STATES, find_lifetimes, find_reductions
 from hwfsdp.observe.memory import KINDS
-from hwfsdp.observe.run_info import GroupAbout, read_about
+from hwfsdp.observe.run_info import VIRTUAL, GroupAbout, read_about
 from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.sources import Sources
 
@@ -96,12 +96,14 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
     sources.expect(log.code)
     summary = log.summary()
     begin = min(e.start_us for e in log.events)
+    device = str(log.about.get("device", ""))
     owners = Table([g.fqn for g in about.groups] if about else [])
     return {
         "name": name,
         "world_size": about.world_size if about else None,
         "torch": about.torch if about else None,
-        "device": about.device if about else None,
+        "device": device,
+        "predicted": device.startswith(VIRTUAL),
         "ranks": log.ranks,
         "groups": [_pack_group(g) for g in about.groups] if about else [],
         "times": times_of_steps(log)._asdict(),

@@ -26,7 +26,7 @@ class Parameters {
 
   /** Sizes; columns that do not fit are reached by choosing a rank: the grid shows those around it. */
   layOut() {
-    const width = this.scroller.clientWidth, names = Math.min(110, 0.3 * width);
+    const width = this.scroller.clientWidth, names = Math.min(110, Math.max(92, 0.3 * width)); // 92: the root's group
     const most = Math.max(1, Math.floor((width - names - 4) / 9)), focus = this.columns.findIndex((c) =>
       c.log === this.state.log && c.rank === this.state.rank);
     const first = Math.max(0, Math.min(focus - Math.floor(most / 2), this.columns.length - most));
@@ -115,8 +115,9 @@ class Parameters {
     const stripe = found.reducing ? Math.max(4, box.height * 0.32) : 0, height = box.height - stripe;
     if (found.params === "full" || found.params === "gathering") looks.fill(context, look, box.x, box.y, box.width, height);
     if (found.params !== "full") {
-      const width = Math.max(2, share.length * box.width);
-      looks.fill(context, own, box.x + Math.min(share.start * box.width, box.width - width), box.y, width, height);
+      const isThin = box.width < 12; // too thin to show which part it is
+      const width = isThin ? box.width : Math.max(2, share.length * box.width);
+      if (!isThin || found.params !== "gathering") looks.fill(context, own, box.x + Math.min(share.start * box.width, box.width - width), box.y, width, height);
     }
     if (stripe) looks.fill(context, looks.states.reducing, box.x, box.y + height, box.width, stripe);
     context.strokeStyle = looks.soft;
@@ -164,8 +165,9 @@ class Parameters {
     const found = log.stateOf(rank, group, Math.min(this.state.t, log.end)), about = log.sizes.get(group);
     const states = found ? [STATE_NAMES[found.params], found.reducing ? "gradients reducing" : ""].filter(Boolean).join(", ") : "not seen in this log";
     const lines = [`${log.labelOf(group)} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
-    if (found?.params === "gathering" && log.copiesOut) lines.push("gathering lasts until the copy-out ends; unsharded_param counts the memory that the copy-out fills from its allocation on");
-    if (!about) return lines;
+    const untilWhole = found?.params === "gathering" && log.copiesOut
+      ? ["gathering lasts until the copy-out ends; unsharded_param counts the memory that the copy-out fills from its allocation on"] : [];
+    if (!about) return [...lines, ...untilWhole];
     if (about.is_root && log.groups.length > 1) lines.push("the root's parameters that are in no other group");
     const isSure = about.shards * about.replicas === log.worldSize;
     lines.push(`${bytesText(about.bytes)} when whole, over ${numberOf(about.shards, "rank")}`);
@@ -175,7 +177,7 @@ class Parameters {
       const name = param.fqn.startsWith(`${group}.`) ? param.fqn.slice(group.length + 1) : param.fqn;
       return `${name} [${param.shape.join(" × ")}]${isSure ? `: ${held}` : ""}`;
     });
-    return [...lines, ...rows, ...(about.params.length > 8 ? [`… and ${about.params.length - 8} more`] : [])];
+    return [...lines, ...rows, ...(about.params.length > 8 ? [`… and ${about.params.length - 8} more`] : []), ...untilWhole];
   }
 
   click(event) {

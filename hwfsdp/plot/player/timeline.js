@@ -29,7 +29,11 @@ class Timeline {
     const names = { wait: "wait: compute stands still" };
     const keys = Object.keys(this.looks.ops).filter((op) => used.has(op));
     const said = [];
-    if (this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer)) said.push("faint: a collective that waits for its last rank; a module around the modules inside it");
+    const faint = [
+      this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer) && "a collective that waits for its last rank",
+      this.state.logs.some((log) => log.events.some((event) => event.depth > 0 && isOfModule(event.op))) && "a module around the modules inside it",
+    ].filter(Boolean);
+    if (faint.length) said.push(`faint: ${faint.join("; ")}`);
     if (this.state.parting) said.push("flag: the first event that A and B do not share");
     const drawKeys = () => document.getElementById("timeline-legend").replaceChildren(
       ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)), ...said.map((text) => make("span", {}, text)));
@@ -207,7 +211,7 @@ class Timeline {
     const { looks, state } = this, place = this.placeInRow(row, event);
     const x = Math.max(this.x(event.start), this.left - 4), width = Math.max(1, Math.min(this.x(event.drawnEnd), this.right + 4) - x);
     const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
-    const isPale = event.depth === 0 && inner.length > 0;
+    const isPale = event.depth === 0 && inner.some((each) => each.op === event.op);
     context.globalAlpha = state.group !== null && event.owner !== state.group ? 0.25 : isPale ? 0.45 : 1;
     const alone = Math.min(width, this.x(event.log.joinedAt(event)) - x); // pixels for which it waits for another rank
     if (alone > 3) {
@@ -299,31 +303,37 @@ class Timeline {
     context.fill();
   }
 
-  /** Where each log's steps end, in its own rows. With two logs their steps have names there; with one they stand on the ruler. */
+  /** Where each rank's steps begin, in its own rows. The steps of the chosen rank have names: of two logs in the heads, of one on
+   *  the ruler. */
   drawStepEnds(context) {
-    const { state, looks, scroller } = this, isPair = state.logs.length > 1;
-    context.textAlign = "left";
-    for (const row of this.visibleRows("log")) {
-      const y = row.y - scroller.scrollTop, letter = "AB"[row.log.side ?? 0], name = context.measureText(sideName(row.log)).width * 1.1;
-      this.stepsOf(row.log).forEach(({ us, label }, i, steps) => {
-        const x = this.x(us), said = `${letter} ${label}`, from = Math.max(x + 4, us ? 0 : name + 20);
-        const isFree = i === steps.length - 1 || from + context.measureText(said).width < this.x(steps[i + 1].us);
-        context.strokeStyle = looks.soft;
-        context.setLineDash(row.log.side ? [7, 3] : [2, 3]);
+    const { looks, scroller } = this;
+    context.strokeStyle = looks.soft;
+    for (const row of this.visibleRows("band")) {
+      const y = row.y - scroller.scrollTop;
+      context.setLineDash(row.log.side ? [7, 3] : [2, 3]);
+      for (const { us } of this.stepsOf(row.log, row.rank)) {
         context.beginPath();
-        context.moveTo(x, y);
-        context.lineTo(x, y + row.height);
+        context.moveTo(this.x(us), y);
+        context.lineTo(this.x(us), y + row.height + GAP);
         context.stroke();
-        context.fillStyle = looks.ink;
-        if (isPair && isFree) context.fillText(said, from, y + HEAD / 2);
-      });
+      }
     }
     context.setLineDash([]);
+    context.textAlign = "left";
+    context.fillStyle = looks.ink;
+    for (const row of this.visibleRows("head")) {
+      const name = context.measureText(sideName(row.log)).width * 1.1;
+      this.stepsOf(row.log).forEach(({ us, label }, i, steps) => {
+        const said = `${"AB"[row.log.side]} ${label}`, from = Math.max(this.x(us) + 4, us ? 0 : name + 20);
+        const isFree = i === steps.length - 1 || from + context.measureText(said).width < this.x(steps[i + 1].us);
+        if (isFree) context.fillText(said, from, row.y - scroller.scrollTop + HEAD / 2);
+      });
+    }
   }
 
-  /** The beginnings of a log's steps: [{us, label}]. */
-  stepsOf(log) {
-    const ends = log.stepEnds(this.state.ranks[this.state.logs.indexOf(log)]);
+  /** The beginnings of a rank's steps, by default of the chosen rank: [{us, label}]. */
+  stepsOf(log, rank = this.state.ranks[this.state.logs.indexOf(log)]) {
+    const ends = log.stepEnds(rank);
     return log.steps.map((step, i) => ({ us: i ? ends[i - 1]?.us : 0, label: `step ${step}` })).filter(({ us }) => us !== undefined);
   }
 
