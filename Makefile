@@ -75,7 +75,8 @@ format: setup  ## rewrite the sources in the project's format
 
 worth: setup  ## measure which tests notice which mistakes; write tests/worth.json; takes hours
 	$(BIN)/python tests/worth.py time
-	$(BIN)/python tests/worth.py draw
+	$(BIN)/python tests/worth.py draw --count 20 --seed 1
+	$(BIN)/python tests/worth.py draw --count 7 --seed 2
 	$(BIN)/python tests/worth.py run
 	$(BIN)/python tests/worth.py show
 

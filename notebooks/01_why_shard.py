@@ -12,7 +12,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -134,8 +134,8 @@ from hwfsdp.plot.memory import plot_memory
 plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
-# The bottom part (weights and optimizer state) stays between steps. It is half as high with four ranks as with two. The light
-# blue teeth above it are whole parameters, one block of the model at a time. The buffers above the teeth carry parameters and
+# The bottom part (weights and optimizer state) stays between steps. It is half as high with four ranks as with two. The yellow
+# teeth above it are whole parameters, one block of the model at a time. The buffers above the teeth carry parameters and
 # gradients between the ranks. The teeth are as large with four ranks as with two. So on each GPU, FSDP needs memory for three
 # things: the state of the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of this
 # course is about these teeth: when ranks gather parameters, when they free them, and how compute hides the time of the gathers.

@@ -13,7 +13,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -192,7 +192,7 @@ plot_memory(
 )
 
 # %% [markdown]
-# The light blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
+# The yellow teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
 # like one.) They reach the dashed line and never pass it, with any number of layers. The green areas are the flat buffers of
 # gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The next
 # layer is *only* in a buffer. The rows are copied into its weights when its turn comes.
@@ -202,7 +202,7 @@ plot_memory(
 # does B do?
 
 # %%
-forward(2, False).view(forward(2, True))
+forward(2, False).view(forward(2, True), names=("on demand", "prefetched"))
 
 # %% [markdown]
 # What happens if weights are not freed after forward? `fully_shard` has a switch for that. Here is a forward and a backward

@@ -17,7 +17,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -302,7 +302,7 @@ lesson.explore(
 # computes in B, which one is gathered, and which one is reduced?
 
 # %%
-simulated(2, False, False).view(simulated(2, True, True))
+simulated(2, False, False).view(simulated(2, True, True), names=("no overlap", "all overlap"))
 
 # %% [markdown]
 # ## A number that is easy to get wrong

@@ -13,7 +13,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -189,7 +189,7 @@ lesson.explore(
 # side: **A** is ZeRO-3, **B** is ZeRO-2. In *Parameters*, compare the columns at the beginning of the backward.
 
 # %%
-logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0))
+logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0), names=("ZeRO-3", "ZeRO-2"))
 
 # %% [markdown]
 # ## What stays
@@ -300,7 +300,7 @@ COPIES = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # number of copies of 
 
 
 def draw_costs():
-    text = "Sizes are in sizes of the model. Down is less memory, left is less to send."
+    text = "The unit is the size of the model. Lower: less memory. Further left: fewer bytes to send."
     dot = {"linestyle": "none", "marker": "o", "markersize": 8}
     keys = [
         sheet.line_key(

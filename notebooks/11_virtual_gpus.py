@@ -12,7 +12,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -152,7 +152,7 @@ lesson.explore(
 # says what compute waits for.
 
 # %%
-scaled["8 GPUs"].log.view(scaled["4096 GPUs"].log)
+scaled["8 GPUs"].log.view(scaled["4096 GPUs"].log, names=("8 GPUs", "4096 GPUs"))
 
 # %% [markdown]
 # There are two remedies. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes.

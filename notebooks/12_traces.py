@@ -12,7 +12,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -178,7 +178,7 @@ lesson.explore(
 # top of the page, and see in *Parameters* which groups are being gathered at that moment.
 
 # %%
-healthy.view(eager)
+healthy.view(eager, names=("healthy", "eager"))
 
 # %% [markdown]
 # ## Broken: slow, and the wrong one looks guilty

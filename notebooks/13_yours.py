@@ -12,7 +12,7 @@ try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
         "terminal, at the root of the repository: make setup. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
@@ -85,7 +85,7 @@ picture
 # %%
 if logs:
     mine, theirs = logs.values()
-    player = mine.view(theirs)
+    player = mine.view(theirs, names=("yours", "the reference"))
 else:
     player = f"No log was recorded for {EXERCISE}."
 player

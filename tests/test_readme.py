@@ -96,11 +96,12 @@ def listed() -> set[str]:
     return {branch[1] for branch in branches if branch}
 
 
-def test_the_tree_is_what_is_under_version_control() -> None:
+def test_the_tree_is_the_folders_under_version_control_and_the_makefile() -> None:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("no checkout of git")
-    assert {name.split("/")[0] for name in done.stdout.splitlines()} == listed()
+    folders = {name.split("/")[0] for name in done.stdout.splitlines() if "/" in name and name[0] != "."}
+    assert {*folders, "Makefile"} == listed()
 
 
 # --- Commands ----------------------------------------------------------------------------------------------

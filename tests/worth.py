@@ -162,6 +162,11 @@ def draw(area: str, count: int, seed: int) -> list[Record]:
     return drawn
 
 
+def identity(record: Record) -> tuple[str, str, str]:
+    """Return what stays the same if the mistake is drawn again: module, function and change."""
+    return record["module"], record["function"], change(record["what"])
+
+
 def mutated(record: Record, source: str | None = None) -> str:
     """Return the text of the module with the mistake in it. `source` is the text to change: the correct module by default."""
     from hwfsdp.course.holes import extract, splice
@@ -477,7 +482,12 @@ def main() -> None:
     if given.command == "draw":
         data = kept()
         others = [record for record in data["mistakes"] if record["seed"] != given.seed]
-        data["mistakes"] = others + [each for area in AREAS for each in draw(area, given.count, given.seed)]
+        reasons = {identity(record): record["why"] for record in data["mistakes"] if "why" in record}
+        chosen = [each for area in AREAS for each in draw(area, given.count, given.seed)]
+        for record in chosen:
+            if identity(record) in reasons:
+                record["why"] = reasons[identity(record)]
+        data["mistakes"] = others + chosen
         save(data)
     elif given.command == "time":
         measure(given.jobs)

@@ -147,7 +147,8 @@ PARTS = {
     "device": Part("tests that need a GPU", on_the_device),
     "worlds": Part("order, memory and bits, in pretended worlds of 1 to 3 ranks, collectives late", worlds),
     "races": Part(
-        "losses and gradients keep their bits whatever stream is late; memory given back is littered", races
+        "every loss and gradient stays equal, bit for bit, whichever stream is late; freed memory is overwritten",
+        races,
     ),
     "commands": Part("`hwfsdp doctor`, `train`, `trace` with one rank over NCCL", commands),
     "sanitizer": Part("memory and synchronization of one small step, by compute-sanitizer", sanitizer),

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     found = examine(log)
     status = _tell(args, found, str(args.out) if args.json else args.target)
     if not args.json:
-        print(f"\nWritten to {args.out}; open it in https://ui.perfetto.dev")
+        print(f"\nWritten to {args.out}. Play it: hwfsdp trace export {args.out} --to html")
     return status
 
 

@@ -137,8 +137,8 @@ class SteeredModule(wrap.FSDPModule):
             state.auto_reshard = False
             for group in state.groups:
                 group.reshard_after_forward = reshard_after_forward and group.mesh.shard.group is not None
-                if getattr(group, "smaller", None) is not None:
-                    if not group.is_unsharded:  # it may have larger shards
+                if hasattr(group, "smaller"):
+                    if group.smaller is not None and not group.is_unsharded:  # it may have larger shards
                         group.reshard()
                     group.smaller = None
 
