@@ -136,9 +136,13 @@ def byte_unit(nbytes: float) -> ByteUnit:
     return max((u for u in _BYTE_UNITS if u.nbytes <= nbytes), key=lambda u: u.nbytes, default=_BYTE_UNITS[0])
 
 
-def format_bytes(nbytes: int) -> str:
-    """Format bytes for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB". Bytes are exact; other units have three digits."""
-    unit = byte_unit(nbytes)
+def format_bytes(nbytes: int, like: int | None = None) -> str:
+    """Format bytes for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB". Bytes are exact; other units have three digits.
+
+    Args:
+        like: use the unit of this number of bytes, for example of the sum that `nbytes` is a part of.
+    """
+    unit = byte_unit(nbytes if like is None else like)
     if unit.nbytes == 1:
         return f"{nbytes} B"
     return f"{_three_digits(nbytes / unit.nbytes)} {unit.name}"

@@ -70,7 +70,7 @@ def _draw_grid(axes: Axes) -> None:
         text = "gather,\nreduce-\nscatter"
         say(axes, (3.95, y - 0.5), text, ha="center", va="bottom", color=style.BLACK)
         x = 4.9 * place + 1.5
-        _draw_exchange(axes, (x, 2.25), (x, 3.95), style.ORANGE)
+        _draw_exchange(axes, (x, 2.25), (x, 3.95), style.VERMILION)
         say(axes, (x + 0.25, 3.1), "all-reduce\nof these rows", color=style.BLACK)
     text = "inside: whole parameters and gradients of a group\nacross: this rank's rows of gradients"
     say(axes, (-2.3, 6.75), text)

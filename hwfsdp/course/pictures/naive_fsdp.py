@@ -82,9 +82,10 @@ def _draw_states(axes: Axes) -> None:
     axes.set_xticks([1.5, 3.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE)
     axes.set_yticks([0, shard, shard + most])
-    axes.bar(0, shard, len(found), align="edge", **style.filled(style.look_of_kind("sharded_param")))
+    own = style.look_of_kind("sharded_param")
+    axes.bar(0, shard, len(found), align="edge", **style.filled(own))
     text = f"rows and padding: {shard} B, always there"
-    say(axes, (len(found) / 2, shard / 2), text, ha="center", color=style.WHITE)
+    style.draw_label(axes, (len(found) / 2, shard / 2), text, own.color, style.TEXT_SIZE)
     for index, (verb, nbytes) in enumerate(found):  # what comes and goes, on top of the shard
         axes.bar(index, nbytes, 1, shard, align="edge", **style.filled(style.look_of_kind("unsharded_param")))
         middle = index + 0.5, shard + max(nbytes / 2, most * 0.12)
