@@ -29,12 +29,12 @@ from hwfsdp import EventLog, UsageError, fully_shard, launch, record
 from hwfsdp.cli import main
 from hwfsdp.launcher.capture import Capture, Steps, read_steps
 from hwfsdp.observe import comparison
-from hwfsdp.observe.comparison import compare
+from hwfsdp.observe.comparison import compare, times_of_steps
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.observe.findings import Multiple, Traffic, examine
 from hwfsdp.observe.findings_text import describe
 from hwfsdp.observe.run_info import read_about
-from hwfsdp.plot.export import PICTURES, View, draw
+from hwfsdp.plot.export import PICTURES, View, draw, part_of
 from hwfsdp.train import traced_run
 from hwfsdp.train.traced_run import Target, trace_run
 
@@ -477,8 +477,13 @@ def test_export_writes_an_svg_beside_the_trace_or_a_png_to_the_given_path(run: R
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def of_another_version(path: Path) -> None:
+def without_a_field(path: Path) -> None:
     EventLog(by_hand().events, {}, {"groups": [{"fqn": "a"}]}).save(path)
+
+
+def of_another_format(path: Path) -> None:
+    by_hand().save(path)
+    path.write_text(path.read_text().replace('"format":1', '"format":7'))
 
 
 @pytest.mark.parametrize(
@@ -486,9 +491,10 @@ def of_another_version(path: Path) -> None:
     [
         lambda path: None,
         lambda path: path.write_bytes(b"\x1f\x8b half"),
-        of_another_version,
+        without_a_field,
+        of_another_format,
     ],
-    ids=["missing", "half a file", "of another version"],
+    ids=["missing", "half a file", "without a field", "of another format"],
 )
 def test_a_file_that_is_no_trace_of_ours_is_refused(
     make: Callable[[Path], Any], run: Run, tmp_path: Path
@@ -496,7 +502,7 @@ def test_a_file_that_is_no_trace_of_ours_is_refused(
     path = tmp_path / "x.json"
     make(path)
     for given in (["show", path], ["diff", path, path], ["export", path, "--to", "csv"]):
-        assert_refused(run(*given), str(path))
+        assert_refused(run(*given), str(path), *(["reads format 1"] if make is of_another_format else []))
 
 
 def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None:
@@ -602,6 +608,13 @@ def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     for view in (View(picture, 99), View(picture, None, 99), View(picture, 2, 99)):
         with pytest.raises(UsageError):
             draw(log, view)
+
+
+def test_the_part_of_one_step_takes_no_longer_than_that_step(logs: dict[str, EventLog]) -> None:
+    of_rank = logs["plain"].of_rank(2)
+    step = max(e.step for e in of_rank.select("optimizer"))
+    [alone] = times_of_steps(part_of(of_rank, View(step=step))).step_us
+    assert 0 < alone <= times_of_steps(of_rank).step_us[-1]
 
 
 def content_of(figure: Figure) -> bytes:

@@ -102,7 +102,7 @@ def export(args: Namespace) -> int:
 
 
 def load(file: Path) -> EventLog:
-    """Load the log in a file. Raise a UsageError of one line if it is no log, has no events, or has another version."""
+    """Load the log in a file. Raise a UsageError of one line if it is no log, has no events, or has another format."""
     log = EventLog.load(file)
     if not log.events:
         raise UsageError(

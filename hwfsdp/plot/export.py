@@ -73,10 +73,10 @@ def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = 
     """
     from hwfsdp.plot.player.page import make_page
 
-    make_page([(name, _part(log, view)) for name, log in logs]).save(target)
+    make_page([(name, part_of(log, view)) for name, log in logs]).save(target)
 
 
-def _part(log: EventLog, view: View) -> EventLog:
+def part_of(log: EventLog, view: View) -> EventLog:
     """Return the part of a log that has the rank and the step of a view."""
     chosen(log, "trace export", rank=view.rank, step=view.step)
     log = log if view.rank is None else log.of_rank(view.rank)

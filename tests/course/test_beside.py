@@ -74,7 +74,7 @@ def test_a_failed_run_stands_beside_the_references_and_opens_at_its_moment(sourc
     page = write_page(failed("09", "host", second["start_us"]), source)
     assert page == Path("runs", "check", "09.html")
     found = data_of(page)
-    assert [log["name"] for log in found["logs"]] == ["yours, virtual host", "the reference"]
+    assert [log["name"] for log in found["logs"]] == ["yours", "the reference"]
     begin = min(e["start_us"] for e in REFERENCE["09"]["host"]["events"])
     assert found["start"]["us"] == pytest.approx(second["start_us"] - begin, abs=0.1)
     assert (found["start"]["rank"], found["start"]["said"]) == (0, "09.exposed: 5 of 5.")
