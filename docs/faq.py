@@ -1139,7 +1139,7 @@ def _fsdp2() -> Figure:
         found,
         captions,
         "A forward of four layers on the CPU, rank 0, in the order of issue",
-        "A number is a layer. Between a gather and the wait for it there is time to compute, if somebody does.",
+        "A number is a layer; FSDP2's gathers have none. Between a gather and the wait for it there is time to compute.",
         {},
     )
 

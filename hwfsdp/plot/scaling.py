@@ -183,7 +183,9 @@ def _name_points(
     for point in points[:: -(-len(points) // 10)]:
         speed = point.tokens_per_second_per_gpu
         if first and point is not points[0]:
-            above = point.gpus in slower or speed < low
+            above = (
+                point.gpus in slower or speed < low or speed >= first
+            )  # below, the dashed line would cross it
             _say(axes, point.gpus, speed, f"{speed / first:.0%}", 8 if above else -14)
     for m in measured:
         speed = m.tokens_per_second_per_gpu
