@@ -225,6 +225,6 @@ test_a_promise_is_kept = PROMISES.test()
 
 
 @pytest.mark.parametrize("kind", [DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter])
-def test_a_transport_allocates_what_it_is_asked_for(kind: Any) -> None:
+def test_a_transport_allocates_the_requested_size_dtype_and_device(kind: Any) -> None:
     buffer = kind().allocate((6,), dtype=torch.bfloat16, device=torch.device("meta"))
     assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == ((6,), torch.bfloat16, "meta")

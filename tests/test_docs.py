@@ -56,7 +56,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
             dist.destroy_process_group()
 
 
-def test_the_page_on_testing_has_the_table_of_what_was_measured() -> None:
+def test_the_page_on_testing_has_the_table_of_measured_mistakes() -> None:
     assert worth.table(worth.kept()) in (DOCS / "testing.md").read_text()
 
 

@@ -153,7 +153,7 @@ def test_an_event_that_never_ended_lasts_no_time(recorder: Recorder, clock: Cloc
     assert [(e.start_us, e.dur_us) for e in finished(recorder)] == [(1, 0)]
 
 
-def test_samples_are_what_the_ledger_counts_and_timed_like_events() -> None:
+def test_samples_have_the_ledgers_counts_and_the_clock_of_events() -> None:
     recorder, two = Recorder(rank=0, origin=HostMark(100.0)), torch.zeros(2)
     recorder.ledger.watch(two, "sharded_param")
     recorder.sample()

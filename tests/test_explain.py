@@ -86,7 +86,7 @@ def test_the_table_on_paper_equals_the_one_on_ranks_where_explaining_on_paper_is
 
 
 @pytest.mark.parametrize("ranks", [1, 16])  # 16: some have none of some parameters
-def test_the_totals_are_those_of_nested_chunks(ranks: int) -> None:
+def test_the_totals_equal_nested_chunks(ranks: int) -> None:
     shapes = [tuple(p.shape) for p in zoo.build(SMALL).parameters()]
     elements = sum(map(prod, shapes))
     held = []

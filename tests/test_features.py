@@ -91,7 +91,7 @@ def imports_of(feature: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", features.FEATURES)
-def test_a_feature_imports_only_what_features_share(name: str) -> None:
+def test_a_feature_imports_only_shared_modules(name: str) -> None:
     assert imports_of(name) - SHARED == NEEDS.get(name, set())
 
 
@@ -200,7 +200,7 @@ def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_the_feature_written_in_the_page_of_architecture_does_what_the_page_says() -> None:
+def test_the_feature_in_the_page_of_architecture_works_as_the_page_says() -> None:
     for found in launch(gradients_with_clipping, 2):
         assert any((expected.abs() > 1).any() for _, expected in found)
         for grad, expected in found:

@@ -126,7 +126,7 @@ def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.Argument
                 yield from parsers_below(each)
 
 
-def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
+def test_every_help_fits_a_terminal_of_80_columns_and_describes_its_verb(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -218,7 +218,7 @@ GONE = json.dumps({"argv": ["/gone/python"], "display_name": "Python 3", "langua
         ("calibration", "XDG_CACHE_HOME", MEASURED, "{", "note: .*cannot be used.* → .*--calibrate"),
     ],
 )
-def test_doctor_names_what_is_missing_too_old_or_broken_with_its_remedy(
+def test_doctor_names_each_problem_with_its_remedy(
     look: str, variable: str, file: str, text: str, told: str, tmp_path: Path
 ) -> None:
     found = looked(f"look_at_{look}()", **{variable: in_the_way(tmp_path, file, text)})
@@ -303,7 +303,7 @@ def python(folder: Path, code: str) -> str:
     ],
     ids=["3.10", "no venv", "no ensurepip"],
 )
-def test_setup_says_plainly_what_python_lacks(checkout: Path, code: str, part: str) -> None:
+def test_setup_names_the_part_that_python_lacks(checkout: Path, code: str, part: str) -> None:
     done = made(checkout, "setup", python(checkout, code))
     assert done.returncode and part in done.stderr and "Traceback" not in done.stderr
     assert not (checkout / ".venv").exists()  # so that another Python can be taken the next time

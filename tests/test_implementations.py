@@ -161,7 +161,7 @@ def test_a_time_limit_that_ends_inside_a_collective_counts_after_it(monkeypatch:
         suites.long(str(HOMEWORK), {"all_gather", "reduce_scatter"}),
     ],
 )
-def test_a_trace_of_any_implementation_moves_what_the_closed_form_says(
+def test_a_trace_of_any_implementation_moves_the_bytes_of_the_closed_form(
     name: str, moved: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "t.json"

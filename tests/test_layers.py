@@ -102,7 +102,7 @@ def wrong_edges() -> list[str]:
     return sorted(found)
 
 
-def test_a_folder_imports_only_what_the_table_allows() -> None:
+def test_a_folder_imports_only_folders_that_the_table_allows() -> None:
     assert set(wrong_edges()) == KNOWN
 
 

@@ -181,7 +181,7 @@ def test_shards_equal_nested_chunking_and_join_to_the_whole_again(layout: Layout
     assert torch.equal(unshard_strided(shards, shape, mesh, placements), whole)
 
 
-def test_shards_of_what_requires_grad_pass_gradients_on() -> None:
+def test_shards_pass_gradients_on() -> None:
     whole = torch.ones(5, requires_grad=True)
     shards = shard_strided(whole, (2,), [Shard(0)], pad=True)
     (2 * unshard_strided(shards, (5,), (2,), [Shard(0)])).sum().backward()

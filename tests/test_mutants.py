@@ -238,7 +238,7 @@ def test_mutants_keep_the_text_of_errors_and_assertions() -> None:
     assert found_in("assert a < 1, 'a' if a + 1 else c") == {}
 
 
-def test_a_mutant_says_what_was_changed() -> None:
+def test_a_mutant_names_its_change() -> None:
     found = [str(mutant) for mutant in mutants(in_function("return f(a - b,  # why\n c=1)"))]
     assert "line 2, swap arithmetic: `a - b` → `a + b`" in found
     assert "line 2, drop keyword: `f(a - b, # why c=1)` → `f(a - b)`" in found

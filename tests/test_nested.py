@@ -203,7 +203,7 @@ def test_rebuilding_a_dataclass_does_not_construct_it_again_and_keeps_attributes
     assert Counting.made == made
 
 
-def test_packed_sequences_keep_what_their_data_means() -> None:
+def test_packed_sequences_keep_lengths_and_order() -> None:
     packed = pack_sequence([one(1), torch.tensor([2.0, 3.0])], enforce_sorted=False)
     mapped = map_tensors(add_ten, packed)
     assert isinstance(mapped, PackedSequence)
@@ -259,7 +259,7 @@ def test_mapping_any_tree_changes_its_tensors_from_left_to_right_and_nothing_els
 
 
 @given(trees)
-def test_tensors_with_grad_are_those_that_require_it_and_can_be_exchanged_in_their_order(tree: Any) -> None:
+def test_tensors_with_grad_require_grad_and_can_be_exchanged_in_their_order(tree: Any) -> None:
     tensors = [part for part in flattened(tree) if isinstance(part, Tensor)]
     found = tensors_with_grad(tree)
     assert all(a is b for a, b in zip(found, [t for t in tensors if t.requires_grad], strict=True))

@@ -77,7 +77,7 @@ def shown(*cells: str) -> list[str]:
         suites.long("import sys; sys.version_info = (3, 10, 4)", id="a Python that is too old"),
     ],
 )
-def test_a_kernel_that_cannot_run_a_notebook_says_what_to_do(broken: str, tmp_path: Path) -> None:
+def test_a_kernel_that_cannot_run_a_notebook_names_a_remedy(broken: str, tmp_path: Path) -> None:
     (tmp_path / "hwfsdp").mkdir()
     (tmp_path / "hwfsdp" / "__init__.py").write_text("type Size = int | None = 3\n")  # a syntax of no Python
     _, said = shown(broken.format(folder=tmp_path), FIRST)

@@ -127,7 +127,7 @@ def one_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_large_gpu")
 @pytest.mark.parametrize("part", PARTS)
-def test_on_a_gpu_every_part_runs_what_its_dry_run_tried_and_one_gpu_is_enough(
+def test_on_a_gpu_every_part_runs_the_steps_of_its_dry_run_and_one_gpu_is_enough(
     part: str, tmp_path: Path
 ) -> None:
     steps, tried = (PARTS[part].steps(device, tmp_path) for device in ("cuda", "cpu"))
@@ -143,7 +143,7 @@ def test_on_a_gpu_every_part_runs_what_its_dry_run_tried_and_one_gpu_is_enough(
         assert [step.command[0] for step in steps[1:]] == ["/usr/bin/compute-sanitizer"] * 3
 
 
-def test_the_closed_form_is_what_a_stack_of_linear_layers_needs() -> None:
+def test_the_closed_form_is_right_for_a_stack_of_linear_layers() -> None:
     """Two blocks of one MLP 4 → 8 → 4 in fp32, 76 parameters, over two ranks; nothing is padded, the root has none."""
     shards, whole = 2 * 2 * 76 // 2, 76
     # Shards with their gradients; whole parameters, two gathers, a reduction, whole gradients.

@@ -288,7 +288,7 @@ def any_other_element_wise_optimizer_can_run_locally() -> list[str]:
 
 
 @on_ranks
-def an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects() -> list[str]:
+def an_exception_in_a_step_leaves_the_same_values_as_torch_in_the_same_objects() -> list[str]:
     def fail(closure: Any) -> None:
         raise RuntimeError("in the step")
 

@@ -111,7 +111,7 @@ def test_the_wheel_has_the_package_its_types_and_the_course_without_solutions(wh
 
 
 @pytest.mark.long
-def test_the_source_distribution_has_what_tests_and_course_are_made_from(built: Path) -> None:
+def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("hwfsdp", "tests", "exercises", "solutions", "benchmarks", "notebooks"):

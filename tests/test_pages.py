@@ -269,7 +269,7 @@ def run(row: Row, folder: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
-def test_commands_do_what_their_page_says(group: str, tmp_path: Path) -> None:
+def test_commands_work_as_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises", ignore=ignored)
     (tmp_path / "answers").mkdir()

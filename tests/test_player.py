@@ -75,7 +75,7 @@ def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
     assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
 
 
-def test_times_of_steps_are_those_of_each_step_alone_and_have_the_means_of_the_summary() -> None:
+def test_times_of_steps_equal_each_step_alone_and_have_the_means_of_the_summary() -> None:
     log = training_log(2, 3)
     found, summary = times_of_steps(log), log.summary()
     alone = [EventLog(log.select(step=step)).summary()["exposed_comm_us"] for step in (0, 1)]

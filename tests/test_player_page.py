@@ -177,7 +177,7 @@ def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages:
     assert HOSTILE in tab.text("#code")
 
 
-def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog) -> None:
+def test_tables_and_spoken_text_agree_with_the_panes(tab: Tab, log: EventLog) -> None:
     tables = tab.text("#tables")
     for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
         assert part in tables
@@ -533,7 +533,7 @@ def test_a_link_leads_to_a_moment_and_the_address_follows_the_cursor(tab: Tab, p
 # --- Two logs ----------------------------------------------------------------------------------------------
 
 
-def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str, str]) -> None:
+def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(pages["two"])
     head = tab.text("#head")
     assert all(
@@ -635,7 +635,7 @@ def test_a_wait_that_goes_on_after_its_gather_is_not_explained_by_the_gather(tab
         assert words in said.replace("\u00a0", " ") and "ahead" not in said, said
 
 
-def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: Tab) -> None:
+def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) -> None:
     freed, kept = step(), step(reshard=False)
     gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
     whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
@@ -657,7 +657,7 @@ def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict
     assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
 
 
-def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
+def test_the_button_of_the_peak_leads_to_its_event_and_names_the_memory_alive(
     tab: Tab, log: EventLog
 ) -> None:
     peak = max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values()))
@@ -716,7 +716,7 @@ def test_on_a_narrow_screen_a_button_scrolls_to_the_pane_that_shows_its_moment(
 # --- Ranks that wait for each other ------------------------------------------------------------------------
 
 
-def test_a_collective_has_begun_when_its_last_rank_joins_and_the_wait_says_what_that_rank_does(
+def test_a_collective_begins_when_its_last_rank_joins_and_the_wait_names_this_ranks_work(
     tab: Tab, log: EventLog
 ) -> None:
     event = "state.log.events.find((e) => e.op === 'all_gather' && e.rank === 0)"
@@ -731,7 +731,7 @@ def test_a_collective_has_begun_when_its_last_rank_joins_and_the_wait_says_what_
     assert tab.run(f"{busy.format(block)} === {block}")
 
 
-def test_ranks_of_a_hybrid_mesh_wait_only_for_those_of_their_own_group(tab: Tab) -> None:
+def test_ranks_of_a_hybrid_mesh_wait_only_for_ranks_of_their_group(tab: Tab) -> None:
     of = "state.log.ranksOf({op: '%s', owner: 'g', rank: %d})"
     tab.run("(() => { state.log.worldSize = 4; state.log.sizes.set('g', {shards: 2, replicas: 2}); })()")
     assert [tab.run(of % ("all_gather", rank)) for rank in range(4)] == [0, 0, 1, 1]

@@ -32,7 +32,7 @@ def test_public_names_are_sorted_and_exist_and_have_docstrings() -> None:
         assert not isinstance(value, ModuleType) and inspect.getdoc(value), name
 
 
-def test_fully_shard_takes_what_torchs_takes_in_the_same_order() -> None:
+def test_fully_shard_takes_torchs_arguments_in_the_same_order() -> None:
     ours = inspect.signature(hwfsdp.fully_shard).parameters
     theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters
     assert [*ours][: len(theirs)] == [*theirs]
@@ -100,7 +100,7 @@ assert not hasattr(checkpoint, "no_such_name") and not hasattr(hwfsdp, "_no_such
 
 
 @pytest.mark.parametrize("door", ["checkpoint", "virtual", "plot"])
-def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
+def test_the_doors_of_packages_give_every_listed_name(door: str) -> None:
     package = importlib.import_module(f"hwfsdp.{door}")
     for name in getattr(package, "__all__", []):
         assert getattr(package, name) is not None and name in dir(package)
@@ -126,7 +126,7 @@ CAST = "iterate_state_dict copy_state_dict broadcast_state_dict distribute_state
 
 
 @pytest.mark.parametrize("module", HELPERS)
-def test_helpers_take_what_torchs_take_by_position_and_by_name(module: str) -> None:
+def test_helpers_take_torchs_arguments_by_position_and_by_name(module: str) -> None:
     torchs, names = HELPERS[module]
     for name in names.split():
         ours = signature_of(getattr(importlib.import_module(f"hwfsdp.{module}"), name))
@@ -136,7 +136,7 @@ def test_helpers_take_what_torchs_take_by_position_and_by_name(module: str) -> N
         assert [each for each in ours if each not in cast] == theirs, name
 
 
-def test_traversing_takes_what_torchs_takes_and_visits_as_it_does_without_a_third_argument() -> None:
+def test_traversing_takes_torchs_arguments_and_visits_alike_without_a_third_one() -> None:
     ours, theirs = map(signature_of, (traverse_state_dict, torch_traverse.traverse_state_dict))
     assert ours[:2] == theirs[:2]
     assert (ours[2][0], ours[2][2]) == ("keep_traversing", None)

@@ -120,7 +120,7 @@ COPY_OUT = on("compute", "copy_out", 5, reads=(7,))
 NEXT = on("copy", "copy_in", 9, writes=(7,))
 
 
-def test_a_race_names_both_events_the_memory_and_what_may_happen() -> None:
+def test_a_race_names_both_events_the_memory_and_the_danger() -> None:
     log = log_of(GATHER, COPY_OUT, rank=3)
     (race,) = find_races(log)
     assert (race.first, race.second, race.storage) == (*log.events, 7)
@@ -143,7 +143,7 @@ READ = {**COPY_OUT, "after": (0,)}
         ([FORWARD, on("compute", "free", 5, writes=(7,))], "on compute it begins before the other has ended"),
     ],
 )
-def test_a_race_says_what_may_happen(rows: list[dict[str, Any]], said: str) -> None:
+def test_a_race_names_its_danger(rows: list[dict[str, Any]], said: str) -> None:
     (race,) = find_races(log_of(*rows))
     assert said in race.sentence
 

@@ -96,7 +96,7 @@ def listed() -> set[str]:
     return {branch[1] for branch in branches if branch}
 
 
-def test_the_tree_is_what_is_under_version_control() -> None:
+def test_the_tree_lists_everything_under_version_control() -> None:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("no checkout of git")
@@ -176,7 +176,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-def test_the_citation_has_what_its_format_asks_for_and_this_version() -> None:
+def test_the_citation_has_all_required_fields_and_this_version() -> None:
     """https://github.com/citation-file-format/citation-file-format/blob/1.2.0/schema-guide.md"""
     citation = read_yaml(ROOT / "CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()

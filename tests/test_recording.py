@@ -245,7 +245,7 @@ def failing_calls() -> dict[str, Any]:
     return {"plain": plain, "recorded": during, "last": log.collectives()[-1].op}
 
 
-def test_a_collective_that_fails_raises_what_it_would_have_raised_without_a_recording() -> None:
+def test_a_failing_collective_raises_the_same_error_as_without_a_recording() -> None:
     for found in on_ranks(failing_calls):
         assert found["recorded"] == found["plain"]
         assert found["last"] == "barrier"  # the recording goes on

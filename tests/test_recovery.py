@@ -53,7 +53,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 two = Together(2)
 two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
-two.add("whatever_follows_what_broke", functools.partial(broken.complaints, broken.WAYS, ours), {})
+two.add("training_goes_on_in_every_way_after_an_exception", functools.partial(broken.complaints, broken.WAYS, ours), {})
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def a_rank_may_start_processes_of_its_own() -> list[float]:
 
 
 @two.finds(["2", "1", "0"])
-def a_root_without_parameters_of_its_own_gathers_what_it_was_told_to() -> list[str]:
+def a_root_without_parameters_of_its_own_gathers_the_given_modules() -> list[str]:
     model = build()
     model.set_modules_to_forward_prefetch([model[2], model[1]])
     with record() as log:
@@ -106,7 +106,7 @@ def a_root_without_parameters_of_its_own_gathers_what_it_was_told_to() -> list[s
     return [e.owner for e in log.select("all_gather")][:3]
 
 
-def test_a_manual_unshard_leaves_no_buffer_and_checks_what_a_forward_would() -> None:
+def test_a_manual_unshard_leaves_no_buffer_and_checks_the_same_as_a_forward() -> None:
     def unshard() -> int:
         with torch.device("meta"):
             on_meta = fully_shard(nn.Linear(4, 4))

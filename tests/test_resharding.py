@@ -194,7 +194,7 @@ def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
     return storage() is None
 
 
-def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all():
+def test_backward_gathers_over_the_smaller_group_and_forward_over_all_ranks():
     """But not an embedding without unshard in backward."""
 
     def whole(build: Callable[[], models.Model], ranks: int) -> list[int]:
@@ -394,7 +394,7 @@ def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
     "in_between, world_size, reshard_after_forward",
     [(False, 2, True), (True, 2, True), suites.long(True, 4, 2)],
 )
-def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(in_between, world_size, reshard_after_forward):
+def test_gathering_and_freeing_by_hand_works_as_in_fsdp2(in_between, world_size, reshard_after_forward):
     """Before the first forward, or in between a forward and its backward."""
 
     def new(library: Library) -> Training:

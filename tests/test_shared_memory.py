@@ -272,7 +272,7 @@ CALLED = [  # on rank 0 and on rank 1, both ranks being told of both
 
 
 @two.finds(*([f"{pair[r]} on rank {r}, {pair[1 - r]} on rank {1 - r}" for pair in CALLED] for r in (0, 1)))
-def ranks_that_call_something_else_are_told_what() -> list[str]:
+def ranks_that_call_different_collectives_get_both_named() -> list[str]:
     """Another collective, another dtype, another size."""
     rank, said = dist.get_rank(), []
     for length, dtypes in (

@@ -111,7 +111,7 @@ def test_json_has_the_keys_that_others_read(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
+def test_the_text_has_the_same_figures_and_the_limits_of_the_model(run: Run) -> None:
     text, found = run(*TINY).out, run(*TINY, "--json").found
     assert "gpt-tiny on 2 × h100; per GPU 1 × 128 tokens, checkpointing: none" in text
     assert f"{found['step_seconds']:.4g} s" in text
@@ -183,7 +183,9 @@ def test_a_step_that_raises_is_one_line_that_says_where(
 
 
 @pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
-def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq: tuple[str, ...]) -> None:
+def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(
+    run: Run, seq: tuple[str, ...]
+) -> None:
     said = run("--model", "mine_to_simulate:trains", *seq, "--json")
     assert said.status == 0
     rate = 6 / said.found["step_seconds"] if seq else None

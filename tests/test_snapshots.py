@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_with_fewer_steps_left_than_are_recorded_records_those(tmp_path, capsys):
+def test_a_run_with_fewer_steps_left_than_requested_records_them(tmp_path, capsys):
     arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
     trace = ["--trace", str(tmp_path / "trace.json")]
     assert main([*arguments, "--steps", "3"]) == 0

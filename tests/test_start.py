@@ -399,7 +399,7 @@ def test_a_torch_that_is_built_for_gpus_shards_on_the_cpu_where_there_is_none(
         assert default_mesh().device_type == "cpu"
 
 
-def test_what_is_worked_out_on_paper_is_on_the_cpu_even_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paper_runs_stay_on_the_cpu_even_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with on_paper(0, 2, "a test", ""):
         assert default_mesh().device_type == "cpu"

@@ -74,7 +74,7 @@ def test_a_name_that_is_not_in_the_module_is_refused(name, remedy):
         described(Definition("hwfsdp.given", GIVEN, name))
 
 
-def test_signatures_of_the_course_say_what_python_says():
+def test_signatures_of_the_course_match_python():
     """Of functions: parameters in order; of properties, that they are some."""
     for exercise in find_course(PACKAGE).exercises:
         for name in exercise.provided:

@@ -172,7 +172,7 @@ def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place)
 
 
 @over(PLACES, fast=FEW)
-def it_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place: Place) -> list[str]:
+def it_equals_fsdp2s_state_dict_also_between_forward_and_backward(place: Place) -> list[str]:
     """After two steps, and in the middle of a step."""
     wrong = []
     trainings = [PlacedTraining(place, library) for library in LIBRARIES]

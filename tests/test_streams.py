@@ -102,7 +102,7 @@ def test_waiting_for_an_event_finishes_only_work_issued_before_it(gathers, compu
     assert diary == ["waited for a", "waited for b", "waited for c"]
 
 
-def test_deferred_work_runs_after_the_collectives_before_it_and_before_those_after(gathers, compute, diary):
+def test_deferred_work_runs_in_the_order_of_collectives(gathers, compute, diary):
     diary.collective(gathers, "a")
     diary.then(gathers, "cast a")
     first = gathers.record()

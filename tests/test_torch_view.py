@@ -185,7 +185,7 @@ for _name in PROGRAMS:
 
 
 @two.finds(([], [], 6))
-def a_memory_tracker_sees_what_it_sees_of_fsdp2_and_disturbs_nothing() -> tuple[list[str], list[Any], int]:
+def a_memory_tracker_sees_the_same_as_with_fsdp2_and_disturbs_nothing() -> tuple[list[str], list[Any], int]:
     expected_trace, expected = theirs()["tracked"]
     trace, found = tracked()
     others = [
@@ -195,7 +195,7 @@ def a_memory_tracker_sees_what_it_sees_of_fsdp2_and_disturbs_nothing() -> tuple[
 
 
 @two.finds([True] * 4)
-def the_view_says_what_the_state_knows() -> list[bool]:
+def the_view_agrees_with_the_state() -> list[bool]:
     theirs()
     model: Any = fsdp.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
     model(torch.ones(2, 4)).sum().backward()

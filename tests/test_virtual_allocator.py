@@ -73,7 +73,7 @@ def test_the_peak_is_looked_for_from_the_reset_on() -> None:
         max_size=40,
     )
 )
-def test_sums_and_the_peak_equal_those_of_the_live_storages(
+def test_sums_and_the_peak_equal_the_live_storages(
     program: list[tuple[int, int] | int],
 ) -> None:
     """Ten names; each step resizes what has one, makes it if it is not there, or lets go of it."""

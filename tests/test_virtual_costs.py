@@ -132,7 +132,7 @@ def test_attention_counts_as_torch_does_and_half_if_causal(
     assert [c.unmasked for c in found] == [0.0, backward]
 
 
-def test_fake_tensors_cost_what_real_ones_do() -> None:
+def test_fake_tensors_cost_the_same_as_real_ones() -> None:
     real = costs(lambda: attend_on_host(SHAPES[0], True))
     with fake_tensors():
         fake = costs(lambda: attend_on_host(SHAPES[0], True))
@@ -143,7 +143,7 @@ def test_fake_tensors_cost_what_real_ones_do() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_read_and_those_written_in_their_dtype(dtype: torch.dtype) -> None:
+def test_bytes_count_reads_and_writes_in_their_dtype(dtype: torch.dtype) -> None:
     a, b, size = vector(dtype), vector(dtype), N * dtype.itemsize
     assert cost(lambda: a + b).nbytes == 3 * size
     assert cost(lambda: a + 1).nbytes == 2 * size

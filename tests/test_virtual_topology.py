@@ -31,7 +31,7 @@ def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 4)])
-def test_across_nodes_the_ports_of_all_ranks_of_a_node_share_what_the_node_lacks(
+def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks(
     nodes: int, per_node: int
 ) -> None:
     nbytes = 1 << 30

@@ -133,14 +133,14 @@ def virtual_and_real(name: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, 
 
 
 @pytest.mark.parametrize("name", suites.fast_are(FAST, [*PROGRAMS, *ON_FOUR]))
-def test_virtual_ranks_do_what_real_ones_do(name: str) -> None:
+def test_virtual_ranks_act_as_real_ones(name: str) -> None:
     virtual, real = virtual_and_real(name)
     assert virtual == real
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID)
-def test_hybrid_sharding_does_on_each_stream_what_it_does_on_real_ranks(name: str) -> None:
+def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks(name: str) -> None:
     """Across streams the order differs: without a device, all-reduces wait until somebody waits for them."""
     virtual, real = virtual_and_real(name)
     for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
@@ -329,7 +329,7 @@ COMPUTED_AGAIN = {
 @pytest.mark.parametrize(
     ("name", "how"), suites.fast_are([("gpt", "full"), ("llama", "selective")], COMPUTED_AGAIN)
 )
-def test_checkpointing_computes_again_what_it_does_not_keep(name: str, how: str) -> None:
+def test_checkpointing_recomputes_everything_that_it_does_not_keep(name: str, how: str) -> None:
     forward, again, attentions = COMPUTED_AGAIN[name, how]
     with world_of(2):
         run = program(CONFIGS[name], Plan(seq=16, checkpoint=how), 2)
@@ -355,7 +355,7 @@ def test_dtensors_are_computed_and_moved_by_their_local_parts() -> None:
         assert [(e.op, e.bytes) for e in log.collectives()] == [("all_gather", 4 * 8 * 5)]
 
 
-def test_real_tensors_stay_real_and_may_meet_those_of_the_world() -> None:
+def test_real_tensors_stay_real_and_may_meet_virtual_ones() -> None:
     outside = torch.arange(6.0)
     with world_of(2) as world:
         assert (outside * 2).tolist() == [0, 2, 4, 6, 8, 10]

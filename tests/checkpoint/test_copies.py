@@ -68,7 +68,7 @@ def zeroed(state_dict: dict[str, Any]) -> dict[str, Any]:
 # --- Iterate -----------------------------------------------------------------------------------------------
 
 
-def test_iterating_gives_what_torch_gives() -> None:
+def test_iterating_gives_the_same_as_torch() -> None:
     def double(tensor: Tensor, *_: Any) -> Tensor:
         return tensor + tensor
 
@@ -117,7 +117,7 @@ def test_without_the_type_check_other_leaves_are_deep_copies() -> None:
 # --- Copy --------------------------------------------------------------------------------------------------
 
 
-def test_copying_gives_what_torch_gives() -> None:
+def test_copying_gives_the_same_as_torch() -> None:
     mine, theirs = zeroed(plain()), zeroed(plain())
     result = copy_state_dict(plain(), mine)
     assert_equal(result, torchs._copy_state_dict(plain(), theirs))
@@ -256,12 +256,12 @@ def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloading_from_a_device_gives_what_torch_gives() -> None:
+def test_offloading_from_a_device_gives_the_same_as_torch() -> None:
     on_device = {"w": torch.arange(4.0, device="cuda"), "n": [1, torch.ones(2)]}
     assert_equal(offload_state_dict_to_cpu(on_device), torchs._offload_state_dict_to_cpu(on_device))
 
 
-def test_offloading_leaves_what_is_on_the_cpu_where_it_is() -> None:
+def test_offloading_does_not_move_tensors_on_the_cpu() -> None:
     state_dict = rich()
     offloaded = offload_state_dict_to_cpu(state_dict)
     assert_equal(offloaded, state_dict)

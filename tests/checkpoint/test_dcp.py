@@ -313,7 +313,7 @@ def test_everything_comes_back_where_it_was_and_tensors_are_the_same_objects(tmp
     assert got["weights"]["a"] is kept and list(got["state"]) == [0, 1]
 
 
-def test_keys_are_those_that_torch_gives(tmp_path: Path) -> None:
+def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
     dcp.save(everything(), tmp_path / "ours")
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torchs.save(everything(), checkpoint_id=tmp_path / "theirs")

@@ -162,7 +162,7 @@ def gathering_gives_the_whole_whatever_the_layout() -> None:
 
 
 @on_ranks
-def gathering_gives_what_torch_gives_without_history() -> None:
+def gathering_gives_the_same_as_torch_without_history() -> None:
     whole = {"a": numbered(7, 3), "b": numbered(8)}
     parameter = nn.Parameter(distribute_tensor(whole["a"], line(), [Shard(0)]))
     state_dict = {"x": [parameter], "y": whole["b"], "z": "s"}
@@ -193,7 +193,7 @@ def only_the_ranks_asked_for_get_the_gathered_dict() -> None:
 
 
 @on_ranks
-def gathering_sums_what_is_still_to_be_summed() -> None:
+def gathering_sums_partial_values() -> None:
     value = DTensor.from_local(numbered(3), line(), [Partial()])
     assert torch.equal(gather_state_dict({"p": value})["p"], numbered(3) * dist.get_world_size())
 
@@ -213,7 +213,7 @@ def gathering_over_a_part_of_a_mesh_asks_only_the_ranks_in_it() -> None:
 
 
 @on_ranks
-def gathering_keeps_containers_and_what_is_shared() -> None:
+def gathering_keeps_containers_and_shared_tensors() -> None:
     weight = cut(numbered(5), line(), Shard(0))
     gathered = gather_state_dict({"p": Pair(weight, OrderedDict(tied=weight)), "state": {0: weight}})
     assert_holds(gathered["p"], Pair(numbered(5), OrderedDict(tied=numbered(5))))
@@ -460,7 +460,7 @@ for fill in (broadcast, distribute):
 
 
 @on_ranks
-def distributing_adds_what_needs_no_cutting() -> None:
+def distributing_adds_values_that_need_no_cutting() -> None:
     full = {
         "a": numbered(2),
         "lr": 0.5,
@@ -589,7 +589,7 @@ def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
 
 
 @on_ranks
-def distributing_what_does_not_fit_changes_nothing() -> None:
+def distributing_a_wrong_shape_changes_nothing() -> None:
     local = {"first": torch.zeros(2), "k": [torch.zeros(4)]}
     with pytest.raises(UsageError) as info:
         distribute({"first": numbered(2), "k": [numbered(1)]}, local)

@@ -224,7 +224,7 @@ def every_entry_is_the_memory_that_the_model_computes_with() -> None:
 
 
 @on_ranks
-def local_shapes_are_those_of_the_layout_not_of_torch() -> None:
+def local_shapes_follow_the_layout_not_torch() -> None:
     """DTensors as torch makes them on meta: the whole tensor's part by torch's own arithmetic."""
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
     wrong = dtensor(torch.empty(5, 3, device="meta"), grid(), placements, (7, 3), (3, 1))
@@ -496,7 +496,7 @@ def test_a_state_dict_on_meta_is_loaded_into_new_memory_which_is_shared_as_befor
     assert target["columns"].data_ptr() == target["matrix"].data_ptr() + 4
 
 
-def test_a_damaged_checkpoint_leaves_meta_tensors_what_they_were(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_leaves_meta_tensors_unchanged(tmp_path: Path) -> None:
     save_as("store", tmp_path / "c", some_state())
     (file,) = (tmp_path / "c").glob("*/*.bin")
     data = bytearray(file.read_bytes())
@@ -544,7 +544,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["store", "dcp", "parts"])
-def test_a_module_on_meta_is_filled_except_for_what_no_checkpoint_has(kind: str, tmp_path: Path) -> None:
+def test_a_module_on_meta_is_filled_with_all_that_checkpoints_have(kind: str, tmp_path: Path) -> None:
     source, target = Odd(), on_meta(Odd)
     source.inner(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
     source.extra = 3
@@ -613,7 +613,7 @@ def test_a_tensor_that_cannot_get_memory_is_refused_before_anything_has_changed(
 
 
 @pytest.mark.parametrize("name", optimizers(optim))
-def test_init_optimizer_state_changes_nothing_but_the_state_and_that_is_what_training_starts_from(
+def test_init_optimizer_state_changes_only_the_state_and_training_starts_from_it(
     name: str,
 ) -> None:
     def run(initialize: bool) -> list[Tensor]:

@@ -665,7 +665,7 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("one_step", [True, False])
-def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
+def test_a_save_replaces_the_old_checkpoint(tmp_path: Path, one_step: bool) -> None:
     original_parts.write(tmp_path / "c", [{"a": numbered(2)}], count=6)
     with mock.patch.object(archives, "_exchange", archives._exchange if one_step else lambda *_: False):
         for n in (3, 4):

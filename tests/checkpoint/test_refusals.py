@@ -771,7 +771,7 @@ for refused, cases in (
 
 
 @on_ranks
-def ranks_may_differ_in_what_is_one_tensor(base: Path) -> None:
+def ranks_may_differ_in_which_keys_share_a_tensor(base: Path) -> None:
     """One rank has many keys for a tensor, the other has as many tensors of the same values."""
     one = torch.arange(1000.0)
     state_dict = {key: one.clone() if is_last() else one for key in "xyzuvw"}

@@ -137,7 +137,7 @@ BYTES: dict[str, tuple[list[Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_the_staged_bytes_are_what_the_views_cover(name: str) -> None:
+def test_the_staged_bytes_equal_the_bytes_that_views_cover(name: str) -> None:
     source, nbytes = BYTES[name]
     stager = StateDictStager()
     staged = stager.stage(source)
@@ -764,7 +764,7 @@ def add_one(staged: dict[str, Any]) -> None:
     staged["a"] += 1
 
 
-def test_shared_memory_is_what_another_process_sees() -> None:
+def test_another_process_sees_shared_memory() -> None:
     base = torch.arange(4.0)
     stager = StateDictStager(share_memory=True)
     staged = stager.stage({"a": base, "view": base[1:3], "lone": torch.ones(2)})

@@ -179,13 +179,13 @@ def test_a_value_comes_back_as_itself(tmp_path):
         assert type(read) is type(value) and repr(read) == repr(value)  # the sign of zero, too
 
 
-def test_subclasses_of_numbers_and_strings_come_back_as_those(tmp_path):
+def test_subclasses_of_numbers_and_strings_come_back_as_numbers_and_strings(tmp_path):
     checkpoint.save({"n": type("Count", (int,), {})(3), "s": type("Name", (str,), {})("x")}, tmp_path)
     found = checkpoint.load({"n": None, "s": None}, tmp_path)
     assert (type(found["n"]), type(found["s"])) == (int, str) and found == {"n": 3, "s": "x"}
 
 
-def test_an_inspection_tells_what_is_in_a_save(tmp_path):
+def test_an_inspection_lists_the_contents_of_a_save(tmp_path):
     tied = torch.ones(4)
     save_id = checkpoint.save({"w": torch.zeros(2, 3), "tied": {1: tied, 2: tied}, "lr": 0.1}, tmp_path)
     found = checkpoint.inspect(tmp_path)

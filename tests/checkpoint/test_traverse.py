@@ -166,7 +166,7 @@ def test_lists_without_a_value_to_visit_are_visited_as_a_whole(state_dict: dict[
 
 
 @given(PLAIN, st.data())
-def test_some_of_the_keys_give_what_torch_gives_for_them(state_dict: dict[str, Any], data: Any) -> None:
+def test_some_of_the_keys_give_the_same_as_torch(state_dict: dict[str, Any], data: Any) -> None:
     flat, mapping = flatten_state_dict(state_dict)
     some = {key: value for key, value in flat.items() if data.draw(st.booleans())}
     expected = torchs._unflatten_state_dict(some, mapping)
@@ -308,7 +308,7 @@ def test_a_read_only_mapping_can_be_visited_but_not_rebuilt() -> None:
 # --- Companions --------------------------------------------------------------------------------------------
 
 
-def test_leaves_meet_those_of_the_companion_whatever_the_order_of_its_keys() -> None:
+def test_leaves_meet_the_companions_leaves_in_any_order_of_keys() -> None:
     pairs = map_leaves(lambda path, a, b: (a, b), {"x": 1, "y": [2, 3]}, OrderedDict(y=(5, 6), x=4))
     assert pairs == {"x": (1, 4), "y": [(2, 5), (3, 6)]}
     assert map_leaves(lambda path, a, b: b, {"x": 1}) == {"x": ABSENT}

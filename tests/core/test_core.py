@@ -22,7 +22,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", programs.CASES)
-def test_losses_gradients_and_weights_are_those_of_fsdp2_in_every_bit(compared: list[Any], case: str) -> None:
+def test_losses_gradients_and_weights_equal_fsdp2_in_every_bit(compared: list[Any], case: str) -> None:
     for found in compared:
         ours, theirs = found[case]
         assert ours.keys() == theirs.keys()
@@ -71,7 +71,7 @@ def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once
         assert "Transport" in way[-2] and len(way) <= 9, way
 
 
-def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
+def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
     files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
     assert sorted(CHAPTERS) == files
     for number, chapter in enumerate(CHAPTERS):

@@ -81,7 +81,7 @@ def test_every_answer_is_an_edit_of_the_reference_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("exercise", "wrong"), one_for_each_check(WRONG), ids=named)
-def test_a_wrong_answer_is_told_what_is_wrong(
+def test_a_wrong_answer_gets_its_misconception(
     exercise: Exercise,
     wrong: Answer,
     grades: dict[str, Future[Grade]],

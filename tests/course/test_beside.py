@@ -140,7 +140,7 @@ def test_the_references_logs_are_of_every_machine_and_name_no_place() -> None:
 
 
 @pytest.mark.long
-def test_the_references_logs_are_what_the_reference_does_now(
+def test_the_references_logs_match_the_reference_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "LOGS", tmp_path / "logs.gz")

@@ -202,7 +202,7 @@ def test_a_call_that_no_answer_needs_is_found_in_the_text(line: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "found"), [("__dict__", "uses __dict__"), ("width", None)])
-def test_a_pattern_that_looks_up_what_no_answer_needs_is_found(name: str, found: str | None) -> None:
+def test_a_pattern_that_looks_up_an_attribute_no_answer_needs_is_found(name: str, found: str | None) -> None:
     use = find_digging(f"match f:\n    case C({name}=x):\n        pass\n")
     assert (use and use.what) == found
 
@@ -369,7 +369,7 @@ def test_a_forbidden_name_is_refused_however_it_is_spelled(text: str) -> None:
         doors.run(text, "x.py", {"__name__": "submitted_x"})
 
 
-def test_code_of_its_own_does_what_python_does() -> None:
+def test_ordinary_code_runs_as_in_python() -> None:
     doors, names = Doors(refuse), {"__name__": "submitted_x"}
     doors.close()
     doors.run(ORDINARY, "x.py", names)

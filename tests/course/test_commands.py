@@ -153,7 +153,7 @@ def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.
     assert said_json(capsys, "status")[1]["exercises"][0]["stale"] is True
 
 
-def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
+def test_a_verdict_has_the_keys_that_other_programs_read(
     course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = said_json(capsys, "check", "1")[1]
@@ -247,7 +247,7 @@ def test_watch_sees_each_save_once(course: Path) -> None:
     assert seen == ["01", "01", "01"]  # written, replaced, and there again
 
 
-def test_watch_sees_what_is_saved_while_the_first_check_runs(course: Path) -> None:
+def test_watch_sees_a_save_while_the_first_check_runs(course: Path) -> None:
     exercise = find_course(course).exercise(1)
     saves = saved([exercise], lambda seconds: pytest.fail("nothing was seen"))
     file_of(course).write_text("x = 1\n")

@@ -73,7 +73,7 @@ def test_the_autograder_leaves_a_result_when_grading_fails(status: str, words: s
     assert found["score"] == 0 and words in str(found["output"])
 
 
-def test_the_upload_has_what_grading_takes_and_no_answers_of_ours(root: Path, tmp_path: Path) -> None:
+def test_the_upload_has_all_files_for_grading_and_no_solutions(root: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         names = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
     assert names["setup.sh"] & 0o111 and names["run_autograder"] & 0o111

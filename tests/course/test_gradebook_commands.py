@@ -139,7 +139,7 @@ def test_a_part_with_points_of_its_own_is_shown_for_a_class(
     ]
 
 
-def test_the_gradebook_shows_what_was_earned_taken_off_and_counts(
+def test_the_gradebook_shows_raw_points_penalty_and_total(
     fake: type[FakeRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     late = ["--deadline", "2026-01-01T00:00+00:00", "--late", "25%/day"]
@@ -217,7 +217,7 @@ def test_an_impossible_request_is_one_line_and_status_2(
 # --- Before and after grading ------------------------------------------------------------------------------
 
 
-def test_the_gradebook_is_written_before_reports_and_what_fails_says_how_to_go_on(
+def test_the_gradebook_is_written_before_reports_and_their_error_says_how_to_go_on(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, reports = tmp_path / "grades.csv", tmp_path / "reports"

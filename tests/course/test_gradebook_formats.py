@@ -81,7 +81,7 @@ def test_json_reads_back_as_the_same_results(book: Gradebook) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradescope", "github", "classroom50"])
-def test_points_of_tests_add_up_to_what_was_earned(name: str, book: Gradebook) -> None:
+def test_points_of_tests_add_up_to_the_score(name: str, book: Gradebook) -> None:
     for index, result in enumerate(results()):
         found = json.loads("".join(pieces(of_one(book, index), name)))
         assert sum(test["score"] for test in found["tests"]) == result.score
@@ -213,7 +213,7 @@ def told(book: Gradebook, result: Result) -> Iterator[str]:
     yield "\n".join(announce(result, book, {}))
 
 
-def test_with_hidden_inputs_students_read_what_failed_but_not_on_what(book: Gradebook) -> None:
+def test_with_hidden_inputs_students_read_the_misconception_but_not_the_inputs(book: Gradebook) -> None:
     evident = "padded_rows(5, 4) is 1"
     bad = exercised(
         "01", checked("01", False, "floor-instead-of-ceil", message=evident, expected=7531, actual=8642)
@@ -327,7 +327,7 @@ RULES = {  # rule → hours late → penalty of 20 points
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_penalty_is_taken_for_each_begun_unit_and_never_more_than_what_was_earned(rule: str) -> None:
+def test_a_penalty_is_taken_for_each_begun_unit_and_never_exceeds_the_score(rule: str) -> None:
     for hours, penalty in RULES[rule].items():
         assert parse_rule(rule).penalty(20, timedelta(hours=hours)) == penalty
     assert parse_rule(rule).penalty(0, timedelta(days=9)) == 0

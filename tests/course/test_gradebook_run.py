@@ -159,7 +159,7 @@ def test_the_journal_gets_each_check_before_its_exercise_ends(
 
 
 @pytest.mark.long
-def test_stations_of_one_submission_share_what_ranks_report(handed: Path) -> None:
+def test_stations_of_one_submission_share_reports_of_ranks(handed: Path) -> None:
     asked, runs = list[str](), dict[str, Any]()
 
     class Asking(Ranks):
@@ -178,7 +178,7 @@ def test_stations_of_one_submission_share_what_ranks_report(handed: Path) -> Non
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_worker_that_dies_is_replaced_and_what_it_did_is_repeated(
+def test_a_worker_that_dies_is_replaced_and_its_work_is_repeated(
     jobs: int, handed: Path, course: Course, settings: Settings, log: Path
 ) -> None:
     hand_in(handed, "ada", first="# dies once", second="# ada")

@@ -397,7 +397,7 @@ def test_a_list_of_millions_of_files_is_not_even_read(tmp_path: Path) -> None:
         raise AssertionError("it was read")
 
 
-def test_a_submission_without_exercises_says_what_was_expected(tmp_path: Path) -> None:
+def test_a_submission_without_exercises_names_an_expected_file(tmp_path: Path) -> None:
     make_zip(tmp_path / "in", {"essay.txt": b"x"})
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert collected.errors == [f"no file of any exercise; expected files such as {OTHER}"]
@@ -482,7 +482,7 @@ def test_a_base_class_may_fill_a_hole() -> None:
     assert is_started(THIRD, starter(THIRD).replace(class_line, derived))
 
 
-def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_what_was_given() -> None:
+def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_the_starter() -> None:
     assert not is_started(FIRST, starter(FIRST).replace("\n", "\r\n"))
     assert is_started(FIRST, starter(FIRST) + "# x\n")
 

@@ -50,7 +50,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_losses_and_gradients_of_all_steps_are_those_of_fsdp2(
+def test_losses_and_gradients_of_all_steps_equal_fsdp2(
     compared: list[dict[str, Any]], scenario: Scenario
 ) -> None:
     for of_rank in compared:

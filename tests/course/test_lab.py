@@ -136,7 +136,7 @@ def test_evidence_of_a_broken_script_is_sealed_and_that_of_the_mended_one_is_ano
 
 
 @pytest.mark.long
-def test_bytes_in_evidence_are_those_of_closed_forms(values: dict[str, str]) -> None:
+def test_bytes_in_evidence_equal_closed_forms(values: dict[str, str]) -> None:
     block = 64 * 128 + 128 + 128 * 64 + 64
     head = 2 * 64 + 2  # one row of weight and bias, padded to the two ranks
     assert int(values["04_out_of_memory"]) == 4 * (8 * block + head)
@@ -252,7 +252,9 @@ def test_a_lab_without_a_file_or_with_the_given_file_is_not_started(course: Cour
     assert (result.status, result.score, result.max_score) == ("not_started", 0, 3 * len(BUGS))
 
 
-def test_json_has_what_programs_read(sealed: Course, measured: dict[str, str], tmp_path: Path) -> None:
+def test_json_has_the_keys_that_programs_read(
+    sealed: Course, measured: dict[str, str], tmp_path: Path
+) -> None:
     found = graded(sealed, tmp_path, answer(BUGS[0], measured[BUGS[0].directory])).as_dict()
     assert found.keys() == {"exercise", "score", "max_score", "status", "checks", "seconds"}
     assert (found["exercise"], found["score"], found["status"]) == ("lab", 3, "failed")

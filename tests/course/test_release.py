@@ -88,7 +88,7 @@ def test_text_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition:
             assert command.split()[-1] not in ("grade", "release", "bench", "docs", "benchmarks"), page.name
 
 
-def test_its_pages_link_to_what_is_there(edition: Path) -> None:
+def test_its_pages_link_to_existing_files(edition: Path) -> None:
     pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/**/*.md")]
     links = [
         (page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())

@@ -225,7 +225,7 @@ def test_points_that_were_forgone_once_are_forgone_again(
     assert caught(capsys, "2")["forgone"] == ["01"]
 
 
-def test_a_line_that_was_deleted_does_not_hide_what_catchup_gave() -> None:
+def test_a_deleted_line_does_not_hide_code_from_catchup() -> None:
     text = caught_up("5", set())
     assert undeclared(text) == {}
     without = text.replace(f"{given('03')}\n", "").replace('"""Gather', '"""Bring').replace("  # ", "  # my ")
@@ -289,7 +289,7 @@ GATHERS_MORE = """            if ctx.expected and ctx.expected.popleft() is self
 @pytest.mark.parametrize(
     "way, ahead", [("on demand", 0), ("one ahead", 1), ("two ahead", 2), ("all at once", 99)]
 )
-def test_the_board_of_gathers_ahead_is_what_such_files_measure(way: str, ahead: int, tmp_path: Path) -> None:
+def test_the_board_of_gathers_ahead_has_the_measured_figures(way: str, ahead: int, tmp_path: Path) -> None:
     assert GATHERS_ONE in stage(LAST)
     (tmp_path / "my_fsdp.py").write_text(stage(LAST).replace(GATHERS_ONE, GATHERS_MORE.format(ahead)))
     station = COURSE.exercise(9)
@@ -314,7 +314,7 @@ def test_nothing_stays_whole_in_a_file_that_shards_nothing_and_that_is_no_merit(
 # --- The map and the certificate ---------------------------------------------------------------------------
 
 
-def test_the_map_of_a_file_names_what_each_section_defines(
+def test_the_map_of_a_file_names_the_definitions_in_each_section(
     course: Course, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = "# --- 03 Fully sharded ---\n\n\nclass Unit:\n    pass\n\n\ndef half():\n    # TODO(04)\n    pass\n"

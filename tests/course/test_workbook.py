@@ -24,7 +24,7 @@ def course(tmp_path: Path) -> Course:
     return find_course(tmp_path)
 
 
-def test_the_files_of_the_course_are_those_that_the_package_gives() -> None:
+def test_the_files_of_the_course_match_the_package() -> None:
     assert list(workbook.problems(COURSE)) == []
     assert workbook.write(COURSE) == []
 
