@@ -1,4 +1,4 @@
-"""Every part of the benchmarks in a tiny configuration: that results have the right shape, never what they say."""
+"""Every part of the benchmarks in a tiny configuration. The tests check the shape of results, never their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = {scaling.LAYERS: (2,), scaling.PARAMETERS: (4,), scaling.GROUPS: (3,), 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """One round of each part. Collectives are not checked, which torch's DDP does not survive in launched ranks."""
+    """Run one round of each part. Collectives are not checked: torch's DDP does not survive the checks in launched ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
         return [

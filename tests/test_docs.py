@@ -34,7 +34,7 @@ READER = Sybil(parsers=[PythonCodeBlockParser()])
 
 
 def read(path: Path) -> Document:
-    """A page and its examples, in a namespace from which ranks can be started: functions travel by value."""
+    """Read a page and its examples. Their namespace can start ranks: functions travel by value."""
     document = READER.parse(path)
     document.namespace["__name__"] = "__main__"
     return document
@@ -76,7 +76,7 @@ NOT_OURS = 'app.connect("builder-inited", write_book)'  # the book: minutes of t
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site of three pages and two exercises, made as `make docs` makes its own."""
+    """Build a site of three pages and two exercises, as `make docs` does."""
     root = tmp_path_factory.mktemp("checkout")
     pages, built = root / "docs", root / "host" / "course" / "hwfsdp"
     shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo.*"))
@@ -100,7 +100,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """A host with the site at some depth, which answers with its 404 page as GitHub Pages does."""
+    """Serve the site in a subfolder. Answer unknown addresses with its 404 page, as GitHub Pages does."""
 
     class Host(SimpleHTTPRequestHandler):
         error_message_format = (site / "404.html").read_text().replace("%", "%%")

@@ -1,4 +1,4 @@
-"""Errors say what was expected, what was got and what to do, and are what a caller would have guessed."""
+"""Errors say expected, got and remedy, and have the types that a caller would guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording events by hand: order, scopes, times. Nothing at all happens while nothing is recorded."""
+"""Record events by hand: order, scopes, times. Without a recording, nothing happens at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hwfsdp.observe.memory import KINDS
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    """A recorder that is active, times counted from 100 µs."""
+    """Make an active recorder that counts times from 100 µs."""
     recorder = Recorder(rank=3, origin=HostMark(100.0))
     events.activate(recorder)
     yield recorder
@@ -23,7 +23,7 @@ def recorder() -> Iterator[Recorder]:
 
 
 class Clock:
-    """Time that passes only when it is read: 101 µs, 102 µs, …"""
+    """A clock that advances only when it is read: 101 µs, 102 µs, …"""
 
     def __init__(self) -> None:
         self.now = 100.0

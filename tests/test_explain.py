@@ -56,7 +56,7 @@ MINE = """
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of the user's in the current directory."""
+    """Write a user's module into the current directory."""
     (tmp_path / "mine_to_explain.py").write_text(textwrap.dedent(MINE))
     (tmp_path / "broken_to_explain.py").write_text("import nothing_of_the_kind\n")
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def on_ranks() -> tuple[list[Any], Totals, str]:
-    """The table of a sharded model, and why a model cannot be explained on paper here."""
+    """Return the table of a sharded model, and the error of explaining a model on paper here."""
     model = zoo.build(SMALL)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)

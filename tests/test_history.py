@@ -1,4 +1,4 @@
-"""What ranks note about their collectives, against the event log of the same run."""
+"""The notes of ranks about their collectives, against the event log of the same run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GROUP: Any = Group()
 
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[history.Call]]:
-    """Reads the notes of this process, in a ring of its own that lies in a file."""
+    """Return a function that reads the notes of this process. They are in their own ring in a file."""
     file = tmp_path / "history"
     file.write_bytes(bytes(SIZE))
     monkeypatch.setenv(history.PATH, str(file))

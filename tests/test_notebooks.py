@@ -1,4 +1,4 @@
-"""Notebooks are what their sources give, run from top to bottom, show pictures, define no algorithm, and fail in words."""
+"""Notebooks match their sources, run from top to bottom, show pictures, define no algorithm, and give readable errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.Monk
 
 
 def shown(*cells: str) -> list[str]:
-    """What each cell shows in one kernel: its text, or its error's. A kernel that hangs fails the test by its time limit."""
+    """Run the cells in one kernel. Return the text of each, or of its error. If the kernel hangs, the time limit fails the test."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata = {"kernelspec": TOOL.KERNEL}
     TOOL.run(notebook, allow_errors=True)

@@ -1,4 +1,4 @@
-"""Pictures as structures: which artists there are, where they lie, what they say. No pixels are compared."""
+"""Pictures as structures: their artists, the places of these, and the texts. Pixels are not compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hwfsdp.plot.timeline import plot_timeline
 
 
 def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
-    """The bars by (rank, seq)."""
+    """Return (rank, seq) → bar."""
     found = {}
     for axes in figure.axes:
         for patch in axes.patches:

@@ -1,4 +1,4 @@
-"""One picture of every kind, of real runs, as docs/pictures.md shows them; pictures of extremes; what cannot be drawn."""
+"""One picture of every kind from real runs, as docs/pictures.md shows them; extreme pictures; input that cannot be drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order and races: against a closure made by hand, and on logs of real runs, whole and with an edge taken out."""
+"""Order and races: against a closure computed by hand, and in logs of real runs, whole and with an edge removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oracles import BF16_FP32, Case, Training, accumulate, ours, walk
 
 
 def closure(events: Sequence[Event]) -> dict[int, int]:
-    """By seq, a set of bits: the seqs of all events that are certain to be over before."""
+    """Return seq → a set of bits: the seqs of all events that are certain to end before this event."""
     before: dict[int, int] = {}
     for index, event in enumerate(events):
         direct = {e.seq for e in events[:index] if e.stream == event.stream and e.end_us <= event.start_us}
@@ -39,7 +39,7 @@ def closure(events: Sequence[Event]) -> dict[int, int]:
 
 
 def is_safe(events: Sequence[Event]) -> bool:
-    """Whether any two accesses to one storage, of which one writes, are in order."""
+    """Return True if any two accesses to one storage are in order, unless both only read."""
     before = closure(events)
     accesses: dict[int, list[tuple[int, bool]]] = {}
     for event in events:
@@ -56,7 +56,7 @@ def is_safe(events: Sequence[Event]) -> bool:
 
 @st.composite
 def schedules(draw: Any) -> list[Event]:
-    """Events that follow each other on their streams, wait for others at will, known or not, and share a few storages."""
+    """Draw events that follow each other on their streams, wait for any known or unknown event, and share a few storages."""
     now = dict.fromkeys(STREAMS, 0)
     events: list[Event] = []
     storages = st.lists(st.integers(1, 4), max_size=2, unique=True).map(tuple)
@@ -210,7 +210,7 @@ RUNS: dict[str, Case] = {
 
 
 def recorded(case: Case) -> EventLog:
-    """One run on a rank."""
+    """Record one run on a rank."""
     training = case.training(ours)
     with record() as log:
         case.scenario(training)
@@ -245,7 +245,7 @@ def test_no_run_of_ours_has_a_race(name: str) -> None:
 
 
 def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
-    """The log, less the waits of the second event for the first for which `cut` is true."""
+    """Return the log without the waits of the second event for the first for which `cut` is true."""
     by_place = {(e.rank, e.seq): e for e in log.events}
     return EventLog(
         [
@@ -282,7 +282,7 @@ def edges(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ["root with parameters", suites.long("hybrid")])
 def test_removing_any_necessary_wait_is_found_as_a_race(name: str) -> None:
-    """What matters says the closure: without that wait, two accesses to one memory have no path."""
+    """The closure tells which waits are necessary: without them, two accesses to one memory have no path."""
     events = [e for e in log_of_run(name).of_rank(0).events if e.step < 2]
     matter = []
     for first, second in edges(events):

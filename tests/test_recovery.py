@@ -1,4 +1,4 @@
-"""What went wrong once does not go on being wrong: exceptions, backwards that are not the last, early calls."""
+"""Training goes on after a failure: exceptions, backwards that are not the last, early calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 two = Together(2)
 two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
-two.add("training_goes_on_in_every_way_after_an_exception", functools.partial(broken.complaints, broken.WAYS, ours), {})
+two.add(
+    "training_goes_on_in_every_way_after_an_exception",
+    functools.partial(broken.complaints, broken.WAYS, ours),
+    {},
+)
 
 
 @pytest.mark.long
@@ -163,7 +167,7 @@ def gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of
 
 
 def cut_twice(*layers: nn.Module, **plan: Any) -> nn.Module:
-    """Over two ranks by tensor parallelism, over one by fully_shard."""
+    """Shard over two ranks by tensor parallelism, and over one by fully_shard."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(*layers)
     parallelize_module(model, mesh["tp"], plan)

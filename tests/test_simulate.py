@@ -1,4 +1,4 @@
-"""`simulate`: against steps that can be worked out by hand, and against published figures."""
+"""`simulate`: against steps computed by hand, and against published figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STARTS, PRODUCT_US = 50.0, 2 * ROWS * WIDTH * WIDTH / 1e8  # µs of a collective
 
 
 def ideal(collective_us: float) -> Device:
-    """A device on which nothing takes time but products, and collectives the same whatever they move."""
+    """Make a device on which only products take time, and each collective takes `collective_us`."""
     return replace(
         H100,
         flops={"float32": 1e14},
@@ -55,7 +55,7 @@ def ideal(collective_us: float) -> Device:
 
 
 def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any]:
-    """A step of linear layers one after the other, in groups of their own or in one."""
+    """Make a step of linear layers one after the other, in separate groups or in one."""
 
     def build_and_shard() -> Callable[[], None]:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -79,7 +79,7 @@ def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: int) -> None:
-    """A forward has a product per layer; a backward two, but for the first layer, whose input needs no gradient."""
+    """A forward has a product per layer. A backward has two, except for the first layer, whose input needs no gradient."""
     found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
     us = 2 * STARTS + 5 * PRODUCT_US
     assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
@@ -90,9 +90,9 @@ def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: i
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_several_groups_expose_only_the_first_gather_and_the_last_reduction(layers: int) -> None:
-    """The first gather and the last reduction; the others hide behind products.
+    """The other collectives hide behind products.
 
-    That of the backward's first group hides, too: the host is ahead, and asks for it while the forward still runs.
+    The gather of the backward's first group hides, too: the host is ahead, and issues it while the forward still runs.
     """
     found = simulate(chain(layers, True), 4, ideal(0.5 * PRODUCT_US), batch=ROWS, seq=1)
     us = (3 * layers - 1 + 2 * 0.5) * PRODUCT_US

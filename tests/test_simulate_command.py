@@ -1,4 +1,4 @@
-"""`hwfsdp simulate`: what it prints, what it refuses, and how it ends."""
+"""`hwfsdp simulate`: its output, its refusals, and its exit status."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MINE = """
 
 @pytest.fixture(autouse=True)
 def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With a module of the user's, on a machine that nobody has measured."""
+    """Work in a folder with a user's module, on a machine without measurements."""
     (tmp_path / "mine_to_simulate.py").write_text(textwrap.dedent(MINE))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def measured(**changes: Any) -> None:
-    """This machine, as if it had been measured: an H100, but for the changes."""
+    """Save measurements for this machine: an H100 with these changes."""
     save_calibration(replace(DEVICES["h100"], name=THIS_MACHINE, **changes))
 
 

@@ -1,6 +1,6 @@
-"""Runs that are interrupted, and go on as if they had not been.
+"""Interrupted runs go on as if nothing had happened.
 
-The oracle is the run that nobody interrupted: equality of losses at the same number of ranks.
+The oracle is the uninterrupted run: losses are equal at the same number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def saving(path: Path, **options: Any) -> TrainConfig:
 
 
 class Interruption:
-    """Called after each step on rank 0: ends the rank, or asks it to stop, after so many of this process."""
+    """A callback after each step on rank 0. After `after` steps it kills the rank, or asks it to stop."""
 
     def __init__(self, after: int, how: str) -> None:
         self.left, self.how = after, how
@@ -126,7 +126,7 @@ OTHER = [
 
 
 def refusals(config: TrainConfig) -> list[str]:
-    """Why a run with each of the other settings does not go on."""
+    """Return the errors of going on with each of the other settings."""
     found = []
     for other in OTHER:
         with pytest.raises(UsageError) as caught:
@@ -145,7 +145,7 @@ def test_another_setting_is_refused_by_name_and_ranks_that_cannot_share_the_batc
 
 
 def draw_and_save(path: Path) -> list[float]:
-    """Random numbers that each rank draws, saved in between."""
+    """Draw random numbers on each rank. A save comes before."""
     torch.manual_seed(int(os.environ["RANK"]))
     result = train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path)))
     assert not result.stopped

@@ -1,4 +1,4 @@
-"""What an operator costs: FLOPs against torch's counter, bytes in closed form."""
+"""The cost of an operator: FLOPs against torch's counter, bytes in closed form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N = 24  # elements of what `vector` gives
 
 
 class Meter(DispatchMode):
-    """Keeps the cost of every operator that is called."""
+    """Collect the cost of every operator that is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def costs(run: Callable[[], Any]) -> list[tuple[str, Cost]]:
 
 
 def cost(run: Callable[[], Any]) -> Cost:
-    """Of the one operator that is called."""
+    """Return the cost of the only operator that is called."""
     ((_, found),) = costs(run)
     return found
 
 
 def bytes_of(name: str, run: Callable[[], Any]) -> int:
-    """Of all calls of the operator of this name; there is at least one."""
+    """Add up the bytes of all calls of this operator. There must be at least one."""
     found = [c.nbytes for called, c in costs(run) if called == name]
     assert found
     return sum(found)
@@ -93,7 +93,7 @@ SHAPES = [(2, 3, 8, 8, 4), (1, 2, 5, 9, 6)]  # batch, heads, queries, keys, widt
 
 
 def attend_on_device(shape: tuple[int, ...], causal: bool) -> None:
-    """The operators of a device, forward and backward, over tensors that have no values."""
+    """Run a device's attention operators, forward and backward, over tensors without values."""
     batch, heads, queries, keys, width = shape
     q, k, v = (torch.empty(batch, heads, n, width, device="meta") for n in (queries, keys, keys))
     aten = torch.ops.aten

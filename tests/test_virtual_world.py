@@ -1,4 +1,4 @@
-"""A virtual world, against real ranks: the same step is run on both, and the events have to be the same."""
+"""A virtual world against real ranks: the same step runs on both, and must give the same events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def training(
     build: Callable[[], Model], how: str = "blocks", batches: int = 1, optimize: Any = adamw, **options: Any
 ) -> Program:
-    """Builds and shards a model; a step of it is so many batches, of which only the last reduces gradients."""
+    """Return a program that shards a model and trains on `batches` batches per step. Only the last batch reduces gradients."""
 
     def build_and_shard() -> Callable[[], None]:
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_virtual_ranks_act_as_real_ones(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks(name: str) -> None:
-    """Across streams the order differs: without a device, all-reduces wait until somebody waits for them."""
+    """The order across streams differs: without a device, an all-reduce runs only at the first wait for it."""
     virtual, real = virtual_and_real(name)
     for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
         assert [e for e in virtual if e[1] == stream] == [e for e in real if e[1] == stream]
@@ -156,7 +156,7 @@ PLAIN_HOST = replace(H100, host=True)  # steps without clipping, whose all-reduc
 
 
 def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> list[GroupSizes]:
-    """The blocks, of which the last stays whole, and the rest of the model, which does, too."""
+    """Return the groups of the blocks, and the root's. The last block and the root stay unsharded."""
     with torch.device("meta"):
         model = build(config)
     blocks = list(model.blocks.children())  # type: ignore[union-attr]
@@ -298,7 +298,7 @@ def world_of(gpus: int) -> Iterator[World]:
 
 
 class Products(DispatchMode):
-    """Counts matrix products and attentions that are computed."""
+    """Count the matrix products and attentions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
 
 
 def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
-    """µs, FLOPs and peak bytes of what a function does in a world of its own."""
+    """Return µs, FLOPs and peak bytes of a function in its own world."""
     with world_of(8) as world:
         world.allocator.reset_peak()
         function()

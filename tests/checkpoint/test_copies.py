@@ -1,7 +1,7 @@
-"""State dicts copied, offloaded and compared in one process, and what is refused there.
+"""State dicts copied, offloaded and compared in one process, and the refusals.
 
-The oracles are torch's private helpers where they are right, and the tensors themselves where they are not: each of
-their traps that has to do with copying has a test of its own here.
+Where torch's private helpers are right, they are the oracle. Where they are wrong, the tensors themselves are: each trap of the
+helpers that has to do with copying has its own test here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hwfsdp.errors import StateError, UsageError
 
 
 def plain() -> dict[str, Any]:
-    """What torch's helpers handle well: dicts, lists and tuples of dense tensors and scalars."""
+    """Return a state dict that torch's helpers handle well: dicts, lists and tuples of dense tensors and scalars."""
     return {
         "w": torch.arange(6.0).view(2, 3),
         "scalar": torch.tensor(3),
@@ -41,7 +41,7 @@ def plain() -> dict[str, Any]:
 
 
 def rich() -> dict[str, Any]:
-    """What they turn into plain dicts and tuples, or refuse."""
+    """Return a state dict that torch's helpers refuse, or turn into plain dicts and tuples."""
     return {
         "pair": Pair(torch.ones(2), [torch.zeros(1)]),
         "ordered": OrderedDict(b=torch.ones(1), a=2),

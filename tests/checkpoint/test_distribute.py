@@ -1,7 +1,6 @@
 """State dicts gathered from ranks, broadcast to them and distributed among them.
 
-The oracle is the whole tensor that the shards were cut from. Where torch's private helpers are right, they have to
-agree.
+The oracle is the whole tensor from which the shards were cut. torch's private helpers must agree where they are right.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ on_ranks = RankChecks()
 
 @functools.cache
 def grids() -> list[DeviceMesh]:
-    """Meshes of two and three dims over all ranks."""
+    """Return meshes of two and three dims over all ranks."""
     return [init_device_mesh("cpu", shape) for shape in ((1, 4), (4, 1), (2, 2), (2, 1, 2))]
 
 
@@ -76,12 +75,12 @@ SHAPES = [(7, 5), (2, 3), (0, 3), (5, 1, 2)]
 
 
 def wholes() -> dict[str, Tensor]:
-    """For every layout a whole tensor of every shape."""
+    """Return a whole tensor for every layout and every shape."""
     return {f"{name} {shape}": numbered(*shape) for name in layouts() for shape in SHAPES}
 
 
 def sharded(fill: float | None = None) -> dict[str, DTensor]:
-    """The same, cut as the layout says; with this value everywhere, if there is one."""
+    """Cut the tensors of `wholes` as their layouts say. `fill`: one value for all elements."""
     found = {}
     for name, (mesh, placements) in layouts().items():
         for shape in SHAPES:
@@ -91,7 +90,7 @@ def sharded(fill: float | None = None) -> dict[str, DTensor]:
 
 
 def model_like() -> dict[str, Any]:
-    """A full state dict with a bit of everything."""
+    """Return a full state dict with a bit of everything."""
     base = numbered(12)
     return {
         "weight": numbered(7, 3),
@@ -114,7 +113,7 @@ def model_like() -> dict[str, Any]:
 
 
 def local_like() -> dict[str, Any]:
-    """The same before it is filled: zeros, other scalars, sharded where it can be."""
+    """Return the state dict of `model_like` before it is filled: zeros, other scalars, sharded where possible."""
     plain = {"view": torch.zeros(14)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
 
     def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
@@ -127,7 +126,7 @@ def local_like() -> dict[str, Any]:
 
 
 def assert_holds(local: Any, whole: Any) -> None:
-    """Types of containers, scalars, and of every tensor this rank's part of the whole one."""
+    """Check types of containers, and scalars. Each tensor must be this rank's part of the whole one."""
 
     def part_as(_: Any, value: Any, place: Any) -> Any:
         return shard_of(value, place.device_mesh, place.placements) if isinstance(place, DTensor) else value
@@ -138,7 +137,7 @@ def assert_holds(local: Any, whole: Any) -> None:
 
 @contextlib.contextmanager
 def data_sent() -> Iterator[list[Tensor]]:
-    """The tensors that the block broadcasts. Tensors that carry objects are left out."""
+    """Collect the tensors that the `with` block broadcasts. Tensors that carry objects are left out."""
     sent: list[Tensor] = []
     broadcast = dist.broadcast
 
@@ -263,7 +262,7 @@ def dtensors_of_other_shape_placement_or_mesh_are_not_similar() -> None:
 
 
 def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: Any = None) -> Any:
-    """A ShardedTensor of these (offsets, sizes), dealt out in turn among the ranks of the group, the last one first."""
+    """Make a ShardedTensor of (offsets, sizes). The boxes go to the ranks of the group in turn, the last rank first."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -282,7 +281,7 @@ def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: 
 
 
 def chunked(whole: Tensor) -> Any:
-    """What FSDP1 made: one chunk of rows for each rank."""
+    """Make a ShardedTensor as FSDP1 did: one chunk of rows for each rank."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
@@ -547,7 +546,7 @@ def whole_tensors_are_in_memory_one_at_a_time() -> None:
 
 
 def refusals() -> dict[str, tuple[Any, Any, str]]:
-    """name: (the source's value, the last rank's place for it, beginning of what the error says)"""
+    """Return name → (value of the source, the last rank's place for it, beginning of the error message)."""
     looped: dict[str, Any] = {}
     looped["again"] = looped
     odd = dtensor(torch.zeros(9), line(), [Shard(0)], (7,), (1,))

@@ -1,4 +1,4 @@
-"""Tensors whose memory is gone, or that never had any, are refused by everything that would read or write it."""
+"""Tensors with freed memory, or without any, are refused by everything that would read or write it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""State dicts staged on the CPU: what shares memory, what is copied, whose memory it is, and for how long.
+"""State dicts staged on the CPU: shared memory, copies, and how long the memory is lent.
 
-The oracles are `copy.deepcopy`, which keeps what is shared and copies whole storages, and arithmetic on strides. Where
-memory comes from is told by addresses of tensors that live at the same time.
+The oracles are `copy.deepcopy`, which keeps sharing and copies whole storages, and arithmetic on strides. Addresses of tensors that
+live at the same time show where memory comes from.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def addresses(tensor: Tensor) -> Tensor:
-    """Of every element, in the tensor's shape, as int64."""
+    """Return the address of every element, in the tensor's shape, as int64."""
     size, steps = tensor.element_size(), list(tensor.stride())
     result = torch.full(tensor.shape, tensor.data_ptr())
     for dim, step in enumerate(steps):
@@ -82,7 +82,7 @@ def test_views_of_one_storage_are_views_of_one_staged_storage(name: str) -> None
 
 
 class Slice(NamedTuple):
-    """`base.as_strided(shape, stride, offset)`."""
+    """The arguments of `base.as_strided(shape, stride, offset)`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -179,7 +179,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def homes(tree: Any) -> list[int]:
-    """Where the storages of all tensors are."""
+    """Return the addresses of the storages of all tensors."""
     return [tensor.untyped_storage().data_ptr() for tensor in tensors_in(tree)]
 
 
@@ -500,7 +500,7 @@ class Slots:
 
 
 class WithMemo:
-    """Copies itself, and passes the memo on."""
+    """An object that copies itself, and passes the memo on."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first, second
@@ -532,7 +532,7 @@ class Stated:
 
 
 class Views:
-    """Its state is made of tensors that it has not."""
+    """An object whose state has a tensor that the object itself does not have."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first, second
@@ -542,7 +542,7 @@ class Views:
 
 
 class Sloppy(WithMemo):
-    """Copies itself, and forgets the memo."""
+    """An object that copies itself, and forgets the memo."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sloppy:
         return Sloppy(copy.deepcopy(self.first, memo), copy.deepcopy(self.second))
@@ -605,7 +605,7 @@ def test_tensors_in_objects_of_any_class_are_staged_and_stay_tied(name: str) -> 
 
 
 class WithoutMemo(WithMemo):
-    """Copies its tensors past the memo."""
+    """An object that copies its tensors without the memo."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithoutMemo:
         first = self.first.detach().clone()
@@ -631,7 +631,7 @@ def test_tensors_that_an_object_copies_by_itself_are_moved_into_staged_memory() 
 
 
 class Unsparse(WithMemo):
-    """Copies all that it holds, but a lock and a sparse tensor."""
+    """An object that copies everything except a lock and a sparse tensor."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__(first, second)
@@ -667,7 +667,7 @@ def test_an_object_that_contains_itself_is_copied_with_its_circles() -> None:
 
 
 class Wrapper(Tensor):
-    """A subclass whose elements are elsewhere."""
+    """A subclass whose elements are in another tensor."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:

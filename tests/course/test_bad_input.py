@@ -1,4 +1,4 @@
-"""Whatever is handed in, grading ends soon, says why, leaves nothing running, and grades the rest as usual."""
+"""For any submission, grading ends soon, gives a reason, leaves no process, and grades the other submissions as usual."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS = 20.0  # that an exercise may take, whatever is in it
 
 
 def with_line(line: str, function: str = "padded_rows", text: str = solution(ROWS)) -> str:
-    """The reference with a line at the beginning of one of its functions, or of the file."""
+    """Insert a line at the beginning of a function of the reference, or of the file."""
     if not function:
         head, _, rest = text.partition("from hwfsdp")
         return f"{head}{line}\nfrom hwfsdp{rest}"
@@ -80,7 +80,7 @@ QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for what never ends an
 
 
 def is_worthless(result: Grade, misconception: str, words: str) -> None:
-    """Status, score and reason are as they have to be, in time, and nothing is left running."""
+    """Check that status, score and reason are right, that grading ended in time, and that no process is left."""
     assert result.status == "error" and result.score == 0
     assert result.finding is not None
     assert (result.finding.misconception, words in result.finding.message) == (misconception, True), str(

@@ -1,4 +1,4 @@
-"""The homework's grader, graded: our file gets everything, the starter nothing, wrong answers what they deserve."""
+"""Grade the homework's grader: our file gets all points, the starter none, and wrong answers their misconceptions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def passed(result: Grade) -> list[str]:
 
 
 def graded_with(written: set[str]) -> Grade:
-    """The starter with these functions written."""
+    """Grade the starter with these functions in it."""
     left = [Task(task.label, tuple({*task.holes} - written)) for task in HOMEWORK.tasks]
     return graded(starter(replace(HOMEWORK, tasks=tuple(left))))
 

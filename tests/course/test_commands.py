@@ -28,7 +28,7 @@ FLOOR = ("    return -(-n // world_size)\n", "    return n // world_size\n")
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A student's copy of the course, the current folder."""
+    """Make a student's copy of the course the current folder."""
     shutil.copytree(
         REPOSITORY.root / "exercises", tmp_path / "exercises", ignore=shutil.ignore_patterns("*.png")
     )
@@ -85,7 +85,7 @@ def test_status_says_where_the_next_exercise_is(
 
 
 def without_torch(course: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """A command that must not load torch: then it ends with the status 9."""
+    """Run a command that must not load torch. If it does, the exit status is 9."""
     code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else status)"
     command = [sys.executable, "-c", code, *line.split()]
     return subprocess.run(command, cwd=course, capture_output=True, text=True)
@@ -267,7 +267,7 @@ def test_watch_chooses_the_station_after_the_last_one_that_passed(course: Path) 
 
 
 class StopWatching(Exception):
-    """Ends a loop that would not."""
+    """An exception that ends an endless loop."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What notebook 09 says of three ways to find a rank's rows."""
+"""Check the statements of notebook 09 about three ways to find a rank's rows."""
 
 from __future__ import annotations
 

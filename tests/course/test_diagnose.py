@@ -1,4 +1,4 @@
-"""Signatures, and the misconceptions that they are taken for."""
+"""Signatures, and the misconceptions that they reveal."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WRONG = solution(FIRST).replace("    return -(-n // world_size)\n", "    return 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """What Gradescope makes of an upload: /autograder, elsewhere."""
+    """Unpack an upload as Gradescope does, in a temporary folder in place of /autograder."""
     course = small_course(tmp_path / "course")
     make_autograder(tmp_path / "autograder.zip", course, limit=100)
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
@@ -95,7 +95,7 @@ def test_the_upload_has_all_files_for_grading_and_no_solutions(root: Path, tmp_p
 
 @pytest.fixture
 def workflow(tmp_path: Path) -> dict[object, Any]:
-    """The workflow as data, after it was written."""
+    """Write the workflow, and read it as data."""
     yaml = pytest.importorskip("yaml")
     make_workflow(tmp_path / ".github" / "workflows" / "grade.yml", 600)
     text = (tmp_path / ".github" / "workflows" / "grade.yml").read_text()
@@ -127,7 +127,7 @@ def test_the_workflow_installs_no_second_copy_of_the_package(workflow: dict[obje
 
 
 def run_step(step: dict[str, Any], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Carries out a step of the workflow as a runner does."""
+    """Run a step of the workflow as a runner does."""
     ours = {
         **os.environ,
         "RUNNER_TEMP": str(folder / "temp"),
@@ -142,7 +142,7 @@ def run_step(step: dict[str, Any], folder: Path, **environ: str) -> subprocess.C
 
 @pytest.fixture
 def hub(tmp_path: Path) -> dict[str, str]:
-    """Where repositories of two students are, as the environment of a runner has it."""
+    """Make repositories of two students. Return the environment in which a runner finds them."""
     for name in ("class/ada", "class/bob"):
         commit(hand_in(tmp_path / "hub", f"{name}.git", first=f"# {name}"), "2026-01-01T00:00:00 +0000")
     return {"GITHUB_SERVER_URL": f"file://{tmp_path}/hub", "TOKEN": "t0ken", "HOME": str(tmp_path)}

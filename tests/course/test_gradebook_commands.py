@@ -30,7 +30,7 @@ LIMITS = [Limit("time", True), Limit("no network", False, "only root can")]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a course of two exercises, which is the current one."""
+    """Make the folder of a course of two exercises the current folder."""
     small_course(tmp_path / "course")
     monkeypatch.chdir(tmp_path / "course")
     return tmp_path / "course"
@@ -70,7 +70,7 @@ def test_a_class_is_graded_with_hidden_inputs_and_the_secret_is_written_nowhere(
 
 
 class FakeRun(ClassRun):
-    """A class with results of its own making."""
+    """A grading run of a class with made-up results."""
 
     made: list[Result] = []
     stop = False

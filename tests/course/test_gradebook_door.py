@@ -1,4 +1,4 @@
-"""A class of four, graded by the command as an instructor types it: once, and then written in other formats from its journal."""
+"""Grade a class of four with the command, as an instructor types it. Then write its journal in other formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HALF_CAPSTONE = holes.blank(
 
 
 def answered(evidence: str, *questions: str) -> str:
-    """Answers to the first bug of the lab: these questions, right."""
+    """Answer these questions about the first bug of the lab, correctly."""
     key = read_key(COURSE)[BUG.directory]
     letters = [f'{question} = "{BUG.letter(question, key[question])}"' for question in questions]
     return "\n".join([f"[{BUG.directory}]", f'evidence = "{evidence}"', *letters])
@@ -50,7 +50,7 @@ def hand_in(folder: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a course of two stations, capstone and lab, and a class."""
+    """Make a folder with a course of two stations, capstone and lab, and a class."""
     root = tmp_path_factory.mktemp("door")
     given = root / "course" / "exercises"
     for name in (ROWS.directory, RINGS.directory, HOMEWORK, "lab"):
@@ -77,7 +77,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grade(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`hwfsdp grade`, in the folder of the course."""
+    """Run `hwfsdp grade` in the folder of the course."""
     environ = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "TMPDIR": str(here / "tmp")}
     return subprocess.run(
         [sys.executable, "-m", "hwfsdp", "grade", *words],
@@ -89,14 +89,14 @@ def grade(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def graded(here: Path) -> int:
-    """How many lines the journal has of checks and exercises that came to their end."""
+    """Count the lines in the journal for finished checks and exercises."""
     lines = map(json.loads, (here / "book.journal").read_text().splitlines())
     return sum(line["kind"] in ("check", "exercise") for line in lines)
 
 
 @pytest.fixture(scope="module")
 def book(here: Path) -> dict[str, dict[str, Any]]:
-    """What the first run says of each submission; its journal is `book.journal`."""
+    """Return the first run's result for each submission. Its journal is `book.journal`."""
     found = grade(here, "../class", "--jobs", "2", "--seed", "3", "--format", "json", "--out", "../book")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "not graded" not in found.stderr and "Error" not in found.stderr

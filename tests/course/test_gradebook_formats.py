@@ -1,4 +1,4 @@
-"""Gradebooks fit the schemas that others have published, add up, and say what happened."""
+"""Gradebooks fit the published schemas of other programs, add up, and report the outcome of grading."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_at_most_ten_annotations_are_made_as_github_shows_no_more(book: Gradeboo
 
 
 def told(book: Gradebook, result: Result) -> Iterator[str]:
-    """Everything that goes to a student."""
+    """Yield every text that goes to a student."""
     for name in ONE:
         yield json.dumps(FORMATS[name].each(result, book), ensure_ascii=False)  # type: ignore[misc]
     yield "".join(render_student(result, book))
@@ -250,7 +250,7 @@ def test_a_check_has_one_of_four_verdicts(status: str, passed: bool | None, expe
 
 
 class Page(HTMLParser):
-    """Reads a page: which tags, links and texts it has, and whether what was opened is closed."""
+    """Read a page: its tags, links and texts, and whether all tags are closed."""
 
     EMPTY = {"meta", "br", "rect", "line"}
 

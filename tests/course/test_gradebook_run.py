@@ -1,4 +1,4 @@
-"""A class is graded whole, whatever happens to the processes that grade, and nothing is lost or graded twice."""
+"""A class is graded completely, even if grading processes die. Nothing is lost or graded twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def course(tmp_path: Path) -> Course:
 
 @pytest.fixture
 def handed(tmp_path: Path) -> Path:
-    """A folder for submissions."""
+    """Make a folder for submissions."""
     (tmp_path / "class").mkdir()
     return tmp_path / "class"
 
@@ -51,7 +51,7 @@ def settings(tmp_path: Path, log: Path) -> Settings:
 
 
 def begun(log: Path) -> list[str]:
-    """What workers began to grade, as (first line, exercise), in order."""
+    """Return the (first line, exercise) that workers began to grade, in order."""
     if not log.exists():
         return []
     lines = [line.split() for line in log.read_text().splitlines()]

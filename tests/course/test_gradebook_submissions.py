@@ -1,4 +1,4 @@
-"""Whatever is handed in, it is read as it was meant, or refused by name."""
+"""Every submission is read as it was meant, or refused by name."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def make_zip(path: Path, files: Files, compress: int = zipfile.ZIP_DEFLATED) -> 
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes, **pax: str) -> None:
-    """One more file of a tar; `pax` goes before what its header has."""
+    """Add a file to a tar. `pax` overrides fields of its header."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.pax_headers = len(content), 1_772_600_768, pax
     archive.addfile(info, io.BytesIO(content))

@@ -1,4 +1,4 @@
-"""Runs with the package as it is are remembered while they are asked for, and forgotten in a large class."""
+"""Runs of the correct package are cached while they are needed. A large class drops them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are late: repeated, told, or sure to hang; with a clock and a load that the test sets, and no processes."""
+"""Late runs: repeated, reported, or sure to hang. The test sets the clock and the load, and starts no process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = list[tuple[float, bool]]
 
 
 class Machine:
-    """Runs take as long as they are told, by its clock."""
+    """A machine with its own clock. Its runs take the times in `steps`."""
 
     def __init__(self, steps: Steps, load: float = 0.5) -> None:
         self.steps, self.now, self.given, self.load = steps, 0.0, list[float](), load
@@ -35,7 +35,7 @@ class Machine:
 
 
 def probe() -> None:
-    """Stands for any."""
+    """Stand for any probe."""
 
 
 Maker = Callable[..., tuple[Ranks, Machine]]

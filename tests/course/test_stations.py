@@ -1,6 +1,6 @@
-"""The stations of the course: one file that grows, what it may use, and how one catches up.
+"""The stations of the course: one file that grows, the functions that it may use, and how a learner catches up.
 
-Wrong and right answers are graded in test_answers.py, the last file at every station in tests/exercises.
+test_answers.py grades wrong and right answers. tests/exercises grades the last file at every station.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COURSE = find_course(Path(__file__))
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
-    """A learner's copy of the stations, the current folder; nothing is written yet."""
+    """Make a learner's copy of the stations the current folder. Nothing is written yet."""
     for station in (each for each in COURSE.exercises if each.is_station):
         shutil.copytree(station.folder, tmp_path / "exercises" / station.directory)
     (tmp_path / "exercises" / "my_fsdp.py").write_text(stage(0))
@@ -122,7 +122,7 @@ def test_pythons_own_open_is_refused(text: str) -> None:
 
 
 def noted(course: Course, number: int, wrong: str = "", text: str = "x = 1\n") -> set[str]:
-    """Which stations count as passed after a check of one; all checks passed but one of an earlier station."""
+    """Return the stations that count as passed after a check of one. All checks passed except `wrong`, of an earlier station."""
     station = course.exercise(number)
     earlier = [each for each in course.exercises if each.number < station.number and each.number != "02"]
     before = [CheckResult(c, passed=c.id != wrong) for each in earlier for c in checks_of(each)]

@@ -1,4 +1,4 @@
-"""Starters and solutions come from the package, and what drifts apart is said in a line."""
+"""Starters and solutions come from the package. A line names each difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COURSE = find_course(Path(__file__))
 
 @pytest.fixture
 def course(tmp_path: Path) -> Course:
-    """A copy that can be damaged."""
+    """Make a copy that can be damaged."""
     for folder in ("exercises", "solutions"):
         shutil.copytree(COURSE.root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.png"))
     return find_course(tmp_path)
