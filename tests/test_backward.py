@@ -486,7 +486,7 @@ PROMISES.trains(
         *("unused: ranks choose", "separate group", "buffers: 2", "event: an event"),
         "divided: by a factor of one group",
     ),
-    # zeros for what nobody uses are no gradients there, and nothing is divided
+    # PyTorch gives no zeros for unused parameters, and divides nothing
     not_plain=[name for name in SWITCHES if "nobody" in name or "divided" in name],
 )
 

@@ -274,7 +274,7 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str],
 
 def test_torchs_implementation_is_not_hwfsdps_under_another_name() -> None:
     names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
-    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # which is not looked at
+    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # never read
     with names, pytest.raises(hwfsdp.UsageError, match="'fsdp2': expected torch's own fully_shard"):
         sharder("fsdp2", model, mesh)(model)
 

@@ -27,7 +27,7 @@ from hwfsdp.core.state import FSDPState
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = [*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "exercises").glob("[0-9]*/README.md")]
-# without the capstone's, which takes the learner's own file
+# without the page of the capstone, which needs the learner's own file
 PAGES = [str(path.relative_to(ROOT)) for path in TEXTS if "```python" in path.read_text()]
 FAST = ["README.md", "docs/checkpoints.md", "docs/virtual.md"]
 READER = Sybil(parsers=[PythonCodeBlockParser()])
@@ -43,7 +43,7 @@ def read(path: Path) -> Document:
 @pytest.mark.parametrize("page", suites.fast_are(FAST, PAGES))
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # by pages that show what goes wrong otherwise; afterwards all is back
+    # pages may change these classes to show a mistake; restore them afterwards
     for changed in (FSDPState, FSDPCommContext):
         for name, method in vars(changed).items():
             if inspect.isfunction(method):
@@ -52,7 +52,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         for example in read(ROOT / page).examples():
             example.evaluate()
     finally:
-        if dist.is_initialized():  # by a page, in a comment that readers do not see
+        if dist.is_initialized():  # a page may do this in a comment that readers do not see
             dist.destroy_process_group()
 
 

@@ -103,7 +103,8 @@ def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -
         recorder.instant("alloc", "compute")
         with events.scope("backward", "root.0"), events.scope(owner="root.1"):
             recorder.instant("alloc", "compute")
-        recorder.instant("optimizer", "compute", phase="optimizer", owner="")  # which says otherwise
+        # an event with its own phase and owner
+        recorder.instant("optimizer", "compute", phase="optimizer", owner="")
         recorder.instant("alloc", "compute")
     recorder.instant("alloc", "compute")
     assert [(e.phase, e.owner) for e in finished(recorder)] == [

@@ -13,7 +13,7 @@ import pytest
 import suites
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-LONGEST = 30  # lines of a function in a notebook: what ranks run, or what to draw
+LONGEST = 30  # lines of a function in a notebook; it runs on ranks or draws
 
 
 def load_tool() -> Any:
@@ -55,7 +55,7 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # readers do not set it, and it adds collectives
     TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
 
 

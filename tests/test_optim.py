@@ -125,7 +125,7 @@ def compare(optimizer: torch.optim.Optimizer, *oracles: torch.optim.Optimizer, s
 
 
 two = Together(2)
-on_ranks = two.finds([])  # a check returns what is wrong
+on_ranks = two.finds([])  # a check returns its problems
 
 
 # --- Numbers and states ------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
             )
             for make in both("Adam")
         ]
-        if options:  # parameters that are results
+        if options:  # parameters are results of an earlier step
             for optimizer in optimizers:
                 start = all_params(optimizer)[0]
                 optimizer.param_groups[0]["params"] = [start * 2]

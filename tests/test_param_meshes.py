@@ -63,7 +63,7 @@ class Gather(torch.autograd.Function):
         ctx.group = group
         whole = rows.new_zeros(group.size(), *rows.shape)
         whole[group.rank()] = rows
-        dist.all_reduce(whole, group=group)  # so that all other gathers are FSDP's
+        dist.all_reduce(whole, group=group)  # an all-reduce, so that all gathers in the log are FSDP's
         return whole.flatten(0, 1)
 
     @staticmethod
@@ -168,7 +168,7 @@ def nameless() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], "cpu")
 
 
-# Of dense parameters, of experts, and of the experts' second layer if it has another.
+# Meshes of dense parameters, of experts, and of the experts' second layer if it has its own.
 MESHES: dict[str, Callable[[], tuple[DeviceMesh, ...]]] = {
     "two of four": lambda: (grid((4,), ("dp",)), expert_grid()["efsdp"]),
     "without names": lambda: (grid((4,), ("dp",)), nameless()),

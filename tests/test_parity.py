@@ -131,11 +131,11 @@ for _ranks, _wrapped in WRAPPED.items():
         _cases | SCENARIOS if _ranks == 2 else _cases,
         _ranks,
         FAST[_ranks],
-        not_fsdp2=("parameters without elements",),  # it cannot train those
+        not_fsdp2=("parameters without elements",),  # FSDP2 cannot train them
         not_plain=(
             "frozen in another dtype",  # which rounds
             "normalized, blocks",  # batch normalization sees the rows of its own rank only
-            "several roots, one runs twice",  # no group has its stem and head, so their gradients are of this rank's rows only
+            "several roots, one runs twice",  # no group has stem and head: their gradients are local
         ),
     )
 

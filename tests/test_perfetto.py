@@ -261,7 +261,7 @@ def test_the_trace_of_a_real_run_keeps_every_rule_and_has_the_documented_words()
     log = EventLog.merge(launch(two_steps, 2, timeout=60))
     trace = to_trace(log.events, log.samples, log.about)
     assert broken_rules(trace) == {}
-    assert from_trace(trace).events == log.events  # whose ops and streams are known ones
+    assert from_trace(trace).events == log.events  # all of its ops and streams are known
     assert {e.phase for e in log.events} == {"forward", "backward", "optimizer"}
     for rank in log.ranks:
         assert [e.seq for e in log.of_rank(rank).events] == list(range(len(log.of_rank(rank).events)))

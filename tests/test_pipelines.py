@@ -134,7 +134,7 @@ def unsharded(run: Run) -> Trace:
 
 # --- Side by side ------------------------------------------------------------------------------------------------
 
-KEPT = {"reshard_after_forward": False}  # what a schedule that splits backwards needs
+KEPT = {"reshard_after_forward": False}  # schedules that split backwards need this
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, name, **KEPT) for name in (*SINGLE, *LOOPED)},
     **{

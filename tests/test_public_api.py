@@ -20,7 +20,7 @@ from torch.distributed.tensor import _utils as torch_layout
 import hwfsdp
 from hwfsdp.checkpoint.traverse import traverse_state_dict
 
-# what torch has since 2.15, and hwfsdp with every torch
+# torch has these since 2.15; hwfsdp has them with every torch
 NEW_METHODS = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
@@ -108,7 +108,7 @@ def test_the_doors_of_packages_give_every_listed_name(door: str) -> None:
         package.no_such_name
 
 
-HELPERS = {  # our module: torch's module, and names that torch has, too, perhaps with an underscore in front
+HELPERS = {  # our module → torch's module, and names that torch also has, perhaps with a leading underscore
     "checkpoint.state_dict": (
         torch_dicts,
         "iterate_state_dict gather_state_dict offload_state_dict_to_cpu create_cpu_state_dict copy_state_dict "

@@ -255,7 +255,7 @@ def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
     )
 
 
-EDGES = [  # (who waits, for whom), and what is said of one race at least
+EDGES = [  # (the waiting stream, the other stream), and words about at least one race
     ("compute", "all_gather", "copy_out of 'blocks.1' .* may read what all_gather of 'blocks.1'"),
     ("all_gather", "copy", "all_gather of 'blocks.1' .* may come before copy_in of 'blocks.1'"),
     ("copy", "compute", "free .* may give the memory away that copy_out of 'blocks.1' .* still reads"),

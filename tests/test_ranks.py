@@ -143,7 +143,7 @@ IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""
     "waiting, returned, sure",
     [
         ([IN_A, IN_B], False, True),
-        ([IN_A, IN_A], False, False),  # which may be about to end
+        ([IN_A, IN_A], False, False),  # it may be about to end
         ([IN_A], True, True),
         ([IN_A, NOWHERE], False, False),
         ([IN_A, "does not answer"], False, False),

@@ -24,7 +24,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 MADE_WITH_THE_SITE = (ROOT / "docs" / "book", ROOT / "docs" / "notebooks")
-MOST_BYTES = 300_000  # of the recording: a page that is read on a train
+MOST_BYTES = 300_000  # limit for the recording, because pages are read on slow connections, too
 
 
 def name_of(path: Path) -> str:

@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[str, int, Callable[[torch.dtype], Arguments]]] = {
     "broadcast": ("broadcast", 1, lambda d: {"tensor": block(d), "src": 0}),
     "all_to_all_single": ("all_to_all", 2, lambda d: {"output": whole(d), "input": whole(d)}),
 }
-NAMES = [name for name in CALLS if hasattr(dist, name)]  # which of them there are depends on torch's version
+NAMES = [name for name in CALLS if hasattr(dist, name)]  # the set depends on torch's version
 PLACES = (dist, distributed_c10d)
 
 
@@ -445,7 +445,7 @@ def step(library: Library) -> EventLog:
     """Run forward and backward of four groups: three blocks, and the root, which stays unsharded in between."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP2's own
+        warnings.simplefilter("ignore")  # warnings of FSDP2
         model: Stem = wrap(stem(), library)
         return recorded(lambda: objective(model(*model.inputs(4, seed=0))).backward())
 
@@ -459,7 +459,8 @@ def test_a_sharded_step_gathers_each_group_twice_but_the_root_and_reduces_each_o
     logs = [found[library] for found in on_ranks(a_step_of_each)]
     for log in logs:
         assert Counter(e.op for e in log.collectives()) == {"all_gather": 3 * 2 + 1, "reduce_scatter": 3 + 1}
-        assert sum(e.bytes for e in log.select("alloc")) > 0  # of whole parameters, before our eyes
+        # memory of unsharded parameters, seen by the recording
+        assert sum(e.bytes for e in log.select("alloc")) > 0
         assert sum(e.bytes for e in log.select("free")) > 0
     first, *others = ([(e.op, e.bytes) for e in log.collectives()] for log in logs)
     assert others == [first] * 2

@@ -225,7 +225,7 @@ def transforms_of_functions_see_through_a_sharded_model() -> list[str]:
     x, wrong = torch.randn(4, 8), []
     for name, apply in TRANSFORMS.items():
         model, plain = build(), build(lambda module: module)
-        for _ in range(2):  # the second finds what the first left
+        for _ in range(2):  # the second round shows leftovers of the first
             same = torch.allclose(apply(model, x), apply(plain, x), atol=1e-6)
         run(model, 1)
         run(plain, 1)

@@ -116,7 +116,7 @@ PROMISES.trains(
         *("even, over 2", "uneven, accumulated, stay whole", "uneven, changed between forward and backward"),
         "cut by columns",
     ),
-    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather those from the smaller mesh
+    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather columns from the smaller mesh
 )
 PROMISES.trains(
     "larger shards are in the param dtype",

@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[[], models.Model]] = {
 }
 
 
-# ranks are checked against each other, so that what one of them moves all of them move
+# torch compares the ranks' collectives, so one rank stands for all
 for _name, _how in zip(MODELS, itertools.cycle(("blocks", "nested"))):
     moved = functools.partial(compare_traffic, Case(MODELS[_name], how=_how))
     two.add(f"{_name}, {_how}, moves in the first step what it moves under FSDP2", moved, {"FSDP2": []})

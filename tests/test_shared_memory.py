@@ -248,7 +248,7 @@ def nothing_is_left_in_the_file_system_and_sockets_are_closed_with_the_group() -
         del group
         gc.collect()
         dist.barrier()  # the other rank has left, too
-        shared_memory.allocate((1,), torch.uint8)  # looks which blocks are free
+        shared_memory.allocate((1,), torch.uint8)  # looks for free blocks
         return os.listdir(directory), neighbors() is not None
 
 
@@ -264,7 +264,7 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-CALLED = [  # on rank 0 and on rank 1, both ranks being told of both
+CALLED = [  # the calls of rank 0 and of rank 1; both ranks hear of both
     (f"all_gather of 32 bytes of {FP32}", f"reduce_scatter by sum of 32 bytes of {FP32}"),
     ("all_gather of 16 bytes of torch.float16", "all_gather of 16 bytes of torch.bfloat16"),
     (f"all_gather of 32 bytes of {FP32}", f"all_gather of 40 bytes of {FP32}"),

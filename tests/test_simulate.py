@@ -291,7 +291,7 @@ def test_no_suggestion_is_made_if_one_row_and_one_block_are_too_large() -> None:
 # --- Published figures -------------------------------------------------------------------------------------
 
 
-QUICK = {  # whose figures nothing was fitted to, and that take a second each
+QUICK = {  # nothing was fitted to these figures; each takes a second
     f"{row.model} on {row.gpus}": row
     for row in published.ROWS
     if not row.is_fitted and (row.model, row.gpus) in {("llama3-8b", 128), ("llama2-13b", 64)}

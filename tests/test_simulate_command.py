@@ -18,7 +18,7 @@ from hwfsdp import EventLog
 from hwfsdp.virtual import DEVICES
 from hwfsdp.virtual.devices import GIB, THIS_MACHINE, calibration_file, save_calibration
 
-VERB = "simulate"  # of the fixture `run`
+VERB = "simulate"  # the command that the fixture `run` runs
 TINY = ("--model", "gpt-tiny", "--gpus", "2")
 PNG = b"\x89PNG"
 

@@ -181,7 +181,7 @@ def with_grad_dtype(
         (rows,) = model.inputs(12, micro)
         objective(model(rank_rows(rows).to(orig))).backward()
     keep_grads(model, trace)
-    model.to(torch.float64)  # those that have a dtype of their own keep it
+    model.to(torch.float64)  # parameters with their own dtype keep it
     keep_grads(model, trace)
     return trace
 

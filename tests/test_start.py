@@ -206,7 +206,7 @@ def whole_parameters_that_a_forward_or_a_gather_left_behind_are_not_taken_for_th
     for before in (lambda: model(*inputs), lambda: model(*inputs).sum().backward(), model.blocks[0].unshard):
         before()
         init_shards(model, noise, 3)
-        model.reshard()  # what the shards do not have is lost now
+        model.reshard()  # values outside the shards are lost now
         same.append(torch.equal(model(*inputs), expected(*inputs)))
         init_shards(model, noise, 4)
         same.append(not torch.equal(model(*inputs), expected(*inputs)))
@@ -236,7 +236,7 @@ def fill_all_but_a_weight(model: models.Model) -> None:
     model.blocks[1].down.weight = nn.Parameter(model.blocks[1].down.weight.to("meta"))
 
 
-FILLED = [  # and what is named then, and what is not
+FILLED = [  # a function, the names in its error, and names that must not be there
     (fill_nothing, ["blocks.0.up.weight", "blocks.0.down.bias"], []),
     (fill_the_first_block, ["blocks.1.up.weight", "blocks.1.down.bias"], ["blocks.0."]),
     (fill_all_but_a_weight, ["blocks.1.down.weight"], ["blocks.0.", "blocks.1.up", "blocks.1.down.bias"]),

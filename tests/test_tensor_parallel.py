@@ -363,7 +363,8 @@ def fake_layouts(shape: Shape) -> list[str]:
 
     wrong = []
     dist.destroy_process_group()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # it would check the collectives of a group that has none
+    # the check would need collectives, which a fake group does not have
+    dist.set_debug_level(dist.DebugLevel.OFF)
     plain = fresh(Rows)
     for rank in range(world_size(shape)):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(shape))

@@ -121,7 +121,7 @@ def tiled() -> Trace:
 
 # --- torch's memory tracker ------------------------------------------------------------------------------------
 
-SEEN = {  # what a module holds at these moments is the schedule's own, whatever the transport
+SEEN = {  # at these moments, the schedule decides what a module holds, not the transport
     "AFT_PRE_FW": "UNSHARDED_PARAM",
     "AFT_POST_FW": "UNSHARDED_PARAM",
     "BEF_POST_BW": "UNSHARDED_GRAD",

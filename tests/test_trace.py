@@ -38,7 +38,7 @@ from hwfsdp.plot.export import PICTURES, View, draw
 from hwfsdp.train import traced_run
 from hwfsdp.train.traced_run import Target, trace_run
 
-VERB = "trace"  # of the fixture `run`
+VERB = "trace"  # the command that the fixture `run` runs
 
 # --- Which steps -------------------------------------------------------------------------------------------
 
@@ -535,7 +535,7 @@ def test_a_trace_file_appears_only_when_its_script_has_ended(
     before = out.read_bytes()
     monkeypatch.undo()
     assert_refused(run("run", "nowhere.py", "--out", out))
-    assert out.read_bytes() == before  # what was there stays if the next run fails
+    assert out.read_bytes() == before  # the old file stays if the next run fails
 
 
 LIMITED = """

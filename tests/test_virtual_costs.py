@@ -16,7 +16,7 @@ from hwfsdp.compat import DispatchMode, fake_tensors
 from hwfsdp.virtual.costs import Cost, cost_of, extent
 from hwfsdp.virtual.devices import DEVICES
 
-N = 24  # elements of what `vector` gives
+N = 24  # elements of a `vector`
 
 
 class Meter(DispatchMode):

@@ -19,7 +19,7 @@ SIZES = st.one_of(
     st.just(10 * MIB),
 )
 STREAMS = ("compute", "all_gather", "reduce_scatter")
-# An allocation of so many bytes on a stream, or the release of one of those alive.
+# A step allocates bytes on a stream, or frees one of the live blocks.
 PROGRAMS = st.lists(
     st.one_of(st.tuples(SIZES, st.sampled_from(STREAMS)), st.integers(0, 1 << 16)), max_size=60
 )

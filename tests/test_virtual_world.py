@@ -152,7 +152,7 @@ def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks(name: str) -> None
 
 GPT_SIZES = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
 LLAMA_SIZES = LlamaConfig(dim=32, layers=3, heads=4, kv_heads=2, hidden=40, seq_len=16, vocab=50)
-PLAIN_HOST = replace(H100, host=True)  # steps without clipping, whose all-reduce is none of FSDP's
+PLAIN_HOST = replace(H100, host=True)  # steps without clipping, because its all-reduce is not FSDP's
 
 
 def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> list[GroupSizes]:
@@ -314,8 +314,8 @@ class Products(DispatchMode):
 
 
 BLOCKS, HEAD = 3, 1
-# Products of a block's forward, and those of them that are computed again in the backward. Recomputation ends when
-# all that the backward needs is there, so a block's last product never is.
+# The products of a block's forward, and how many of them the backward computes again. Recomputation ends when
+# all that the backward needs is there, so a block's last product is never computed again.
 COMPUTED_AGAIN = {
     ("gpt", "none"): (4, 0, 0),
     ("gpt", "full"): (4, 3, 1),

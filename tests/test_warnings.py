@@ -66,7 +66,7 @@ def an_optimizer_built_before_warns_once() -> Messages:
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
     messages = steps_of(wrap(model, ours), optimizer, number=3)
-    wrap(models.stem(), ours)  # other claims are no reason to warn again
+    wrap(models.stem(), ours)  # a new `fully_shard` must not repeat the warning
     messages += steps_of(model, optimizer)
     return other_than(messages, (*STALE, "SGD", "up.weight"))
 

@@ -70,7 +70,7 @@ def the_error_of_one_is_the_error_of_all() -> None:
         cause, message = info.value.__cause__, str(info.value)
         assert agreement.rank != rank or cause is error or str(cause) == str(error)
         assert every_rank_says(message) == [message] * 3 and "\n" not in message
-        told = not isinstance(error, FSDPError) or rank > 0  # what rank 0 meets, all may
+        told = not isinstance(error, FSDPError) or rank > 0  # any rank may meet an error of rank 0
         assert (f", rank {rank}:" in message) == told
         assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
 
@@ -179,7 +179,7 @@ def die(victim: int, point: str, path: Path) -> None:
         agreement.step("dying later", lambda: None)
     except CheckpointError as error:
         (path / str(agreement.rank)).write_text(str(error))
-        LATER.wait(5)  # until launch ends this rank, so that its own end is not taken for the first
+        LATER.wait(5)  # until launch ends this rank, so that launch does not take it for the first to end
         raise
 
 
@@ -201,7 +201,7 @@ def die_unanswered(path: Path) -> None:
 
     def send_bytes_or_die(group: dist.ProcessGroup, data: torch.Tensor, rank: int, tag: int) -> None:
         if dying and dist.get_rank() == 0 and rank == 2:
-            with pytest.raises(RuntimeError):  # as soon as its end is known
+            with pytest.raises(RuntimeError):  # raised as soon as rank 0 knows of the end
                 receive_bytes(group, torch.empty(1, dtype=torch.uint8), rank, 7)
             threading.Event().wait()
         send_bytes(group, data, rank, tag)
@@ -221,7 +221,7 @@ def die_unanswered(path: Path) -> None:
 
 
 def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(caller, "_GRACE", 60.0)  # the others are waited for
+    monkeypatch.setattr(caller, "_GRACE", 60.0)  # time to wait for the other ranks
     with pytest.raises(RankError):
         launch(die_unanswered, 3, tmp_path, timeout=20)
     for rank in (0, 1):

@@ -246,7 +246,7 @@ def test_pinning_without_a_device_is_refused() -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> None:
     on_device = {"w": torch.arange(1000.0, device="cuda"), "empty": torch.empty(0, device="cuda")}
-    for _ in range(3):  # registered memory is given back, or the next one could not be had
+    for _ in range(3):  # each round must give back its registered memory for the next
         room = create_cpu_state_dict(on_device, pin_memory=True, share_memory=share)
         assert room["w"].is_pinned() and room["w"].is_shared() == share
         copy_state_dict(on_device, room, non_blocking=True)

@@ -491,7 +491,7 @@ def distributing_adds_values_that_need_no_cutting() -> None:
     torchs._distribute_state_dict(flat, theirs, CPU)
     assert_holds(mine, theirs)
     only_filled = {"a": torch.zeros(2)}
-    broadcast(flat, only_filled)  # of which torch's adds nothing either
+    broadcast(flat, only_filled)  # torch's function adds nothing here, either
     assert list(only_filled) == ["a"]
 
 
@@ -535,7 +535,7 @@ def whole_tensors_are_in_memory_one_at_a_time() -> None:
         broadcast(full, local)
     assert_holds(local, full)
     assert len(sent) == len(full)
-    if is_first():  # what lies ready is sent from where it is
+    if is_first():  # contiguous tensors are sent without a copy
         assert [s.data_ptr() for s in sent[:-1]] == [w.data_ptr() for w in list(full.values())[:-1]]
     else:
         assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1

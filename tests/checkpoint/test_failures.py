@@ -69,7 +69,8 @@ def check_outcomes(on_ranks: list[list[Outcome]], least: int) -> list[Outcome]:
     assert len(on_ranks[0]) >= least
     for i, outcome in enumerate(on_ranks[0]):
         outcome.check(previous=2 * i, attempted=2 * i + 1, following=2 * i + 2)
-        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):  # what rank 0 meets, all may
+        # any rank may meet an error of rank 0
+        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):
             assert outcome.fault.rpartition("on ")[2] in outcome.message, outcome
     return on_ranks[0]
 

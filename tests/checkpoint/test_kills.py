@@ -58,7 +58,7 @@ SCENARIOS = {
     "two ranks overwrite in the background": Scenario(2, 1, None, in_background=True),
     "two ranks for the first time": Scenario(2, 0, 1),
 }
-LEAST_KILLS = {0: 60, 1: 12, 2: 12}  # of each victim
+LEAST_KILLS = {0: 60, 1: 12, 2: 12}  # victim → number of kills
 
 
 def held_by(path: Path) -> int | None:
@@ -137,7 +137,8 @@ def kill_once(
     shutil.copytree(template, path)
     ended = fork_ranks(scenario.world_size, directory / "ranks", main(path))
     holds = held_by(path)
-    for name in inspect(path).saves if holds is not None else ():  # what looks finished is
+    # every save that looks finished must be whole
+    for name in inspect(path).saves if holds is not None else ():
         verify(path / name)
     options = scenario.options if holds is not None else {"overwrite": True, **scenario.options}
     save(state_dict_of(200), path, **options)

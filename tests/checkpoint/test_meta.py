@@ -640,7 +640,7 @@ def test_init_optimizer_state_changes_only_the_state_and_training_starts_from_it
             optimizer.step()
         return [model[1].weight.detach().clone()]
 
-    if name in ("NAdam", "ASGD"):  # what they derive from the count of steps counts the one that was made
+    if name in ("NAdam", "ASGD"):  # their state also depends on the number of steps: one more here
         run(True)
     else:
         assert torch.equal(run(True)[0], run(False)[0])

@@ -345,7 +345,7 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
         text = raised(lambda: parts.save(directory / "c", state), UsageError)
         assert name == "order" or f"rank {size() - 1}" in text, text
         assert names_in(directory) == []
-    norm = nn.BatchNorm1d(3)  # whose buffers only the module itself tells
+    norm = nn.BatchNorm1d(3)  # only the module itself knows its buffers
     text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
     assert text.startswith(f"who writes which entry, rank {size() - 1}: expected ")
     text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
@@ -741,7 +741,7 @@ def test_files_of_other_names_are_not_looked_at(written: Path) -> None:
     parts.load(written)
 
 
-# what is done to the second of two parts
+# changes of the second of two parts
 
 
 def with_top(**entries: Any) -> Callable[[Any], Any]:
@@ -980,7 +980,7 @@ def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
     holders = partition.deal(dict(enumerate(sizes)), loads)
     assert holders.keys() == set(range(len(sizes)))
     assert loads == [sum(sizes[i] for i in holders if holders[i] == rank) for rank in range(count)]
-    for rank, load in enumerate(loads):  # the last that a rank got is what it is ahead by, at most
+    for rank, load in enumerate(loads):  # a rank is ahead by at most its last entry
         smallest = min((sizes[i] for i in holders if holders[i] == rank), default=0)
         assert load - smallest <= min(loads)
 

@@ -134,7 +134,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "00001.bin": lambda path: folder_of(path) / "00001.bin",
 }
 DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
-# how to spoil a checkpoint, and words that the error has to have
+# a way to damage a checkpoint, and words in the error
 FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a missing file": (lambda path: (folder_of(path) / "00001.bin").unlink(), ["00001.bin", "missing"]),
     "a missing manifest": (lambda path: (folder_of(path) / MANIFEST).unlink(), [MANIFEST, "missing"]),
@@ -348,7 +348,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     torch.save({"a": Bomb(marker)}, tmp_path / "zipped")
     pickles = [pickle.dumps(Bomb(marker), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
-        # as long as it should be, or the length alone would tell
+        # with the right length, else the length alone would show the damage
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
         damage = Damage(path, state_dict_of())
         for error in (damage.load(), damage.verify()):
@@ -545,7 +545,7 @@ def test_memory_that_targets_share_has_to_hold_the_values_of_all(key: str, tmp_p
         values += torch.arange(values.numel()).view(values.shape) if values is not saved["w"] else 3
     spoiled = {name: value.clone() for name, value in saved.items()}
     if key:
-        spoiled[key].view(-1)[2 if key == "y" else 5] += 1  # which another one has, too
+        spoiled[key].view(-1)[2 if key == "y" else 5] += 1  # so that it equals another one
     save(spoiled, tmp_path / "c")
     before = exactly(target)
     error = error_of(lambda: load(target, tmp_path / "c"))

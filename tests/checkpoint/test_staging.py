@@ -233,7 +233,7 @@ def test_buffers_are_let_go_when_the_stager_is_deleted_or_closed() -> None:
     buffers = [staged.untyped_storage()]
     assert compat.is_referred_to_elsewhere(buffers, 0)
     del staged
-    assert compat.is_referred_to_elsewhere(buffers, 0)  # the pool does
+    assert compat.is_referred_to_elsewhere(buffers, 0)  # the pool refers to it
     stager.close()
     assert not compat.is_referred_to_elsewhere(buffers, 0) and stager.nbytes == 0
     stager.close()
@@ -331,7 +331,7 @@ def test_a_thread_that_stages_meanwhile_gets_memory_of_its_own(monkeypatch: pyte
 
     def look(*args: Any) -> bool | None:
         result = compat.is_referred_to_elsewhere(*args)
-        if not other.ident:  # what is free was found, and not yet taken
+        if not other.ident:  # at this moment, the free buffer is found but not yet taken
             other.start()
             other.join(timeout=0.2)  # it has to wait; an impatient one would have finished by now
         return result

@@ -31,7 +31,7 @@ from hwfsdp.checkpoint.traverse import (
 )
 from hwfsdp.errors import UsageError
 
-# Hypothesis describes a strategy where it retries a draw; that of nested containers is long, and nobody reads it.
+# If Hypothesis retries a draw, it describes the strategy. The description of nested containers is long.
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 

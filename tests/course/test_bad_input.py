@@ -28,7 +28,7 @@ COURSE = find_course(Path(__file__))
 ROWS = COURSE.exercise(1)
 RINGS = COURSE.exercise(2)
 CUTS = COURSE.exercise(12)
-SECONDS = 20.0  # that an exercise may take, whatever is in it
+SECONDS = 20.0  # limit for an exercise with any content
 
 
 def with_line(line: str, function: str = "padded_rows", text: str = solution(ROWS)) -> str:
@@ -64,7 +64,7 @@ WORTHLESS = {  # name → (text, misconception, words that the message has)
 }
 
 
-UNUSABLE = {  # of an elective, whose functions the package calls
+UNUSABLE = {  # changes of an elective, whose functions the package calls
     "missing function": ("def cut_after", "def cut_aft", "missing", "cut_after"),
     "other parameters": (", dim: int) -> Placement", ") -> Placement", "wrong-signature", "cut_after"),
     "parameters in another order": (
@@ -76,7 +76,7 @@ UNUSABLE = {  # of an elective, whose functions the package calls
 }
 
 
-QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for what never ends anyway
+QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for code that never ends
 
 
 def is_worthless(result: Grade, misconception: str, words: str) -> None:

@@ -301,7 +301,7 @@ def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str
     assert (result.score, result.bonus) == (0, 0) and f"looks into a stream ({told})" in described(result)
 
 
-REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
+REACHES = {  # a name for the forbidden thing → all ways to spell it
     "instruments": (
         "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
         "import hwfsdp.collectives as c\ngetattr(c, 'hist' + 'ory')",
@@ -504,7 +504,7 @@ def described(result: Grade) -> str:
     )
 
 
-NOT_THEIRS = {  # what a file of stations begins with → what is told
+NOT_THEIRS = {  # first lines of a file of stations → the message
     "torch's own fully_shard": (
         "from torch.distributed.fsdp import fully_shard as torchs\n",
         "from torch.distributed.fsdp import fully_shard",

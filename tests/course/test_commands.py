@@ -274,7 +274,7 @@ class StopWatching(Exception):
 def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "hwfsdp", "watch", "1"]
     with subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, text=True) as process:
-        limit = threading.Timer(120 * patience(), process.kill)  # for one that says nothing any more
+        limit = threading.Timer(120 * patience(), process.kill)  # in case the command hangs
         limit.start()
         yield process
         limit.cancel()

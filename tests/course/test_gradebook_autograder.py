@@ -116,7 +116,7 @@ def test_the_workflow_is_started_by_staff_alone_and_pastes_no_input_into_a_scrip
     assert workflow["jobs"]["grade"]["timeout-minutes"] == 20
     for step in steps(workflow).values():
         assert "${{" not in step.get("run", "")
-        assert "repository" not in step.get("with", {})  # the course is that of the workflow
+        assert "repository" not in step.get("with", {})  # the course comes from the workflow's own repository
     holders = {secret for secret, step in steps(workflow).items() if "secrets." in str(step)}
     assert holders == {"Fetch", "Grade"}
 

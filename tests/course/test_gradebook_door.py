@@ -25,7 +25,8 @@ ROWS, RINGS = COURSE.exercise(1), COURSE.exercise(2)
 ALL = ROWS.points + RINGS.points
 BUG = read_bugs(COURSE)[0]
 SOLVED, BEGIN = solution(RINGS), "    pieces[rank] = part\n"
-LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"  # rank 0, what the others enter
+# rank 0 leaves out a collective that the others enter
+LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"
 HANGING = SOLVED.replace(BEGIN, BEGIN + LEAVES_OUT)
 HALF = starter(ROWS).replace(
     'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
@@ -152,7 +153,7 @@ def test_a_hang_names_its_collective_and_loses_that_exercise_alone(
 
 # --- From the journal --------------------------------------------------------------------------------------
 
-TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # of eve's the tests above say what they can be
+TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # the tests above check eve's points
 
 
 @pytest.mark.long

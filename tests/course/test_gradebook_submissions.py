@@ -317,7 +317,7 @@ def damaged_tar(path: Path) -> None:
     path.write_bytes(data)
 
 
-ONE_BAD = {  # how → words about the one file that is not read; the other one is
+ONE_BAD = {  # how → words about the unread file; the other file is read
     encrypted: "encrypted",
     linked_zip: "symbolic link",
     linked_tar: "link",
@@ -350,7 +350,7 @@ def test_a_file_that_is_not_read_is_told_and_the_others_are_graded(
 
 MANY = {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}}
 ZEROS, NOISE = b"\0" * (SMALL.unpacked - 4096), os.urandom(SMALL.archive)
-ALL_BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # how it is made, and words about it
+ALL_BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # how the file is made, and words in the message
     "a bomb, zip": (lambda path: make_zip(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
     "a bomb, tar": (lambda path: make_tar("w:gz")(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
     "a large tar": (
@@ -444,7 +444,7 @@ def test_files_that_are_not_graded_do_not_tell_the_time(tmp_path: Path) -> None:
 
 # --- Started or not ----------------------------------------------------------------------------------------
 
-BOUND = {  # what stands below the stubs and may fill them
+BOUND = {  # code below the stubs that may fill them
     "assigned": "import numpy as m\ncut_after = m.cut_after\n",
     "imported": "from mine import cut_after\n",
     "imported as": "from mine import f as cut_after\n",

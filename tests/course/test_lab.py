@@ -471,4 +471,4 @@ def test_a_run_that_hangs_leaves_a_trace_that_ends_there(
     last = log.collectives()[-1]
     assert (last.rank, last.op, last.owner) == (1, "all_gather", "Sequential")
     assert last.end_us == pytest.approx(max(e.end_us for e in log.events if e.rank == 1), rel=0.01)
-    assert last.dur_us > 1e6  # it has waited since
+    assert last.dur_us > 1e6  # it has waited all this time

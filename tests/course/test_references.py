@@ -27,7 +27,7 @@ def test_reference_runs_are_remembered_and_their_number_is_bounded(monkeypatch: 
     ask = Ranks(Overlay({}, ())).reference
     for seed in range(3 * run._REMEMBERED):
         assert ask(probe, 1, seed=seed)["seed"] == [seed]
-        assert ask(probe, 1, seed=0)["seed"] == [0]  # of every submission of the class
+        assert ask(probe, 1, seed=0)["seed"] == [0]  # every submission of the class asks for this one
     assert launched == [*range(3 * run._REMEMBERED)]
     assert len(run._references) == run._REMEMBERED
     ask(probe, 1, seed=1)

@@ -13,7 +13,7 @@ from hwfsdp.course.overlay import Overlay
 from hwfsdp.course.run import LONGER, MOST_LOAD, Broken, Ranks, Run, Times
 
 DONE = Run([{"x": 1}])
-# of each run: seconds that it takes, and whether it hangs for sure if that is too long
+# for each run: its seconds, and whether it surely hangs if these are too many
 Steps = list[tuple[float, bool]]
 
 

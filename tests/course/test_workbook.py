@@ -145,7 +145,7 @@ def test_a_course_is_found_from_inside_and_missed_nowhere(
 ) -> None:
     assert find_course(course.exercise(2).folder).root == course.root
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    assert find_course(elsewhere).root == COURSE.root  # that of the package
+    assert find_course(elsewhere).root == COURSE.root  # the package's own course
     monkeypatch.setattr(manifest, "PACKAGE", elsewhere / "hwfsdp")
     with pytest.raises(UsageError, match="the course"):
         find_course(elsewhere)
