@@ -123,7 +123,7 @@ def shapes_by_group(model: Model, how: str = "blocks") -> tuple[list[Shapes], Sh
     return below, [param.shape for param in model.parameters() if param not in claimed]
 
 
-# --- What a training leaves behind -------------------------------------------------------------------------
+# --- Traces ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -102,7 +102,7 @@ def no_offload_policy_is_none() -> bool:
     return model.weight.grad is not None
 
 
-# --- What was applied to a module --------------------------------------------------------------------------
+# --- Functions applied to a module -------------------------------------------------------------------------
 
 REPLICATES: dict[str, Callable[..., Any]] = {
     "by DDP": replicate_by_ddp,
@@ -178,7 +178,7 @@ def a_model_of_two_libraries_is_refused() -> bool:
     return type(model) is nn.Sequential
 
 
-# --- What torch's pipeline stages read ---------------------------------------------------------------------
+# --- Attributes that torch's pipeline stages read ----------------------------------------------------------
 
 
 @two.finds([True, True, True])

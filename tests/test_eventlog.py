@@ -222,7 +222,7 @@ def test_an_empty_log_has_a_summary_of_zeros() -> None:
     assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
 
 
-# --- What happened before what: for one rank, see tests/test_races.py ---------------------------------------
+# --- Order across ranks; for one rank, see tests/test_races.py ----------------------------------------------
 
 
 def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:

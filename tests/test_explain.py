@@ -159,7 +159,7 @@ def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals
     ]
 
 
-# --- What is wrapped ---------------------------------------------------------------------------------------
+# --- Wrapped models ----------------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):

@@ -457,7 +457,7 @@ PROMISES.trains(
 )
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- Traffic -----------------------------------------------------------------------------------------------
 
 MOVED: dict[str, Case] = {
     **{name: case for name, case in LISTS.items() if case.scenario is train},

@@ -150,7 +150,7 @@ PROMISES.trains(
 )
 
 
-# --- What overlaps: the events of hwfsdp -------------------------------------------------------------------
+# --- Overlap, from hwfsdp's events -------------------------------------------------------------------------
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

@@ -59,7 +59,7 @@ LONG = {
 }
 
 
-# --- What imports what -------------------------------------------------------------------------------------
+# --- Imports -----------------------------------------------------------------------------------------------
 
 
 def module_of(path: Path) -> str:
@@ -106,7 +106,7 @@ def test_a_folder_imports_only_folders_that_the_table_allows() -> None:
     assert set(wrong_edges()) == KNOWN
 
 
-# --- What folders list -------------------------------------------------------------------------------------
+# --- Lists of modules --------------------------------------------------------------------------------------
 
 
 def listed_in(path: Path) -> list[str]:
@@ -190,7 +190,7 @@ def test_files_are_short_and_long_ones_do_not_grow() -> None:
     assert {*LONG} <= {*found}, "some are short now: take them off the list"
 
 
-# --- What is private ---------------------------------------------------------------------------------------
+# --- Private names -----------------------------------------------------------------------------------------
 
 PRIVATE = re.compile(
     r"torch(?:\.(?!ops\b)\w+)*\._(?!_)|\._(?:local_tensor|spec|cdata|base|parameters|execution_engine|foreach\w*)\b"

@@ -188,7 +188,7 @@ def test_shards_pass_gradients_on() -> None:
     assert whole.grad is not None and whole.grad.tolist() == [2.0] * 5
 
 
-# --- what cannot be ------------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

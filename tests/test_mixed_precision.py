@@ -82,7 +82,7 @@ PROMISES = Promises()
 PROMISES.trains("dtypes are combined as in FSDP2", dict(COMBINATIONS))
 
 
-# --- What goes into a forward, and what does not change ----------------------------------------------------
+# --- Inputs of a forward, and values that do not change ----------------------------------------------------
 
 
 class Tables(nn.Module):

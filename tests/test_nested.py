@@ -164,7 +164,7 @@ def test_a_value_that_is_not_a_container_is_a_leaf() -> None:
         assert map_tensors(add_ten, [leaf, one()])[0] is leaf
 
 
-# --- What is particular to one kind ------------------------------------------------------------------------
+# --- Special cases of one kind -----------------------------------------------------------------------------
 
 
 def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() -> None:

@@ -39,7 +39,7 @@ def both(name: str) -> tuple[type[torch.optim.Optimizer], type[torch.optim.Optim
     return getattr(hwfsdp.optim, name), getattr(torch.optim, name)
 
 
-# --- Parameters and what is compared -----------------------------------------------------------------------
+# --- Parameters, and their comparison ----------------------------------------------------------------------
 
 LAYOUTS = [  # of 2 ranks
     ((4, 3), Shard(0)),  # even
@@ -253,7 +253,7 @@ def gradients_may_have_another_dtype_than_their_parameter() -> list[str]:
     return unequal(contents(optimizers[0]), contents(optimizers[1]))
 
 
-# --- What a step leaves alone ------------------------------------------------------------------------------
+# --- Unchanged by a step -----------------------------------------------------------------------------------
 
 
 class Scripted(torch.optim.Optimizer):

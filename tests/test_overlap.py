@@ -63,7 +63,7 @@ def previous(log: EventLog, op: str, event: Event) -> Event:
     return [e for e in log.select(op, owner=event.owner) if e.seq < event.seq][-1]
 
 
-# --- What overlaps -----------------------------------------------------------------------------------------
+# --- Overlap -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -110,7 +110,7 @@ def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase
         assert overlap(rank_log, gather, copy_out)
 
 
-# --- What must not ---------------------------------------------------------------------------------------
+# --- No overlap ------------------------------------------------------------------------------------------
 
 
 def test_no_two_uses_of_the_same_memory_race(rank_log):

@@ -93,7 +93,7 @@ def run(command: str, folder: Path, *args: str) -> str:
     return done.stdout
 
 
-# --- What is in them ---------------------------------------------------------------------------------------
+# --- Contents ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -122,7 +122,7 @@ def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path
     assert not [name for name in names if LEFT.search(name)]
 
 
-# --- What they do ------------------------------------------------------------------------------------------
+# --- Behavior ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -243,7 +243,7 @@ def on_meshes(
 ours, theirs = (functools.partial(on_meshes, package) for package in (hwfsdp, fsdp))
 
 
-# --- It computes what FSDP2 computes -----------------------------------------------------------------------
+# --- The same values as FSDP2 ------------------------------------------------------------------------------
 
 
 def case(
@@ -316,7 +316,7 @@ PROMISES.trains(
 )
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- Traffic -----------------------------------------------------------------------------------------------
 
 
 def step_with_lists(training: Training, seed: int) -> None:

@@ -172,7 +172,7 @@ for _name in RUNS:
     (four if _name in FAST else long_four).add(_name, functools.partial(compared, _name), [])
 
 
-# --- What cannot be ------------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
 def refused(schedule: str, **options: Any) -> str:

@@ -522,7 +522,7 @@ def test_a_recording_may_begin_between_forward_and_backward() -> None:
         assert Counter(e.op for e in log.collectives()) == {"all_gather": 3, "reduce_scatter": 4}
 
 
-# --- What runs on ranks, in one launch of two and one of three ---------------------------------------------
+# --- Checks on ranks, in one launch of two and one of three ------------------------------------------------
 
 ON_TWO = (
     *(called_each_way, called_seldom, called_functionally, called_by_dtensors),

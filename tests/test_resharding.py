@@ -127,7 +127,7 @@ PROMISES.trains(
 )
 
 
-# --- Over fewer ranks: what is registered ------------------------------------------------------------------
+# --- Over fewer ranks: registered forms --------------------------------------------------------------------
 
 
 def check_registered(build: Callable[[], models.Model]) -> dict[str, list[str]]:
@@ -170,7 +170,7 @@ PROMISES.add(
 test_a_promise_is_kept = PROMISES.test()
 
 
-# --- Over fewer ranks: what is moved -----------------------------------------------------------------------
+# --- Over fewer ranks: traffic -----------------------------------------------------------------------------
 
 
 def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[list[int]]:

@@ -252,7 +252,7 @@ def nothing_is_left_in_the_file_system_and_sockets_are_closed_with_the_group() -
         return os.listdir(directory), neighbors() is not None
 
 
-# --- What can go wrong -------------------------------------------------------------------------------------
+# --- Failures ----------------------------------------------------------------------------------------------
 
 
 def error_of(action: Callable[[], Any]) -> str:

@@ -125,7 +125,7 @@ def test_a_step_of_unknown_tokens_has_no_rate() -> None:
     assert found.step_seconds > 0
 
 
-# --- What is simulated -------------------------------------------------------------------------------------
+# --- Simulated steps ---------------------------------------------------------------------------------------
 
 
 def on_meta() -> GPT:
@@ -186,7 +186,7 @@ def test_parameters_are_gathered_in_float32_if_the_host_computes() -> None:
     assert simulate(SMALL, 2).plan.param_dtype is torch.bfloat16
 
 
-# --- What cannot be simulated ------------------------------------------------------------------------------
+# --- Refusals ----------------------------------------------------------------------------------------------
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -219,7 +219,7 @@ def test_gpus_fill_their_nodes() -> None:
     assert [placed(H100, *place).per_node for place in per_node] == list(per_node.values())
 
 
-# --- What fits ---------------------------------------------------------------------------------------------
+# --- Memory limits -----------------------------------------------------------------------------------------
 
 
 def of_memory(nbytes: float) -> Device:

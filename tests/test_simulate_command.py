@@ -94,7 +94,7 @@ def measured(**changes: Any) -> None:
     save_calibration(replace(DEVICES["h100"], name=THIS_MACHINE, **changes))
 
 
-# --- What it prints ----------------------------------------------------------------------------------------
+# --- Output ------------------------------------------------------------------------------------------------
 
 
 def test_json_has_the_keys_that_others_read(run: Run) -> None:
@@ -201,7 +201,7 @@ def test_the_error_of_a_step_that_needs_values_names_the_line(run: Run) -> None:
     assert_refused(said, "_local_scalar_dense", "mine_to_simulate.py", str(number), ".item()")
 
 
-# --- What it refuses ---------------------------------------------------------------------------------------
+# --- Refusals ----------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -252,7 +252,7 @@ def test_a_broken_calibration_file_is_refused(run: Run, text: str | None) -> Non
     )
 
 
-# --- What does not fit -------------------------------------------------------------------------------------
+# --- Out of memory -----------------------------------------------------------------------------------------
 
 
 def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(run: Run) -> None:

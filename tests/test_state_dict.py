@@ -283,7 +283,7 @@ def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[st
     return wrong
 
 
-# --- What it costs -----------------------------------------------------------------------------------------
+# --- Cost --------------------------------------------------------------------------------------------------
 
 
 def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:

@@ -154,7 +154,7 @@ def test_a_work_that_fails_is_not_waited_for_again_and_nothing_follows_it(gather
     assert diary[2:] == ["waited for a", "waited for next"]
 
 
-# --- What the log sees -------------------------------------------------------------------------------------
+# --- Events in the log -------------------------------------------------------------------------------------
 
 
 def after(recorder: Recorder) -> dict[str, tuple[int, ...]]:

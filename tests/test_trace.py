@@ -198,7 +198,7 @@ def test_a_run_inside_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         traced(script(tmp_path, "train()"))
 
 
-# --- What real runs moved ----------------------------------------------------------------------------------
+# --- Traffic of real runs ----------------------------------------------------------------------------------
 
 
 def sharded(build: Callable[[], Model], **options: Any) -> Model:
@@ -310,7 +310,7 @@ def test_a_log_keeps_its_description_of_the_run_in_its_file(
     assert set(frozen_params) == {True, False}
 
 
-# --- What is said of logs made by hand -----------------------------------------------------------------------
+# --- Statements about logs made by hand ----------------------------------------------------------------------
 
 
 def by_hand(ranks: int = 2, steps: int = 2) -> EventLog:

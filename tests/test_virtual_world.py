@@ -207,7 +207,7 @@ def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
     assert sum(allocated.values()) == round(simulated.peak_allocated_gib * (1 << 30))
 
 
-# --- What is left behind -----------------------------------------------------------------------------------
+# --- Leftovers ---------------------------------------------------------------------------------------------
 
 
 def environment() -> list[Any]:

@@ -39,7 +39,7 @@ WORLD_SIZE = 4  # uneven parts, ranks without a part, and a mesh of 2 x 2
 on_ranks = RankChecks()
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- State dicts -------------------------------------------------------------------------------------------
 
 
 @functools.cache

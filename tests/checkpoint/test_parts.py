@@ -50,7 +50,7 @@ def _tensors_of_this_size_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LARGE_BYTES", LARGE)
 
 
-# --- What is saved -----------------------------------------------------------------------------------------
+# --- Models and optimizers ---------------------------------------------------------------------------------
 
 
 class Zoo(nn.Module):
@@ -569,7 +569,7 @@ def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
     assert sorted(call.args[0].name for call in load.call_args_list) == names_in(written)
 
 
-# --- The tests: what cannot be saved -----------------------------------------------------------------------
+# --- The tests: refused saves ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", ["world", 0])

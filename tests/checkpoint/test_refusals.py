@@ -575,7 +575,7 @@ def test_keys_of_one_side_only_are_left_alone_if_that_is_asked_for(path: Path) -
         assert isinstance(error_of(functools.partial(load, other, path, strict=False)), UsageError)
 
 
-# --- What cannot be saved --------------------------------------------------------------------------------------
+# --- Refused saves ---------------------------------------------------------------------------------------------
 
 
 def cyclic() -> dict[str, Any]:

@@ -51,7 +51,7 @@ def stage(state_dict: Any, **options: Any) -> Any:
     return StateDictStager(**options).stage(state_dict)
 
 
-# --- What is shared stays shared ---------------------------------------------------------------------------
+# --- Shared memory stays shared ----------------------------------------------------------------------------
 
 BASE = torch.arange(24, dtype=torch.float64)
 COMPLEX = torch.view_as_complex(torch.arange(24.0).view(12, 2))
@@ -112,7 +112,7 @@ def test_elements_share_memory_in_the_copy_exactly_if_they_do_in_the_source(view
     assert stager.nbytes <= base.nbytes
 
 
-# --- No more than what is asked for ------------------------------------------------------------------------
+# --- No unrequested bytes ----------------------------------------------------------------------------------
 
 WIDE = torch.arange(40_000, dtype=torch.float32).view(100, 400)
 BYTES: dict[str, tuple[list[Tensor], int]] = {

@@ -202,7 +202,7 @@ def test_at_most_ten_annotations_are_made_as_github_shows_no_more(book: Gradeboo
     assert sum(line.startswith("::error") for line in lines) == 10
 
 
-# --- What students read ------------------------------------------------------------------------------------
+# --- Texts for students ------------------------------------------------------------------------------------
 
 
 def told(book: Gradebook, result: Result) -> Iterator[str]:

@@ -86,7 +86,7 @@ def test_the_newest_lines_that_are_old_enough_are_taken() -> None:
     assert {number: stage(number, marked) for number in kept} == kept
 
 
-# --- What a file may use -----------------------------------------------------------------------------------
+# --- Names that a file may use -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
