@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: `make docs` writes it to docs/_build/html. Nothing is fetched; a broken link is an error."""
+"""Configure Sphinx. `make docs` builds the site in docs/_build/html. It fetches nothing, and a broken link is an error."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ html_additional_pages = {"404": "404.html"}
 html_static_path = ["_static"]
 # The script enlarges pictures on a click, and adds boxes for predictions.
 html_css_files, html_js_files = ["site.css"], ["site.js"]
-nb_execution_mode = "off"  # notebooks come with what they showed
+nb_execution_mode = "off"  # notebooks come with their outputs
 myst_heading_anchors = 3
 default_role = "code"
-highlight_language = "none"  # drawings with characters are no Python
+highlight_language = "none"  # drawings of characters are not Python
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True

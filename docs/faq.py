@@ -1,4 +1,4 @@
-"""The pictures and the numbers of docs/faq.md: each bug once as people meet it, and once fixed.
+"""Make the pictures and the numbers of docs/faq.md. Each shows a bug as people meet it, and the fixed run.
 
     python docs/faq.py [NAME ...]
 
@@ -49,7 +49,7 @@ from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.virtual import Simulation, simulate
 
-# ranks do not import this file, and what it draws with
+# pickled by value, so that ranks import neither this file nor its drawing libraries
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -60,17 +60,17 @@ BROKEN, MENDED, PLAIN = (
     style.Look(style.GREYS[2], "++"),
 )
 
-# --- What is trained ---------------------------------------------------------------------------------------
+# --- Models ------------------------------------------------------------------------------------------------
 
 
 def network(inputs: int = 24, hidden: int = 96, outputs: int = 6) -> nn.Sequential:
-    """Two layers, with the same weights on every rank."""
+    """Make two layers, with the same weights on every rank."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 def sharded(model: nn.Sequential, **options: Any) -> Any:
-    """Each layer that has parameters by itself, then the rest."""
+    """Shard each layer that has parameters, then the rest."""
     for layer in model:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **options)
@@ -85,7 +85,7 @@ def examples(count: int, seed: int, inputs: int = 24, classes: int = 6) -> tuple
 
 
 def norm_of(model: nn.Module) -> float:
-    """The norm of all gradients, on whichever rank they are."""
+    """Return the norm of all gradients, over all ranks."""
     norm = clip_grad_norm_(model.parameters(), float("inf"))
     return float(getattr(norm, "full_tensor", lambda: norm)())
 
@@ -94,7 +94,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 def loss_curves() -> tuple[dict[str, list[float]], str]:
-    """Losses with an optimizer built too early and with one built in time; and the warning about the first."""
+    """Return the losses with an optimizer built in time and with one built too early, and the warning about the second."""
 
     def train(early: bool) -> tuple[list[float], str]:
         model, losses = network(), []
@@ -118,13 +118,13 @@ def loss_curves() -> tuple[dict[str, list[float]], str]:
 
 
 def both(fn: Callable[[bool], Any]) -> tuple[Any, Any]:
-    """The results of rank 0 of two: called with True, and then with False."""
+    """Call `fn(True)` and `fn(False)` on two ranks. Return the results of rank 0."""
     broken, mended = launch(lambda: (fn(True), fn(False)), 2)[0]
     return broken, mended
 
 
 class Call(NamedTuple):
-    """A collective: its number in the process group, operation and parameter group, and how far each rank got with it."""
+    """A collective: its number in the process group, its operation, its parameter group, and how far each rank got with it."""
 
     number: str
     op: str
@@ -133,13 +133,13 @@ class Call(NamedTuple):
 
 
 def _table(error: str) -> list[Call]:
-    """The rows of the table in a `RankError`."""
+    """Read the rows of the table in a `RankError`."""
     row = r"^[> ] *(\d*) +(\w+) +(\S+) +\w+ +[\d,]+ B +(\w+|–) +(\w+|–)$"
     return [Call(n, op, owner, states) for n, op, owner, *states in re.findall(row, error, re.MULTILINE)]
 
 
 def _called(logs: Sequence[EventLog]) -> list[Call]:
-    """The same rows for a run that ended: every rank has called the same as the first."""
+    """Make the same rows for a run that ended. All ranks must have called the same collectives."""
     first, second = ([(e.op, e.owner or "save") for e in log.collectives()] for log in logs)
     if first != second:
         raise RuntimeError("a run that ended has ranks that called different collectives")
@@ -153,7 +153,7 @@ def _tail(step: Callable[[], object]) -> EventLog:
 
 
 def saves() -> dict[str, list[Call]]:
-    """The calls of two ranks around a save: only rank 0 gathers, and all ranks gather."""
+    """Return the calls of two ranks around a save: in one run only rank 0 gathers, in the other all ranks gather."""
 
     def train(everyone: bool) -> EventLog:
         model = sharded(network())
@@ -169,7 +169,7 @@ def saves() -> dict[str, list[Call]]:
         return _tail(steps)
 
     *alone, last = _table(failure(train, False))
-    gathers = "gathers\nfor its file"  # a collective of the DTensor's own, of which the table of rank 1 knows nothing
+    gathers = "gathers\nfor its file"  # a collective of the DTensor, which is not in the table of rank 1
     last = last._replace(states=tuple(gathers if state == "–" else state for state in last.states))
     return {
         "rank 0 saves alone": [*alone, last],
@@ -178,7 +178,7 @@ def saves() -> dict[str, list[Call]]:
 
 
 class Router(nn.Module):
-    """Enters its experts in an order: the busiest first, or always the same."""
+    """A module that enters its experts by load (the busiest first), or always in the same order."""
 
     def __init__(self, by_load: bool) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Router(nn.Module):
 
 
 def route(by_load: bool) -> EventLog:
-    """Two steps on this rank; in the second, ranks have different data."""
+    """Run two steps on this rank. In the second step, ranks have different data."""
     model = Router(by_load)
     for expert in model.experts:
         fully_shard(expert)
@@ -209,7 +209,7 @@ def route(by_load: bool) -> EventLog:
 
 
 def routes() -> dict[str, list[Call]]:
-    """The calls of two ranks: experts entered by load, and experts entered in the same order."""
+    """Return the calls of two ranks: experts entered by load, and experts entered in the same order."""
     return {
         "the busiest expert first": _table(failure(route, True)),
         "always in the same order": _called(launch(route, 2, False)),
@@ -217,7 +217,7 @@ def routes() -> dict[str, list[Call]]:
 
 
 def failure(fn: Callable[..., Any], *args: Any) -> str:
-    """The error of a run on two ranks that fails."""
+    """Return the error of a run on two ranks that must fail."""
     try:
         launch(fn, 2, *args, timeout=4)
     except RankError as error:
@@ -226,19 +226,19 @@ def failure(fn: Callable[..., Any], *args: Any) -> str:
 
 
 class Norms(NamedTuple):
-    """The gradient norms of one step: of each rank's rows, and of the whole."""
+    """The gradient norms of one step: of each rank's rows, and of all rows."""
 
     local: tuple[float, ...]
     whole: float
 
 
 def gradient_norms() -> list[Norms]:
-    """The gradient norms of three steps on two ranks."""
+    """Return the gradient norms of three steps on two ranks."""
 
     def train() -> list[tuple[float, float]]:
         model, found = network(), []
         with torch.no_grad():
-            model[2].weight[3:] *= 8  # rows of rank 1 have larger errors to send back
+            model[2].weight[3:] *= 8  # larger weights in rank 1's rows give them larger gradients
         sharded(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         inputs, labels = examples(48, seed=dist.get_rank())
@@ -254,7 +254,7 @@ def gradient_norms() -> list[Norms]:
 
 
 def mean_norms() -> dict[int, tuple[float, float]]:
-    """By number of ranks: the norm if each rank divides by the labels of all, and if each takes its own mean."""
+    """Return number of ranks → the norm if each rank divides by the labels of all ranks, and the norm if each takes its own mean."""
 
     def train() -> tuple[float, float]:
         inputs, labels = examples(48, seed=5)
@@ -274,7 +274,7 @@ PIECES = (1, 2, 4, 8)
 
 
 def piece_norms() -> dict[int, tuple[float, float]]:
-    """By number of pieces: the norm with losses as they are, and with losses divided by the number of pieces."""
+    """Return number of pieces → the norm of losses as they are, and the norm of losses divided by the number of pieces."""
 
     def train() -> dict[int, tuple[float, float]]:
         inputs, labels = examples(48, seed=dist.get_rank())
@@ -293,7 +293,7 @@ def piece_norms() -> dict[int, tuple[float, float]]:
 
 
 class Captioner(nn.Module):
-    """Has a method besides `forward`."""
+    """A module with a method besides `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,14 +308,14 @@ class Captioner(nn.Module):
 
 
 class Said(NamedTuple):
-    """The events of rank 0, and its error; "" without one."""
+    """The events of rank 0, and its error; "" if there is none."""
 
     events: list[Event]
     error: str
 
 
 def methods() -> dict[str, Said]:
-    """`generate` on its own, and registered."""
+    """Return the run of `generate` as it is, and the run after its registration."""
 
     def run(bare: bool) -> Said:
         torch.manual_seed(1)
@@ -335,7 +335,7 @@ def methods() -> dict[str, Said]:
 
 
 class Tied(nn.Module):
-    """First and last matrix are one."""
+    """A model whose first and last matrix are one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,12 @@ class Tied(nn.Module):
 
 
 class Ties(NamedTuple):
-    """By step: the largest difference of the two matrices. The error for tied weights in two groups; parameters."""
+    """The two runs of `ties`.
+
+    Attributes:
+        apart: run → the largest difference of the two matrices, by step.
+        error: the error for a tied weight in two groups. parameters: the number of parameters of each run.
+    """
 
     apart: dict[str, list[float]]
     error: str
@@ -356,7 +361,7 @@ class Ties(NamedTuple):
 
 
 def error_of_tie() -> str:
-    """The error of `fully_shard` about a weight in two groups."""
+    """Return the error of `fully_shard` about a weight in two groups."""
     model = Tied()
     try:
         for module in (model.embed, model.head):
@@ -367,7 +372,7 @@ def error_of_tie() -> str:
 
 
 def ties() -> Ties:
-    """Two groups with a copy each, and one group with both names."""
+    """Train with a copy of the weight in each of two groups, and with one group that has both names."""
 
     def train(split: bool) -> tuple[list[float], str, int]:
         torch.manual_seed(1)
@@ -401,7 +406,7 @@ COARSE_RANKS = (2, 4, 8)
 
 
 def coarse_errors() -> dict[str, list[float]]:
-    """By number of ranks: how far the reduced gradients are from the mean, taken in float64; by reduce dtype."""
+    """Return reduce dtype → the relative errors of the reduced gradients, by number of ranks. The reference is the mean in float64."""
 
     def train(reduce: torch.dtype | None) -> float:
         model = network()
@@ -425,7 +430,7 @@ def coarse_errors() -> dict[str, list[float]]:
 
 
 def started_weights() -> dict[str, Tensor]:
-    """A weight that was started on the meta device, put together: by `reset_parameters`, and by `init_shards`."""
+    """Start a weight on the meta device, by `reset_parameters` and by `init_shards`. Return the whole weights."""
 
     def start(by_rank: bool) -> Tensor:
         with torch.device("meta"):
@@ -446,13 +451,13 @@ def started_weights() -> dict[str, Tensor]:
 
 
 def loaded_weights() -> dict[str, Tensor]:
-    """A weight that rank 0 read from a file, put together: ranks shard their own, and ranks shard what rank 0 sent."""
+    """Shard a weight that rank 0 read from a file: each rank shards its own weight, or the weight of rank 0. Return the whole weights."""
 
     def load(alone: bool) -> Tensor:
         torch.manual_seed(dist.get_rank())
         model = nn.Sequential(nn.Linear(24, 12, bias=False))
         if dist.get_rank() == 0:
-            with torch.no_grad():  # stands for a file
+            with torch.no_grad():  # in place of a file
                 model[0].weight.copy_(0.2 * torch.eye(12).repeat(1, 2))
         if not alone:
             for tensor in model.state_dict().values():
@@ -463,7 +468,7 @@ def loaded_weights() -> dict[str, Tensor]:
 
 
 class Marked(nn.Linear):
-    """Records its own forward, which the hooks surround."""
+    """A layer that records its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         recorder = active()
@@ -475,7 +480,7 @@ class Marked(nn.Linear):
 
 
 def overlaps() -> dict[str, list[Event]]:
-    """A forward of four layers on rank 0, by torch's FSDP2 and by hwfsdp, in the order of issue."""
+    """Record a forward of four layers on rank 0, by torch's FSDP2 and by hwfsdp. Return the events in the order of issue."""
 
     def forward() -> list[list[Event]]:
         from torch.distributed.fsdp import fully_shard as theirs
@@ -499,7 +504,7 @@ def overlaps() -> dict[str, list[Event]]:
 
 
 def computed_meanwhile(events: Iterable[Event]) -> int:
-    """Forwards of layers that ran between the issue of a gather and the wait for it."""
+    """Count the forwards of layers that ran between the issue of a gather and the wait for it."""
     gathers, count = 0, 0
     for event in events:
         gathers += (event.op == "all_gather") - (event.op == "wait")
@@ -511,7 +516,7 @@ def computed_meanwhile(events: Iterable[Event]) -> int:
 
 
 class Block(nn.Module):
-    """x + down(relu(up(x)))."""
+    """A block that computes x + down(relu(up(x)))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -537,12 +542,12 @@ def virtual(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> Simulation:
-    """A step of a stack of blocks on virtual H100s, eight to a node.
+    """Simulate a step of a stack of blocks on virtual H100s, eight to a node.
 
     Args:
-        step: forwards and backwards, given model and inputs; by default one of each.
-        wrap: each block by itself; else all of them in one group.
-        options: of `fully_shard`.
+        step: runs forwards and backwards, given the model and the inputs; by default one of each.
+        wrap: if True, each block is a group; else all blocks are one group.
+        options: arguments of `fully_shard`.
     """
 
     def build() -> Callable[[], None]:
@@ -576,7 +581,7 @@ MICRO_BATCHES = 3
 
 
 def accumulations() -> dict[str, Simulation]:
-    """Gradients reduced after the last micro-batch only, and after each."""
+    """Simulate a step that reduces gradients after the last micro-batch only, and one that reduces them after each."""
 
     def accumulate(every: bool) -> Callable[[Any, Tensor], None]:
         def step(model: Any, x: Tensor) -> None:
@@ -593,7 +598,7 @@ def accumulations() -> dict[str, Simulation]:
 
 
 def logged() -> dict[str, Simulation]:
-    """Weights gathered to be logged before the forward; left whole, and freed."""
+    """Simulate a step that gathers its weights to log them before the forward. One run leaves them unsharded, the other frees them."""
 
     def logging(reshard: bool) -> Callable[[Any, Tensor], None]:
         def step(model: Any, x: Tensor) -> None:
@@ -613,7 +618,7 @@ def logged() -> dict[str, Simulation]:
 
 
 def groupings() -> dict[str, Simulation]:
-    """The stack as one group, and as one group per block."""
+    """Simulate the stack as one group, and as one group per block."""
     return {"fully_shard(model) alone": virtual(wrap=False), "fully_shard on each block too": virtual()}
 
 
@@ -621,7 +626,7 @@ RESHARDS: dict[str, bool | int] = {"True": True, "8": 8, "False": False}
 
 
 def reshards() -> dict[str, Simulation]:
-    """`reshard_after_forward` as True, 8 (GPUs of a node) and False."""
+    """Simulate `reshard_after_forward` as True, 8 (GPUs of a node) and False."""
     return {
         name: virtual(gpus=128, tokens=2048, reshard_after_forward=value) for name, value in RESHARDS.items()
     }
@@ -631,15 +636,15 @@ STATE_GPUS = (8, 16, 32, 64, 128)
 
 
 def residents(gpus: Sequence[int] = STATE_GPUS) -> dict[int, Simulation]:
-    """A larger stack by number of GPUs."""
+    """Simulate a larger stack on each number of GPUs."""
     return {n: virtual(gpus=n, blocks=12, optimizer=torch.optim.AdamW) for n in gpus}
 
 
-BATCH = 65_536  # tokens of all GPUs
+BATCH = 65_536  # tokens over all GPUs
 
 
 def scalings() -> dict[str, Simulation]:
-    """One batch on 8 GPUs, on 256, and on 256 under hybrid sharding."""
+    """Simulate one batch on 8 GPUs, on 256, and on 256 under hybrid sharding."""
     few, many = BATCH // 8, BATCH // 256
     return {
         f"8 GPUs, {few:,} tokens each": virtual(gpus=8, tokens=few, width=1024),
@@ -651,7 +656,7 @@ def scalings() -> dict[str, Simulation]:
 
 
 def peak(log: EventLog, kind: str) -> int:
-    """Bytes of a kind, at most."""
+    """Return the peak bytes of a kind."""
     return log.peak_bytes_by_kind().get(kind, 0)
 
 
@@ -659,7 +664,7 @@ def peak(log: EventLog, kind: str) -> int:
 
 
 def _sheet(title: str, text: str, keys: Sequence[Any], rows: float, left: float) -> tuple[Figure, float]:
-    """A sheet with a head, and `rows` inches below it; the top of these in inches."""
+    """Make a sheet with a head, and `rows` inches below it. Return the sheet, and the top of the rows in inches."""
     head = sheet.head(title, text, keys, WIDTH - left - RIGHT)
     figure = sheet.new_figure(WIDTH, head.height + rows + BOTTOM)
     head.draw(figure, left)
@@ -671,7 +676,7 @@ def _caption(axes: Axes, text: str) -> None:
 
 
 def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool = True) -> Figure:
-    """A band of streams per run, all on one axis of time, from each run's first event."""
+    """Draw a band of streams per run. All bands share one axis of time, from each run's first event."""
     shown = {
         name: [e for e in log.select(rank=0) if e.op not in ("alloc", "free")] for name, log in logs.items()
     }
@@ -691,7 +696,7 @@ def _from_zero(events: Sequence[Event], arrows: bool) -> list[Event]:
 
 
 class Bar(NamedTuple):
-    """A bar: its place, its length, the words behind it, its look. `gap`: rows of space above."""
+    """A bar: its name, its length, the words behind it, its look. `gap`: rows of space above."""
 
     name: str
     value: float
@@ -701,7 +706,7 @@ class Bar(NamedTuple):
 
 
 def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Sequence[Any] = ()) -> Figure:
-    """Bars from above."""
+    """Draw bars from top to bottom."""
     left = sheet.MARGIN + sheet.column_of((bar.name for bar in bars), style.TEXT_SIZE, 3.0) + 0.1
     places, at = [], 0.0
     for bar in bars:
@@ -738,12 +743,12 @@ def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Seque
 
 
 MOST_CALLS = 9
-# as far as the rank got with the call
+# how far the rank got with the call → the word for it
 _CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
 
 
 def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
-    """A column per collective, a row per rank: which rank called it, and how far it got."""
+    """Draw a column per collective and a row per rank: which rank called it, and how far it got."""
     runs = {name: calls[-MOST_CALLS:] for name, calls in runs.items()}
     start = max(min(int(call.number) for call in calls if call.number) for calls in runs.values())
     runs = {
@@ -822,7 +827,7 @@ def draw_curves(
     text: str,
     axes_names: tuple[str, str],
 ) -> Figure:
-    """Lines with markers, the first broken, the second mended."""
+    """Draw lines with markers. The first line is the broken run, the second the fixed one."""
     figure, _ = _sheet(title, text, (), 2.6, 0.95)
     axes = sheet.axes_at(figure, 0.95, BOTTOM, WIDTH - 0.95 - RIGHT, 2.6)
     for (name, values), look, marker in zip(curves.items(), (BROKEN, MENDED), "os", strict=True):
@@ -849,7 +854,7 @@ _NOISE = LinearSegmentedColormap.from_list("noise", [style.BLUE, style.WHITE, st
 
 
 def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure:
-    """Matrices, rank 0's rows above rank 1's."""
+    """Draw matrices, with rank 0's rows above rank 1's."""
     panel, left = 2.1, 0.75
     each = (WIDTH - left - RIGHT - 0.35 * (len(weights) - 1)) / len(weights)
     figure, top = _sheet(title, text, (), panel + CAPTION - 0.25, left)
@@ -876,7 +881,7 @@ def draw_strips(
     text: str,
     lasts: Mapping[str, str],
 ) -> Figure:
-    """What rank 0 issued, in order; `lasts`: what came at the end instead of a forward."""
+    """Draw the events of rank 0 in the order of issue. `lasts`: the word at the end of a run that reached no forward."""
     drawn = {name: [named(each) for each in issued(events)] for name, events in runs.items()}
     longest = max(len(drawn[name]) + bool(lasts.get(name)) for name in drawn)
     ops = dict.fromkeys(each.event.op for found in drawn.values() for each in found)
@@ -895,7 +900,7 @@ def draw_strips(
 
 
 def named(each: Issued) -> Issued:
-    """With the short name of a layer; FSDP2 names no groups."""
+    """Shorten "layer 1" to "1"."""
     return each._replace(event=replace(each.event, owner=each.event.owner.replace("layer ", "")))
 
 
@@ -989,7 +994,7 @@ def _one_group() -> Figure:
 
 
 def _reshard() -> Figure:
-    """Two bars for each setting, in two groups that share an axis of shares."""
+    """Draw a bar per setting in three groups: memory, gathers, step. Bars are shares of the largest in their group."""
     runs = reshards()
     gathers = {name: [e for e in run.log.collectives() if e.op == "all_gather"] for name, run in runs.items()}
     rows = [
@@ -1245,7 +1250,7 @@ def _said_of_scalings() -> list[str]:
     return [f"{BATCH:,} tokens", *map(style.format_ms, ends)]
 
 
-# picture → what its section says; a save that hangs takes too long to be asked again
+# picture → texts in its section; "saves" is left out, because a save that hangs takes too long
 STATED: dict[str, Callable[[], list[str]]] = {
     "loss": _said_of_losses,
     "routes": lambda: [failure(route, True).partition("\n")[0]],

@@ -1,7 +1,7 @@
-"""What the site adds to its pages: links into the glossary, and a footer that leads to the repository and the license.
+"""Add to the pages of the site: links into the glossary, and a footer that leads to the repository and the license.
 
-A page links the first use of each term of docs/glossary.md; the link shows the definition under the pointer. The address of the
-repository is the remote `origin` of the checkout that the site is built in, so a fork's site leads to the fork.
+A page links the first use of each term of docs/glossary.md. The link shows the definition under the pointer. The address of the
+repository is the remote `origin` of the checkout in which the site is built, so a fork's site leads to the fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Term(NamedTuple):
 
 
 def read_terms(app: Any) -> dict[str, Term]:
-    """All terms by name, in lower case; empty if the site has no glossary."""
+    """Return all terms by name, in lower case; an empty dict if the site has no glossary."""
     terms: dict[str, Term] = {}
     if GLOSSARY not in app.env.found_docs:
         return terms
@@ -69,7 +69,7 @@ def _is_prose(text: nodes.Text) -> bool:
 
 
 def _linked(text: str, pattern: re.Pattern[str], terms: dict[str, Term], page: str) -> Iterator[nodes.Node]:
-    """The text, cut at the terms that it uses first. These are taken out of `terms`."""
+    """Cut the text at the first use of each term, and yield the pieces with the links. Remove these terms from `terms`."""
     begin = 0
     for found in pattern.finditer(text):
         term = terms.pop(found[1].lower(), None)
@@ -86,20 +86,20 @@ def _linked(text: str, pattern: re.Pattern[str], terms: dict[str, Term], page: s
 
 
 def repository() -> str:
-    """The web address of the repository; "" if git knows of none."""
+    """Return the web address of the repository; "" if git knows none."""
 
     def asked(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
         return done.stdout.strip()
 
-    # a student's edition may lie inside another checkout, whose address is not the edition's
+    # a student's edition may lie inside another checkout, which has another address
     if not (top := asked("rev-parse", "--show-toplevel")) or Path(top).resolve() != ROOT.resolve():
         return ""
     return web_address(asked("config", "--get", "remote.origin.url"))
 
 
 def web_address(remote: str) -> str:
-    """The page of a remote: without a user, a password and `.git`; "" if it is no address on the net.
+    """Return the web page of a remote, without user, password and `.git`; "" if the remote is not on the web.
 
     >>> web_address("git@github.com:ada/hwfsdp.git")
     'https://github.com/ada/hwfsdp'
@@ -117,7 +117,7 @@ def fill_footer(app: Any, name: str, template: str, context: dict[str, Any], doc
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Called by Sphinx."""
+    """Register the hooks. Sphinx calls this function."""
     app.add_config_value("repository", repository(), "html", str)
     app.connect("doctree-resolved", link_terms)
     app.connect("html-page-context", fill_footer)

@@ -40,7 +40,7 @@ from hwfsdp.train.models import GPT, GPTConfig
 from hwfsdp.virtual.run import LIMITS, Simulation, simulate
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
-BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
+BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps at the end
 WORLD_SIZES = (1, 2, 4)
 SHARDS = 2  # number of ranks, of 4, that share one copy under hybrid sharding
 VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # the model in pictures of time

@@ -1,9 +1,9 @@
-"""Step players on the site: below a still picture, or before a question, the same step to play.
+"""Put step players on the site, below a still picture or before a question: readers can play the same step.
 
-The site makes these pages when it is built, so that they show the code as it is. They stand folded, and a browser loads a page only when
-its reader unfolds it. The still pictures remain for paper and for GitHub. Logs come from the simulator, from the file with the
-reference's runs at the stations, and, for the demo, from two ranks on this machine. Of the reference at the stations, the pages show
-events and times, and no code.
+The build of the site makes these pages, so that they show the code as it is. A player is folded at first, and the browser loads its
+page only when the reader unfolds it. Paper and GitHub have the still pictures. Logs come from the simulator, from the file with the
+reference's runs at the stations, and, for the demo, from two ranks on this machine. Players of the reference show its events and
+times, but no code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hwfsdp.virtual.run import simulate
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "hwfsdp"
-FOLDER = "players"  # of the site
+FOLDER = "players"  # folder of the site
 CONFIG = GPTConfig(dim=2048, layers=5, heads=16, seq_len=1024)
 Logs = dict[str, EventLog]
 
@@ -42,8 +42,8 @@ class Player(NamedTuple):
     """A player on a page.
 
     Attributes:
-        page: of the site. at: the name of the picture that it follows, or the id of the section that it precedes.
-        says: what to look for. logs: one log or two, by name.
+        page: the page of the site. at: the name of the picture above the player, or the id of the section below it.
+        says: the question for the reader. logs: makes one log or two, by name.
     """
 
     page: str
@@ -57,7 +57,7 @@ class Player(NamedTuple):
 
 @cache
 def demo(reshard_after_forward: bool | None) -> EventLog:
-    """Two steps of the demo's model on two ranks of this machine."""
+    """Record two steps of the demo's model on two ranks of this machine."""
     return trace_run(
         Target(None, (), Steps(), reshard_after_forward=reshard_after_forward), 2, "cpu", own_output=False
     )
@@ -68,12 +68,12 @@ def with_and_without_freeing() -> Logs:
 
 
 def stations(asked: dict[str, tuple[str, str]]) -> Logs:
-    """The reference's runs after stations: by name, the machine and the number of the station."""
+    """Return the reference's runs after stations. `asked`: name → the machine and the number of the station."""
     return {name: reference_log(*each) for name, each in asked.items()}
 
 
 def simulated(gpus: int, settings: dict[str, dict[str, Any]]) -> Logs:
-    """A step of a GPT on virtual H100s: by name, the settings of `simulate`."""
+    """Simulate a step of a GPT on virtual H100s. `settings`: name → the settings of `simulate`."""
     return {
         name: simulate(CONFIG, gpus, **{"batch": 2, "seq": 1024, **each}).log
         for name, each in settings.items()
@@ -81,7 +81,7 @@ def simulated(gpus: int, settings: dict[str, dict[str, Any]]) -> Logs:
 
 
 def of_faq(name: str) -> Logs:
-    """The first and the last run of a function of docs/faq.py."""
+    """Return the first and the last run of a function of docs/faq.py."""
     import faq
 
     runs = list(getattr(faq, name)().items())
@@ -130,7 +130,7 @@ EXERCISES = {
         partial(stations, {"little overlap": ("host", "08"), "all overlap": ("host", "10")}),
     ),
 }
-AT = {"08_streams": "predict"}  # no picture
+AT = {"08_streams": "predict"}  # this page has no picture
 FAQ = {
     "one_group": ("groupings", "Play one group (A) and six (B): what can compute hide?"),
     "accumulation": ("accumulations", "Play both steps: how long do whole gradients stay?"),
@@ -161,9 +161,9 @@ PLAYERS = {
 
 
 def add_players(app: Any, doctree: nodes.document) -> None:
-    """Put the players of a page into it."""
+    """Insert the players of a page."""
     page = app.env.docname
-    for name, player in reversed(PLAYERS.items()):  # the first of two at one place comes first
+    for name, player in reversed(PLAYERS.items()):  # of two players at one place, the first comes first
         if player.page == page:
             address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
             block = nodes.raw("", BLOCK.render(says=player.says, address=address), format="html")
@@ -172,7 +172,7 @@ def add_players(app: Any, doctree: nodes.document) -> None:
 
 
 def _place(doctree: nodes.document, at: str) -> tuple[Any, int]:
-    """Where a player stands: a node, and its place among the node's children."""
+    """Return the place of a player: the parent node, and the index among its children."""
     for section in doctree.findall(nodes.section):
         if at in section["ids"]:
             return section.parent, section.parent.index(section)
@@ -184,7 +184,7 @@ def _place(doctree: nodes.document, at: str) -> tuple[Any, int]:
 
 
 def write_players(app: Any, failed: Exception | None) -> None:
-    """Write the players whose pages the site has, unless they are there and newer than all code."""
+    """Write the players of all pages of the site. Skip players that are newer than all code."""
     if failed or app.builder.format != "html":
         return
     newest = max(path.stat().st_mtime for path in _sources())
@@ -202,7 +202,7 @@ def _sources() -> Iterator[Path]:
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Called by Sphinx."""
+    """Register the hooks. Sphinx calls this function."""
     app.connect("doctree-read", add_players)
     app.connect("build-finished", write_players)
     return {"parallel_read_safe": True}

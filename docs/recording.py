@@ -1,16 +1,16 @@
-"""The terminal recording of the README, made again from the tree: `.venv/bin/python docs/recording.py`.
+"""Record the terminal session of the README again: `.venv/bin/python docs/recording.py`.
 
-A shell runs in a pseudo-terminal, in a copy of the course, and is typed to: the demo, then station 01 not begun, wrong and right.
-What it answers, and when, is kept as an asciicast (https://docs.asciinema.org/manual/asciicast/v2/), and drawn as an SVG that
-stylesheets animate. `--draw` draws the recording that is there.
+The script types into a shell in a pseudo-terminal, in a copy of the course: the demo, then station 01 not begun, wrong and right. It
+keeps the output and its times as an asciicast (https://docs.asciinema.org/manual/asciicast/v2/), and draws them as an SVG that
+stylesheets animate. `--draw` draws the existing recording.
 
     record   asciicast v2, with true times             docs/_static/demo.cast
-    shorten  waiting is cut, time to read is added
+    shorten  cut waits, add time to read
     play     a small terminal, frame by frame
     draw     rows with the times when they are seen    docs/_static/demo.svg
 
-Without animation, the picture is its last frame. Nothing is installed for it; `make setup` has to come first. Left out of the
-terminal: all that these commands do not write. It says so if they begin to.
+Without animation, the picture shows its last frame. Run `make setup` first: the script installs nothing. Its terminal knows only
+the control characters that these commands write, and raises an error at any other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ COLUMNS, ROWS = 100, 30
 LONGEST_WAIT = 600.0  # seconds for one command
 
 FILE = "exercises/my_fsdp.py"
-PROMPT, PROMPTED = r"\[\e[34m\]$\[\e[0m\] ", "$\x1b[0m "  # as bash is told, and as it ends
+# the setting of bash, and the end of the prompt that bash then prints
+PROMPT, PROMPTED = r"\[\e[34m\]$\[\e[0m\] ", "$\x1b[0m "
 TYPED = (
     "# The first time, this sets up .venv, too. That takes minutes.",
     "make demo",
@@ -64,7 +65,7 @@ FIRST_TRY = """def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int
 
 
 class Event(NamedTuple):
-    """What the terminal got: seconds since the beginning, and the text."""
+    """A piece of output: seconds since the beginning, and the text."""
 
     at: float
     text: str
@@ -74,7 +75,7 @@ class Event(NamedTuple):
 
 
 def record(folder: Path) -> list[Event]:
-    """Types the commands into a shell in the folder; each after the prompt that follows the one before."""
+    """Type the commands into a shell in the folder. Wait for the prompt before each command."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -107,7 +108,7 @@ def record(folder: Path) -> list[Event]:
 
 
 def copy_course(folder: Path) -> None:
-    """Puts there what the commands need, and the two tries. The environment is this one's: nothing is installed."""
+    """Copy the course and the two tries, wrong and right, into a folder. Use the current environment; install nothing."""
     listed = ["git", "ls-files", "exercises", "Makefile", "setup.cfg", "pyproject.toml"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ def copy_course(folder: Path) -> None:
     (ours / "python").chmod(0o755)
     (ours.parent / ".installed").write_text((ROOT / ".venv" / ".installed").read_text())
     planned = subprocess.check_output(["make", "-n", "demo"], cwd=folder, text=True)
-    if planned.count("\n") != 1:  # set-up would put this copy in the place of what is installed
+    if planned.count("\n") != 1:  # setup would replace the installed package by this copy
         raise SystemExit(
             f"recording: expected make demo to do nothing else, got:\n{planned}Run make setup first."
         )
@@ -130,7 +131,7 @@ def copy_course(folder: Path) -> None:
 
 
 def write_cast(events: list[Event]) -> None:
-    """Keeps a recording."""
+    """Write the recording."""
     header = {
         "version": 2,
         "width": COLUMNS,
@@ -143,7 +144,7 @@ def write_cast(events: list[Event]) -> None:
 
 
 def read_cast() -> list[Event]:
-    """The recording that is there."""
+    """Read the existing recording."""
     lines = [json.loads(line) for line in CAST.read_text().splitlines()]
     return [Event(at, text) for at, kind, text in lines[1:] if kind == "o"]
 
@@ -151,14 +152,14 @@ def read_cast() -> list[Event]:
 # --- Shorten -----------------------------------------------------------------------------------------------
 
 LETTER, PROGRESS, WAIT, LAST = 0.045, 0.05, 0.9, 9.0  # seconds at most
-A_LINE = 0.28  # seconds to read one
+A_LINE = 0.28  # seconds to read a line
 
 
 def shorten(events: list[Event]) -> tuple[list[Event], float]:
-    """The same events in less time, and the duration of it all."""
+    """Return the same events in less time, and the duration of all."""
     shortened: list[Event] = []
     now = before = 0.0
-    lines = 0  # written since something was typed
+    lines = 0  # number of lines since the last typed character
     for event in events:
         typed = len(event.text) == 1
         longest = LETTER if typed else PROGRESS if event.text.startswith("\r") else WAIT
@@ -174,7 +175,7 @@ def shorten(events: list[Event]) -> tuple[list[Event], float]:
 
 # --- Play --------------------------------------------------------------------------------------------------
 
-COLORS = {  # on this background, at least 4.5:1 (https://www.w3.org/TR/WCAG21/#contrast-minimum)
+COLORS = {  # contrast with the background: at least 4.5:1 (https://www.w3.org/TR/WCAG21/#contrast-minimum)
     "": "#d8dee9",
     "1": "#ffffff",
     "31": "#f08a93",
@@ -188,14 +189,14 @@ Row = tuple[Cell, ...]
 
 
 class Terminal:
-    """As much of one as is needed: characters, colors, returns, new lines, and lines that are too long."""
+    """A small terminal. It knows characters, colors, returns, new lines, and lines that are too long."""
 
     def __init__(self) -> None:
         self.rows: list[list[Cell]] = [[]]
         self._column, self._color = 0, ""
 
     def write(self, text: str) -> None:
-        """What a program writes. Raises ValueError if that is more than this terminal can do."""
+        """Write the output of a program. Raises ValueError at anything that this terminal does not know."""
         for piece in PIECE.finditer(text):
             if piece["color"] is not None:
                 self._color = "" if piece["color"] in ("", "0") else piece["color"]
@@ -234,7 +235,7 @@ class Seen(NamedTuple):
 
 
 def play(events: list[Event], duration: float) -> tuple[list[Seen], list[tuple[float, int]]]:
-    """The states of all rows, and how many rows there were when."""
+    """Return the states of all rows, and the number of rows at each time."""
     terminal, seen = Terminal(), []
     current: dict[int, tuple[Row, float]] = {}
     heights: list[tuple[float, int]] = []
@@ -258,7 +259,7 @@ FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberatio
 
 
 def draw(seen: list[Seen], heights: list[tuple[float, int]], duration: float) -> str:
-    """The picture. A row that is not in the last frame is hidden until the animation shows it."""
+    """Return the picture as SVG. A row that is not in the last frame is hidden until the animation shows it."""
     width, height = round(COLUMNS * CHARACTER + 2 * MARGIN), BAR + ROWS * LINE + MARGIN
     names: dict[tuple[float, float], str] = {}
     groups: dict[tuple[float, float], list[str]] = {}
@@ -292,7 +293,7 @@ text{{font:{SIZE}px {FONT};white-space:pre}}
 
 
 def _texts(seen: Seen) -> Iterator[str]:
-    """The words of a row, each run of one color at its column: aligned, however wide the reader's font is."""
+    """Yield the words of a row, each at its column, so that they are aligned in a font of any width."""
     column = 0
     for color, text in _runs(seen.cells):
         for word in re.finditer(r"\S+(?: \S+)*", text):
@@ -337,7 +338,7 @@ def _scroll(up: list[tuple[float, int]], duration: float) -> str:
 
 
 def main() -> None:
-    """Records, unless only the picture is wanted; draws."""
+    """Record, unless `--draw` is given, and draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--draw", action="store_true", help="draw the recording that is there")
     if not parser.parse_args().draw:

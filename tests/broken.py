@@ -1,7 +1,7 @@
-"""Trainings in which an exception breaks one micro-batch off, everywhere it can be raised; run by `test_recovery`.
+"""Trainings in which an exception interrupts one micro-batch, at every place that can raise it. `test_recovery` runs them.
 
-Every rank has the same batches. Then a mean over 2 or 4 ranks is exact, and an unsharded model in the same process computes
-the same bits.
+All ranks have the same batches. So a mean over 2 or 4 ranks is exact, and an unsharded model in the same process computes the same
+bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Inner(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, a module that is sharded by itself, and a layer; recomputed in backward if asked for."""
+    """A layer, a module that is sharded separately, and another layer. If `reentrant` is set, the backward recomputes them."""
 
     reentrant: bool | None = None
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Stem and head are the root's own; the loss is a module as well, so that hooks reach it."""
+    """A model whose root owns stem and head. The loss is a module, too, so that hooks reach it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def build(shard: Callable[..., Any] | None, **options: Any) -> Net:
     return model
 
 
-# --- Where it can be raised --------------------------------------------------------------------------------
+# --- Places where the exception is raised ------------------------------------------------------------------
 
 
 class Raising(torch.autograd.Function):
@@ -99,7 +99,7 @@ class Raising(torch.autograd.Function):
 
 
 def in_gradient_of(module: nn.Module, fault: Fault) -> Any:
-    """When the gradient of the module's output is there."""
+    """Raise the fault when the gradient of the module's output is ready."""
 
     def watch(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -108,7 +108,7 @@ def in_gradient_of(module: nn.Module, fault: Fault) -> Any:
     return module.register_forward_hook(watch)
 
 
-Place = Callable[[Net, Loss, Fault], Any]  # → a handle to remove
+Place = Callable[[Net, Loss, Fault], Any]  # returns a handle to remove
 
 FORWARD: dict[str, Place] = {
     "before the root's inputs": lambda m, loss, f: m.register_forward_pre_hook(f, prepend=True),
@@ -136,7 +136,7 @@ BACKWARD: dict[str, Place] = {
 
 
 def part(tensor: Tensor | None, shards: int) -> Tensor | None:
-    """A copy of this rank's rows, which a DTensor has, and of which a whole tensor has `shards` times as many."""
+    """Copy this rank's rows: the local part of a DTensor, or one of `shards` parts of a whole tensor."""
     if tensor is None:
         return None
     if isinstance(tensor, DTensor):
@@ -145,7 +145,7 @@ def part(tensor: Tensor | None, shards: int) -> Tensor | None:
 
 
 class Run:
-    """A model that has had a step and the gradients of a micro-batch, and what it computed."""
+    """A model that has taken one step, and has the gradients of one more micro-batch. `kept` collects its results."""
 
     def __init__(self, shard: Callable[..., Any] | None, **options: Any) -> None:
         self.shard, self.model, self.loss = shard, build(shard, **options), Loss()
@@ -185,7 +185,7 @@ class Run:
 
     @contextmanager
     def broken(self, place: str, error: type[BaseException] = KeyError) -> Iterator[None]:
-        """Raises once in the block: at the first call, or in the recomputation, which is the last one."""
+        """Raise once in the `with` block: at the first call, or, in a recomputation, at the second call, which is the recomputation."""
         calls = 0
 
         def fault(*_: Any) -> None:
@@ -208,14 +208,14 @@ Way = Callable[[Run], None]
 
 
 class Case(NamedTuple):
-    """A way to go on after a micro-batch that broke.
+    """A way to go on after a broken micro-batch.
 
     Attributes:
-        place: of `FORWARD` or `BACKWARD`. error: what is raised there.
-        synced: whether the micro-batch before was reduced.
-        then: what follows at once: "step"; "zero" or "zero all", the optimizer's or the model's `zero_grad`, and a step of
-            weight decay; "save", a state dict; "", the next micro-batch.
-        mode: around the broken forward. reentrant: how the middle block is checkpointed.
+        place: a key of `FORWARD` or `BACKWARD`. error: the exception to raise there.
+        synced: if True, the micro-batch before was reduced.
+        then: the next action. "step"; "zero" or "zero all": the optimizer's or the model's `zero_grad`, and a step of weight decay;
+            "save": a state dict; "": the next micro-batch.
+        mode: a context around the broken micro-batch. reentrant: how the middle block is checkpointed.
     """
 
     place: str
@@ -254,7 +254,7 @@ class Case(NamedTuple):
 
 
 def few_cases() -> list[Case]:
-    """One of each kind."""
+    """List one case of each kind."""
     recomputed = [
         Case("in a recomputation", synced=False, reentrant=reentrant) for reentrant in (True, False)
     ]
@@ -271,7 +271,7 @@ def few_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """No step while a gradient is not reduced: sharded, that is a step without it."""
+    """List all cases. None takes a step while a gradient is unreduced: the sharded model would step without this gradient."""
     found = few_cases()
     for place in FORWARD:
         found += [Case(place, then="step"), Case(place, KeyboardInterrupt, then="step")]
@@ -304,7 +304,7 @@ def another_loss_s_backward(run: Run) -> None:
 
 
 def a_reset(run: Run) -> None:
-    """It drops gradients that were not reduced."""
+    """Drop unreduced gradients by a reset."""
     for place in ("in a leaf", "in a block's backward"):
         run.sync(False)
         run.forward().backward()
@@ -461,7 +461,7 @@ def two_models_that_share_the_wire(run: Run) -> None:
     def backward() -> None:
         run.loss(critic(run.model(torch.ones(4, 8)).repeat(1, 2))).backward()
 
-    for _ in range(2):  # the second time both are known to each other
+    for _ in range(2):  # in the second round, each model knows the other
         with run.broken("at the root's gradient"):
             backward()
         critic.zero_grad()
@@ -492,22 +492,22 @@ WAYS: list[Way] = [
 ]
 
 
-# --- What is compared --------------------------------------------------------------------------------------
+# --- Comparison --------------------------------------------------------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Return True if all bits are the same."""
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
 
 
 def complaints(ways: Iterable[Way], shard: Callable[..., Any], **options: Any) -> dict[str, str]:
-    """What differs from the unsharded model, for those ways to go on after which something does."""
+    """Go each way with a sharded and an unsharded model. Return way → the difference or the traceback, if there is one."""
     found = {}
     for way in ways:
         name = getattr(way, "__name__", str(way))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of steps without gradients
+                warnings.simplefilter("ignore")  # warnings about steps without gradients
                 runs = Run(shard, **options), Run(None, **options)
                 for run in runs:
                     way(run)

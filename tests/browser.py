@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: opens a page, runs scripts in it, moves the pointer, takes pictures."""
+"""Drive a headless Chromium over its DevTools protocol: open a page, run scripts in it, move the pointer, take pictures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import numpy as np
 from PIL import Image
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE = 60.0  # seconds for the browser to start, and for what a page is asked to become true
+PATIENCE = 60.0  # seconds: the limit for the start of the browser, and for a condition in a page
 
 
 def find_browser() -> str | None:
-    """The command of a Chromium on this machine."""
+    """Find the command of a Chromium on this machine."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Tab:
-    """One page.
+    """A page in the browser.
 
     Attributes:
-        complaints: what the page said on its console as an error, and exceptions that nobody caught.
+        complaints: errors and warnings on the page's console, and uncaught exceptions.
         requests: addresses of everything that the page loaded.
     """
 
@@ -47,7 +47,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """Calls a method of the protocol and returns its result."""
+        """Call a method of the protocol, and return its result."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
@@ -72,7 +72,7 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
     def look(self, width: int, height: int, dark: bool = False, still: bool = False) -> None:
-        """Sets the size of the window in pixels, the theme, and whether motion is not wanted."""
+        """Set the size of the window in pixels, the theme, and whether the reader prefers no motion (`still`)."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -85,8 +85,8 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, address: str) -> None:
-        """Opens a page and waits until it has been drawn."""
-        self._load("about:blank")  # or another moment of the same page would not be loaded at all
+        """Open a page, and wait until it is drawn."""
+        self._load("about:blank")  # else the same page with another #fragment would not be loaded
         self.complaints.clear()
         self.requests.clear()
         self._load(address)
@@ -99,26 +99,26 @@ class Tab:
             self._heard(json.loads(self._socket.recv()))
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """Evaluate an expression in the page, and return its value. Wait if it is a promise."""
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"].get("description", "?"))
         return found["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """The text of an element."""
+        """Return the text of an element."""
         return str(self.run(f"document.querySelector('{selector}').textContent"))
 
     def press(self, selector: str) -> None:
-        """Clicks an element, wherever it is."""
+        """Click an element, wherever it is."""
         self.run(f"document.querySelector('{selector}').click()")
 
     def drawn(self) -> None:
-        """Waits for two frames: what was asked for before has been drawn then."""
+        """Wait for two frames. Then everything requested before is drawn."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def until(self, script: str) -> None:
-        """Waits until an expression is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + PATIENCE
         while not self.run(script):
             if time.monotonic() > end:
@@ -131,7 +131,7 @@ class Tab:
         self.drawn()
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """`kind`: "mouseMoved", "mousePressed", "mouseReleased", "mouseWheel"; a place in the window."""
+        """Send a mouse event at a place in the window. `kind`: "mouseMoved", "mousePressed", "mouseReleased" or "mouseWheel"."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
         self.drawn()
 
@@ -144,7 +144,7 @@ class Tab:
         self.mouse("mouseReleased", *end, **held)
 
     def touch(self, *places: tuple[float, float]) -> None:
-        """Fingers stand on these places in the window; none: they are lifted. `touching` has to have been called."""
+        """Put fingers on these places in the window. Without places, lift all fingers. Call `touching(True)` first."""
         kind = "touchEnd" if not places else "touchMove" if len(places) == self._fingers else "touchStart"
         points = [{"x": x, "y": y, "id": finger} for finger, (x, y) in enumerate(places)]
         self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
@@ -152,7 +152,7 @@ class Tab:
         self.drawn()
 
     def touching(self, enabled: bool) -> None:
-        """Makes the screen one that is touched, or not."""
+        """Turn touch input on or off."""
         self.call("Emulation.setTouchEmulationEnabled", enabled=enabled, maxTouchPoints=2 if enabled else 1)
 
     def tap(self, x: float, y: float) -> None:
@@ -166,18 +166,18 @@ class Tab:
         self._socket.close()
 
     def picture(self) -> np.ndarray:
-        """What the window shows: [height, width, 3], bytes."""
+        """Return the pixels of the window: [height, width, 3], bytes."""
         return np.asarray(Image.open(io.BytesIO(self.png())).convert("RGB"))
 
     def png(self, whole: bool = False) -> bytes:
-        """The same as a file; `whole`: with what is below the window."""
+        """Return the window as a PNG file. `whole`: include the part of the page below the window."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A Chromium with one tab, ended with the block; what it writes goes to `folder`."""
+    """Start a Chromium with one tab, and end it after the `with` block. It writes its files to `folder`."""
     command = find_browser()
     assert command is not None
     options = [
@@ -206,7 +206,7 @@ def browser(folder: Path) -> Iterator[Tab]:
 
 
 def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
-    """Of the first page, which the browser says once it listens."""
+    """Return the address of the first page. The browser prints it when it listens."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and process.poll() is None:
         lines = file.read_text().split() if file.exists() else []

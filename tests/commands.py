@@ -1,4 +1,4 @@
-"""What tests of the command ask: what it said, and with which status it ended."""
+"""Run the command in tests, and return its output and exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from hwfsdp.cli import main
 
-Run = Callable[..., "Said"]  # of the fixture `run`
+Run = Callable[..., "Said"]  # type of the fixture `run`
 
 
 class Said(NamedTuple):
@@ -20,12 +20,12 @@ class Said(NamedTuple):
 
     @property
     def found(self) -> Any:
-        """What `--json` printed."""
+        """Parse the output of `--json`."""
         return json.loads(self.out)
 
 
 def said_by(capsys: pytest.CaptureFixture[str], *args: object) -> Said:
-    """Runs `hwfsdp` with these arguments."""
+    """Run `hwfsdp` with these arguments."""
     try:
         status = main(list(map(str, args)))
     except SystemExit as stopped:  # argparse
@@ -34,7 +34,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *args: object) -> Said:
 
 
 def assert_refused(said: Said, *parts: str) -> None:
-    """Its arguments cannot be used: one line on standard error, with these parts."""
+    """Check that the command refused its arguments: one line on standard error, with these parts."""
     assert (said.status, said.out) == (2, "")
     assert said.err.startswith("hwfsdp: ") and said.err.count("\n") == 1
     assert all(part in said.err for part in parts), said.err

@@ -41,7 +41,7 @@ import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint",
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs the command that a file of tests is about: its constant VERB."""
+    """Return a function that runs one command of `hwfsdp`: the constant VERB of the test file."""
     from commands import said_by
 
     return functools.partial(said_by, capsys, request.module.VERB)
@@ -73,6 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze all imported objects: they are never garbage, and looking at them costs each collection a third of a second."""
+    """Freeze all imported objects. They are never garbage, and each garbage collection would look at them for a third of a second."""
     gc.collect()
     gc.freeze()

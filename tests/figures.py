@@ -1,4 +1,4 @@
-"""Logs made by hand, and what tests of pictures ask a figure: which texts it has, where they lie, what its legend says."""
+"""Make logs by hand, and ask figures which texts they have, where these lie, and what the legend says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
 
 
 def training_log(ranks: int, groups: int, steps: int = 2) -> EventLog:
-    """A schedule as regular as no run is: each group gathers, computes and scatters, 1 ms each."""
+    """Make a perfectly regular log: each group gathers, computes and scatters, 1 ms each."""
     return EventLog([e for rank in range(ranks) for e in _events_of(rank, groups, steps)])
 
 
@@ -67,13 +67,13 @@ def _events_of(rank: int, groups: int, steps: int) -> list[Event]:
 
 
 def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
-    """A sample per ms, every kind listed, as the ledger writes it."""
+    """Make a log with one sample per ms. Each sample lists every kind, as the ledger's samples do."""
     zeros = dict.fromkeys(KINDS, 0)
     return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
 
 
 def gathered_and_freed(group: int, begin: float, owner: str = "", **details: Any) -> list[Event]:
-    """1 ms on the way, full for 2 ms, in which it computes for 1 ms."""
+    """Make the events of a group that is gathered for 1 ms, and then stays unsharded for 2 ms. It computes for 1 ms of this time."""
     rows = [
         ("copy_in", "copy", 0, 100, ()),
         ("all_gather", "all_gather", 100, 900, ()),
@@ -91,13 +91,13 @@ def gathered_and_freed(group: int, begin: float, owner: str = "", **details: Any
 
 
 def lifetime_log(groups: int, owner: str = "") -> EventLog:
-    """One group after the other."""
+    """Make a log in which each group is gathered and freed before the next one."""
     found = [gathered_and_freed(g, 2000.0 * g, owner and f"{owner}.{g}") for g in range(groups)]
     return EventLog([e for of_group in found for e in of_group])
 
 
 def points_of(count: int, scale: float = 1.0) -> list[ScalingPoint]:
-    """A curve over so many numbers of GPUs; the ideal is 6000 tokens/s/GPU."""
+    """Make a curve with `count` numbers of GPUs. The ideal is 6000 tokens/s/GPU."""
     return [
         ScalingPoint(8 * 2**i, scale * 6000 / (1 + i / 10), scale * (1 + i), scale * 80 / (i + 1), i / 20)
         for i in range(count)
@@ -113,21 +113,21 @@ class Box(NamedTuple):
     y1: float
 
     def touches(self, other: Box) -> bool:
-        """Whether the two share more than an edge of one pixel."""
+        """Return True if the boxes overlap by more than one pixel."""
         wide = min(self.x1, other.x1) - max(self.x0, other.x0)
         high = min(self.y1, other.y1) - max(self.y0, other.y0)
         return wide > 1.0 and high > 1.0
 
 
 def canvas_of(figure: Figure) -> FigureCanvasAgg:
-    """The canvas of a figure, drawn."""
+    """Draw a figure, and return its canvas."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return canvas
 
 
 def texts(figure: Figure) -> list[tuple[str, Box]]:
-    """Every text that is seen, with the rectangle that it fills."""
+    """List every visible text with the rectangle that it fills."""
     renderer = canvas_of(figure).get_renderer()
     hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
     seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
@@ -139,7 +139,7 @@ def texts(figure: Figure) -> list[tuple[str, Box]]:
 
 
 def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
-    """Ticks beyond the limits of their axis exist, but are not drawn."""
+    """Yield the labels of ticks beyond the limits of their axis. They exist, but are not drawn."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         for tick in axis.get_major_ticks():
@@ -167,13 +167,13 @@ def luma(color: Any) -> float:
 
 
 def boxes(figure: Figure, prefix: str = "") -> dict[str, Rectangle]:
-    """The rectangles whose name (gid) begins like this, by name."""
+    """Return name (gid) → rectangle, for all names that begin with `prefix`."""
     found = [p for axes in figure.axes for p in axes.patches if isinstance(p, Rectangle)]
     return {str(p.get_gid()): p for p in found if p.get_gid() and str(p.get_gid()).startswith(prefix)}
 
 
 def assert_everything_is_on_the_sheet(figure: Figure) -> None:
-    """Texts are apart; texts, patches and lines are inside the figure."""
+    """Check that texts do not overlap, and that texts and patches are inside the figure."""
     assert_texts_are_apart_and_on_the_sheet(figure)
     page = figure.bbox.extents
     for axes in figure.axes:
@@ -185,7 +185,7 @@ def assert_everything_is_on_the_sheet(figure: Figure) -> None:
 
 
 def assert_can_be_read_on_a_page(figure: Figure) -> None:
-    """The figure is no wider than a page, and no letter smaller than 9 pixels where a page has 736."""
+    """Check that the figure fits on a page, and that on a page of 736 pixels every letter has at least 9 pixels."""
     assert figure.get_figwidth() <= sheet.PAGE + 1e-6
     for text in figure.findobj(Text):
         assert text.get_fontsize() / 72 * 736 / sheet.PAGE >= 9.0, text.get_text()

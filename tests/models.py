@@ -1,7 +1,7 @@
-"""Small models for the tests, each with a way of being awkward to shard.
+"""Small models for the tests. Each is awkward to shard in its own way.
 
-Every model lists in `blocks` what the wrap variants shard below the root, and makes its own inputs:
-`model.inputs(rows, seed)` are the positional arguments of a batch, dim 0 of each tensor being the batch.
+`blocks` lists the modules below the root that the variants of `wrap` shard. `model.inputs(rows, seed)` makes the positional
+arguments of a batch; dim 0 of each tensor is the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Model(nn.Module):
-    """Blocks one after the other; the input is a vector of `width` per row."""
+    """Blocks one after the other. Each row of the input is a vector of `width` elements."""
 
     width = 8
 
@@ -48,26 +48,26 @@ class Block(nn.Module):
 
 
 def even() -> Model:
-    """Every dim 0 is a multiple of 1, 2, 3 and 4."""
+    """Return a model in which every dim 0 is a multiple of 1, 2, 3 and 4."""
     model = Model([Block(12, 24, 12) for _ in range(3)])
     model.width = 12
     return model
 
 
 def uneven() -> Model:
-    """No dim 0 is a multiple of 2; some have fewer rows than there are ranks, and biases have one element."""
+    """Return a model in which no dim 0 is a multiple of 2. Some parameters have fewer rows than there are ranks, or a single element."""
     model = Model([Block(5, 7, 3), Block(3, 5, 1), Block(1, 3, 1)])
     model.width = 5
     return model
 
 
 def graded() -> Model:
-    """Three blocks, each of another size, the largest in the middle."""
+    """Return three blocks of different sizes, the largest in the middle."""
     return Model([Block(8, hidden, 8) for hidden in (4, 12, 8)])
 
 
 class Stem(Model):
-    """A linear layer of the root's own before and after the blocks, so that inputs of blocks need gradients."""
+    """Blocks between two linear layers of the root, so that the blocks' inputs need gradients."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(blocks)
@@ -86,7 +86,7 @@ def stem() -> Stem:
 
 
 class Checkpointed(Stem):
-    """Runs its blocks under activation checkpointing."""
+    """A model that runs its blocks under activation checkpointing."""
 
     reentrant = False
 
@@ -98,14 +98,14 @@ class Checkpointed(Stem):
 
 
 def checkpointed(reentrant: bool) -> Checkpointed:
-    """Checkpoints around sharded blocks."""
+    """Return a model with checkpoints around sharded blocks."""
     model = Checkpointed([Block(8, 12, 8) for _ in range(3)])
     model.reentrant = reentrant
     return model
 
 
 class CheckpointedInside(nn.Module):
-    """A block that checkpoints what is inside it."""
+    """A block that checkpoints the module inside it."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class CheckpointedInside(nn.Module):
 
 
 def checkpointed_inside(reentrant: bool) -> Stem:
-    """Sharded blocks around checkpoints."""
+    """Return a model with sharded blocks around checkpoints."""
     return Stem([CheckpointedInside(reentrant) for _ in range(3)])
 
 
@@ -128,7 +128,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        # the gradient of a key's bias is zero but for rounding
+        # no bias: the gradient of the keys' bias is zero except for rounding
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
 
@@ -152,7 +152,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(Model):
-    """Integer tokens in, logits out; embedding and head are one parameter."""
+    """A transformer from integer tokens to logits. Embedding and head are one parameter."""
 
     def __init__(self) -> None:
         super().__init__([TransformerBlock(6, 2) for _ in range(2)])
@@ -182,7 +182,7 @@ Named = namedtuple("Named", ["first", "second"])
 
 
 class Split(nn.Module):
-    """A tensor and keywords in, a tuple out."""
+    """A block that takes a tensor and keywords, and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Split(nn.Module):
 
 
 class Cross(nn.Module):
-    """A dataclass in, a named tuple out."""
+    """A block that takes a dataclass, and returns a named tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Cross(nn.Module):
 
 
 class Join(nn.Module):
-    """A named tuple in, a dict of a dataclass out."""
+    """A block that takes a named tuple, and returns a dict with a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Structured(Model):
 
 
 class Embedded(Model):
-    """An embedding of 11 rows, whose gradient needs no parameters, and a block."""
+    """An embedding of 11 rows, and a block. The embedding's gradient needs no parameters."""
 
     def __init__(self) -> None:
         super().__init__([nn.Embedding(11, 6), Block(6, 5, 3)])
@@ -239,7 +239,7 @@ class Embedded(Model):
 
 
 class Twice(Stem):
-    """The first block runs before and after the others."""
+    """A model whose first block runs twice: before and after the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -253,7 +253,7 @@ def twice() -> Twice:
 
 
 class Wandering(Stem):
-    """Runs its blocks in the order given by `path`, which may change from step to step."""
+    """A model that runs its blocks in the order of `path`. The order may change from step to step."""
 
     path = (0, 1, 2)
 
@@ -269,7 +269,7 @@ def wandering() -> Wandering:
 
 
 class Branches(nn.Module):
-    """Two branches in one group, of which `used` are used."""
+    """Two branches in one group. The forward runs the branches named in `used`."""
 
     used: Sequence[str] = ("left",)
 
@@ -282,7 +282,7 @@ class Branches(nn.Module):
 
 
 class Branching(Model):
-    """Blocks of two branches; `path`: the branches that are used."""
+    """Blocks of two branches. The forward runs the branches named in `path`."""
 
     path: Sequence[str] = ("left",)
 
@@ -296,7 +296,7 @@ class Branching(Model):
 
 
 class Grouped(Model):
-    """Runs its layers in the order given by `path`. The entries of `blocks` are lists, each of which is one group."""
+    """A model that runs its layers in the order of `path`. Each entry of `blocks` is a list of layers, which are one group."""
 
     groups: Sequence[tuple[int, ...]] = ((0, 1), (2,))
     path: tuple[int, ...] = (0, 1, 2)
@@ -321,7 +321,7 @@ class Grouped(Model):
 
 
 class Chunked(Model):
-    """Its forward ends with the norm; whoever trains it calls the head. Norm and head are one group."""
+    """A model whose forward ends with the norm. The training loop calls the head. Norm and head are one group."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -341,7 +341,7 @@ class Chunked(Model):
 
 
 def frozen() -> Stem:
-    """One block is frozen, and one parameter in each of the others and in the root."""
+    """Return a model with a frozen block, and with one frozen parameter in each other block and in the root."""
     model = stem()
     model.blocks[1].requires_grad_(False)
     for linear in (model.blocks[0].up, model.blocks[2].down, model.stem):
@@ -350,7 +350,7 @@ def frozen() -> Stem:
 
 
 class Unused(Stem):
-    """One block, one layer of a block and a parameter of the root take no part in the forward."""
+    """A model whose forward does not use one block, one layer of another block, and one parameter of the root."""
 
     def __init__(self) -> None:
         super().__init__([Block(8, 12, 8) for _ in range(3)])
@@ -363,7 +363,7 @@ class Unused(Stem):
 
 
 class Hollow(Block):
-    """Has a parameter without elements."""
+    """A block with a parameter that has no elements."""
 
     def __init__(self) -> None:
         super().__init__(8, 12, 8)
@@ -392,7 +392,7 @@ class Convolution(Model):
 
 
 class Recurrent(Model):
-    """Modules that keep their parameters in a list of their own."""
+    """A model of modules that also keep their parameters in a list."""
 
     def __init__(self) -> None:
         super().__init__([nn.LSTM(4, 5, batch_first=True), nn.GRU(5, 3, batch_first=True)])
@@ -408,7 +408,7 @@ class Recurrent(Model):
 
 
 class Normalized(Stem):
-    """Buffers that the forward updates, with the statistics of each rank's own rows."""
+    """A model with buffers. The forward updates them with the statistics of the rank's own rows."""
 
     def __init__(self) -> None:
         super().__init__([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)])
@@ -430,7 +430,7 @@ class Reshaping(nn.Module):
 
 
 class InPlace(Stem):
-    """Adds to the output of each block, or to a view of it, in place; `rounds` times over all blocks."""
+    """A model that adds to each block's output, or to a view of it, in place. It runs all blocks `rounds` times."""
 
     rounds = 1
     reshape = False
@@ -447,7 +447,7 @@ class InPlace(Stem):
 
 
 def in_place(view: Callable[[Tensor], Tensor] | None, reshape: bool = False, rounds: int = 1) -> InPlace:
-    """Blocks return `view` of what they compute; None: a tensor of its own. `reshape`: the root takes a view."""
+    """Return a model whose blocks return a `view` of their result (None: the result itself). `reshape`: the root changes a view of it."""
     blocks = [Block(8, 12, 8) if view is None else Reshaping(view) for _ in range(2)]
     model = InPlace(blocks)
     model.reshape, model.rounds = reshape, rounds

@@ -1,8 +1,8 @@
-"""The three ways to train one model (hwfsdp, torch's FSDP2, not sharded at all), and what they compute, compared.
+"""Train one model in three ways (hwfsdp, torch's FSDP2, unsharded PyTorch), and compare the results.
 
-Runs on the ranks. A `Training` keeps one model, its optimizer and a `Trace`: every loss, gradient and parameter
-on the way. `differences` says in words where two traces differ. What is compared bit for bit is compared with
-FSDP2, whose arithmetic is the same; against the model that is not sharded only rounding may differ.
+This module runs on the ranks. A `Training` keeps one model, its optimizer and a `Trace` of every loss, gradient and parameter.
+`differences` describes where two traces differ. On one or two ranks, hwfsdp must equal FSDP2 bit for bit, because both do the
+same arithmetic. Against the unsharded model, only rounding may differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from models import Model
 from together import Together
 
 DEVICE = pretended.DEVICE or "cpu"
-ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
+ROWS = 12  # rows of the whole batch; 1, 2, 3 and 4 ranks get equal parts
 Policy = dict[str, Any]
 BF16_FP32: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 Shape = tuple[int, ...]
@@ -39,12 +39,12 @@ Shape = tuple[int, ...]
 
 @functools.cache
 def grid(shape: Shape, axes: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
-    """A mesh on the CPU, with the last of these names; made once per process, because process groups take their time."""
+    """Make a mesh with the last of these axis names. Keep it for this process, because process groups take time to make."""
     return init_device_mesh(DEVICE, shape, mesh_dim_names=axes[-len(shape) :])
 
 
 def cpu_mesh() -> DeviceMesh:
-    """All ranks, on the CPU, whatever accelerators the machine has; where worlds are `pretended`, on their device."""
+    """Return a mesh of all ranks on the CPU, even if the machine has accelerators. `pretended` worlds are on their own device."""
     return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
@@ -55,34 +55,34 @@ def shard(
     policy: Policy | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A package's fully_shard on the CPU: over all ranks, or on a mesh of this shape."""
+    """Call a package's fully_shard on the CPU, over all ranks or on a mesh of this shape."""
     mp_policy = package.MixedPrecisionPolicy(**policy or {})
     mesh = grid(shape) if shape else cpu_mesh()
     return package.fully_shard(module, mesh=mesh, mp_policy=mp_policy, **options)
 
 
 def ours(module: nn.Module, **options: Any) -> nn.Module:
-    """hwfsdp's fully_shard."""
+    """Call hwfsdp's fully_shard."""
     return shard(hwfsdp, module, **options)
 
 
 def theirs(module: nn.Module, **options: Any) -> nn.Module:
-    """torch's fully_shard."""
+    """Call torch's fully_shard."""
     return shard(fsdp, module, **options)
 
 
 def by_columns(param: nn.Parameter) -> Shard | None:
-    """A `shard_placement_fn`."""
+    """Return `Shard(1)` for a parameter with two or more dimensions. This is a `shard_placement_fn`."""
     return Shard(1) if param.ndim > 1 else None
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Of either library."""
+    """List the modules that either library has sharded."""
     return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
 
 
 def unsharded(module: nn.Module, **_: Any) -> nn.Module:
-    """Leaves the module as it is: what sharding must not change."""
+    """Return the module as it is: the oracle without sharding."""
     return module
 
 
@@ -90,9 +90,10 @@ Library = Callable[..., nn.Module]
 
 
 def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) -> Model:
-    """Shards the root alone, each block and the root, each layer of each block, too, or blocks without a root.
+    """Shard the modules of a model that `how` names, and return the model.
 
-    Under "lists", the first two blocks are one group.
+    "root": the root alone. "blocks": each block and the root. "nested": also each layer of each block. "rootless": the blocks alone.
+    "lists": each block and the root, but the first two blocks are one group.
     """
     blocks = [] if how == "root" else list(model.blocks)
     if how == "lists":
@@ -112,7 +113,7 @@ Shapes = list[torch.Size]
 
 
 def shapes_by_group(model: Model, how: str = "blocks") -> tuple[list[Shapes], Shapes]:
-    """The parameters of each group below the root in forward order, and the root's own, if it is wrapped like that."""
+    """Return the parameter shapes of each group below the root, in forward order, and of the root's group, for a model wrapped by `how`."""
     below: list[Shapes] = []
     claimed: set[nn.Parameter] = set()
     for block in model.blocks if how != "root" else ():
@@ -122,18 +123,18 @@ def shapes_by_group(model: Model, how: str = "blocks") -> tuple[list[Shapes], Sh
     return below, [param.shape for param in model.parameters() if param not in claimed]
 
 
-# --- What a training leaves behind -------------------------------------------------------------------------
+# --- Traces ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Trace:
-    """Tensors by what they are, in order: "loss #0", "grad blocks.1.up.bias #0", "grad blocks.1.up.bias #1" …"""
+    """Tensors by name, in order: "loss #0", "grad blocks.1.up.bias #0", "grad blocks.1.up.bias #1" …"""
 
     tensors: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def keep(self, name: str, tensor: Tensor | None) -> None:
-        """Keeps a copy under this name, made unique; of a DTensor its local part, in the same place."""
+        """Keep a copy under this name, with a number that makes it unique. Of a DTensor, copy the local part and keep the layout."""
         self.counts[name] += 1
         name = f"{name} #{self.counts[name] - 1}"
         if isinstance(tensor, DTensor):
@@ -147,12 +148,12 @@ class Trace:
         )
 
     def gathered(self) -> Trace:
-        """Whole tensors in place of DTensors, which all ranks gather; without what is of one rank."""
+        """Gather DTensors into whole tensors, on all ranks. Leave out tensors that belong to one rank."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if "(local)" not in name}
         return Trace({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()})
 
     def whole(self) -> Trace:
-        """Without what depends on the rank: gathered, and losses become their mean over the ranks."""
+        """Remove everything that depends on the rank: gather DTensors, and replace each loss by its mean over the ranks."""
         trace = self.gathered()
         for name, tensor in trace.tensors.items():
             if name.startswith("loss") and tensor is not None:
@@ -163,12 +164,12 @@ class Trace:
 
 
 def objective(output: Any) -> Tensor:
-    """The mean square of every tensor in the output, added up: a mean over the rows of the batch."""
+    """Return the mean square of every tensor in the output, added up. Each mean is over the rows of the batch."""
     return torch.stack([t.float().square().mean() for t in leaves(output)]).sum()
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    """The tensors in an output, from left to right."""
+    """List the tensors in an output, from left to right."""
     if isinstance(tree, Tensor):
         return [tree]
     if dataclasses.is_dataclass(tree):
@@ -178,13 +179,13 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def rank_rows(tensor: Tensor) -> Tensor:
-    """This rank's part of the rows of a whole batch."""
+    """Return this rank's part of the rows of a whole batch."""
     size = tensor.shape[0] // dist.get_world_size()
     return tensor[dist.get_rank() * size :][:size]
 
 
 class Training:
-    """One model in training; the scenario that drives it is the same for every library."""
+    """A model in training. The same scenario drives it with every library."""
 
     def __init__(
         self, build: Callable[[], Model], library: Library, how: str = "blocks", **options: Any
@@ -195,7 +196,7 @@ class Training:
 
     @functools.cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Made when first asked for: most of the time it takes torch to train a small model is spent here."""
+        """Make the optimizer at its first use. With torch, this takes most of the time of a short training."""
         return self.new_optimizer()
 
     @property
@@ -204,30 +205,30 @@ class Training:
 
     @property
     def package(self) -> ModuleType:
-        """Whose `fully_shard` it is; hwfsdp's functions do nothing to a model that is not sharded."""
+        """Return the package whose `fully_shard` was called. Return hwfsdp for an unsharded model: its functions do nothing there."""
         return fsdp if self.library is theirs else hwfsdp
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, with an epsilon that keeps gradients which are nothing but rounding from becoming steps.
+        """Make AdamW with a large epsilon, so that a gradient that consists only of rounding errors causes no step.
 
-        Its steps go over local parts, in a fifth of the time: in a new process torch has to find out anew how each operator
-        treats each DTensor. `test_parity` trains with torch's own.
+        This AdamW steps on local parts, which takes a fifth of the time: in a new process, torch must first find out how each operator
+        handles each DTensor. `test_parity` trains with torch's own optimizer.
         """
         return hwfsdp.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-3)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """A method of FSDPModule on the root; nothing without sharding."""
+        """Call a method of FSDPModule on the root. Do nothing without sharding."""
         if self.is_sharded:
             getattr(self.model, method)(*args, **kwargs)
 
     def batch(self, seed: int) -> tuple[Tensor, ...]:
-        """This rank's rows of the batch with this seed; all of them without sharding."""
+        """Return this rank's rows of the batch with this seed. Without sharding, return all rows."""
         dtype = next(self.model.parameters()).dtype
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in self.model.inputs(ROWS, seed)]
         return tuple((rank_rows(t) if self.is_sharded else t).to(DEVICE) for t in inputs)
 
     def loss(self, seed: int) -> Tensor:
-        """Forward; keeps the loss."""
+        """Run a forward, and keep the loss."""
         loss = objective(self.model(*self.batch(seed)))
         self.trace.keep("loss", loss)
         return loss
@@ -237,7 +238,7 @@ class Training:
             self.trace.keep(f"grad {name}", param.grad)
 
     def keep_local_grads(self) -> None:
-        """The gradients of the shards so far; the model without sharding has nothing like them."""
+        """Keep this rank's gradients so far. The comparison with the unsharded model leaves them out."""
         for name, param in self.model.named_parameters():
             grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
             self.trace.keep(f"grad so far {name} (local)", grad)
@@ -249,13 +250,13 @@ class Training:
             self.trace.keep(f"buffer {name} (local)", buffer)
 
     def update(self) -> None:
-        """Keeps the gradients, takes an optimizer step, drops the gradients."""
+        """Keep the gradients, take an optimizer step, and drop the gradients."""
         self.keep_grads()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def steps(self, number: int = 3, first_seed: int = 0) -> None:
-        """Plain training steps, then the parameters."""
+        """Take plain training steps, then keep the parameters."""
         for seed in range(first_seed, first_seed + number):
             self.loss(seed).backward()
             self.update()
@@ -263,7 +264,7 @@ class Training:
 
 
 def fresh(build: Callable[[], Model]) -> Model:
-    """The model with the same values on every rank and at every call."""
+    """Build the model with the same values on every rank and at every call."""
     torch.manual_seed(0)
     return build() if DEVICE == "cpu" else build().to(DEVICE)
 
@@ -272,22 +273,26 @@ Scenario = Callable[[Training], None]
 
 
 def train(training: Training) -> None:
-    """The scenario of every day."""
+    """Train in the usual way: plain steps."""
     training.steps()
 
 
 def configure(training: Training, reduces: str) -> None:
-    """What a micro-batch reduces: "n" nothing, "s" among the ranks that shard, "a" all, "b" all, by the usual switch."""
+    """Choose the reductions of a micro-batch: "n" none, "s" only the reduce-scatter, "a" and "b" also the all-reduce.
+
+    "s" and "a" call `set_requires_all_reduce`; "n" and "b" only `set_requires_gradient_sync`.
+    """
     training.call("set_requires_gradient_sync", reduces != "n")
     if reduces in "sa":
         training.call("set_requires_all_reduce", reduces == "a")
 
 
 def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_last: bool = False) -> None:
-    """Two steps of micro-batches that reduce as the pattern says (see `configure`), then one that reduces what is left.
+    """Take two steps of micro-batches whose reductions follow the pattern (see `configure`), then a step that reduces the rest.
 
     Args:
-        stay_whole: parameters stay unsharded until the last. say_last: only the last waits for its reductions.
+        stay_whole: keep parameters unsharded until the last micro-batch.
+        say_last: let only the last micro-batch wait for its reductions.
     """
     for step in range(2):
         for micro, reduces in enumerate(pattern):
@@ -303,7 +308,7 @@ def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_l
 
 
 def backward_twice(training: Training, first: str = "b") -> None:
-    """Steps of one forward and two backwards, the first of which reduces what this says (see `configure`)."""
+    """Take two steps of one forward and two backwards. `first` chooses the reductions of the first backward (see `configure`)."""
     for seed in range(2):
         loss = training.loss(seed)
         configure(training, first)
@@ -316,10 +321,10 @@ def backward_twice(training: Training, first: str = "b") -> None:
 
 
 def walk(training: Training, paths: Sequence[tuple[Any, ...]], pattern: str = "b") -> None:
-    """Twice along these paths through the model, a micro-batch each; with the end of the pattern a step ends.
+    """Run a micro-batch along each of these paths through the model, twice. A step ends at each end of the pattern.
 
     Args:
-        pattern: what micro-batches reduce (see `configure`), over and over.
+        pattern: the reductions of the micro-batches (see `configure`), repeated.
     """
     for micro, training.model.path in enumerate([*paths, *paths]):
         place = micro % len(pattern)
@@ -332,7 +337,7 @@ def walk(training: Training, paths: Sequence[tuple[Any, ...]], pattern: str = "b
 
 
 def clip(training: Training) -> None:
-    """The norm is over all parameters, wherever they are."""
+    """Clip the gradients in each step, by their norm over all ranks."""
     for seed in range(2):
         training.loss(seed).backward()
         norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05)
@@ -343,10 +348,10 @@ def clip(training: Training) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped, and what is done with it.
+    """A model, the way to wrap it, and the scenario that trains it.
 
     Attributes:
-        sharding: takes a package, hwfsdp or torch's, a module and the options; in place of `shard`.
+        sharding: a function to call in place of `shard`. It takes a package (hwfsdp or torch's), a module and options.
     """
 
     build: Callable[[], Model]
@@ -356,7 +361,7 @@ class Case:
     sharding: Callable[..., nn.Module] | None = None
 
     def training(self, library: Library) -> Training:
-        """Sharded by this library, or not at all."""
+        """Make a training whose model this library shards, or that stays unsharded."""
         if self.sharding and library is not unsharded:
             library = functools.partial(self.sharding, fsdp if library is theirs else hwfsdp)
         return Training(self.build, library, self.how, **self.options)
@@ -371,7 +376,7 @@ class Case:
 
 
 def differences(got: Trace, expected: Trace, rtol: float, atol: float) -> list[str]:
-    """Where `got` is not what was expected, one sentence each; with both tolerances 0: not the same bits."""
+    """Describe where `got` differs from `expected`, one sentence each. If both tolerances are 0, all bits must be the same."""
     found = []
     if list(got.tensors) != list(expected.tensors):
         found.append(f"names differ: {sorted(set(got.tensors) ^ set(expected.tensors))}")
@@ -399,7 +404,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def unequal(got: Any, expected: Any, where: str = "", locally: bool = False) -> list[str]:
-    """Where two nests of dicts and lists differ, of tensors any bit; `locally`: DTensors may stand for local parts."""
+    """Describe where two nested structures differ. All bits of tensors must be the same. `locally`: a DTensor may equal its local part."""
     if isinstance(expected, dict) and isinstance(got, dict):
         if list(got) != list(expected):
             return [f"{where}: {list(got)} instead of {list(expected)}"]
@@ -423,24 +428,24 @@ def unequal(got: Any, expected: Any, where: str = "", locally: bool = False) -> 
 
 
 class Tolerance(NamedTuple):
-    """As in `torch.allclose`; both 0: the same bits."""
+    """The tolerances of `torch.allclose`. If both are 0, all bits must be the same."""
 
     rtol: float = 0.0
     atol: float = 0.0
 
 
 BITS = Tolerance()
-ROUNDING = Tolerance(1e-5, 1e-7)  # of two programs that add the same numbers in another order
-REGROUPING = Tolerance(1e-4, 1e-6)  # of means over parts of a batch, against the mean over the whole
+ROUNDING = Tolerance(1e-5, 1e-7)  # for two programs that add the same numbers in different orders
+REGROUPING = Tolerance(1e-4, 1e-6)  # for means over parts of a batch, against the mean over the whole batch
 
 
 def against_fsdp2(ranks: int) -> Tolerance:
-    """Two numbers have one sum; of three the backend may add any two first."""
+    """Return the tolerance against FSDP2. Two numbers have one sum; of three numbers, the backend may add any two first."""
     return BITS if ranks <= 2 else ROUNDING
 
 
 def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dict[str, list[str]]:
-    """What differs from torch's FSDP2 and from PyTorch without sharding; oracles without a tolerance are left out."""
+    """Return the differences from torch's FSDP2 and from unsharded PyTorch. Leave out an oracle without a tolerance."""
     found = {}
     got = case.run(ours)
     if fsdp2 is not None:
@@ -451,7 +456,7 @@ def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dic
 
 
 def recorded_steps(training: Training, number: int = 2) -> hwfsdp.EventLog:
-    """The log of plain training steps."""
+    """Record plain training steps, and return the log."""
     with hwfsdp.record() as log:
         for seed in range(number):
             training.loss(seed).backward()
@@ -467,9 +472,9 @@ def forward_and_backward(training: Training, seed: int) -> None:
 def compare_traffic(
     case: Case, step: Callable[[Training, int], Any] = forward_and_backward, seeds: tuple[int, ...] = (0,)
 ) -> dict[str, list[str]]:
-    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order.
+    """Compare the collectives with FSDP2's in the steps with these seeds: operations, bytes, dtypes. In step 0, also compare their order.
 
-    All-reduces come last: ours are issued when the reduce-scatter before is over.
+    All-reduces move to the end of each list, because hwfsdp issues them only when the reduce-scatter before them has finished.
     """
     found = []
     for library in (ours, theirs):
@@ -488,16 +493,16 @@ Check = Callable[[], dict[str, list[str]]]
 
 
 def complaints_of(check: Check) -> list[str]:
-    """What a check complains of on this rank, by oracle, of each the first few."""
+    """Run a check on this rank, and return the first four complaints of each oracle."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP2's own
+        warnings.simplefilter("ignore")  # warnings of FSDP2
         by_oracle = check()
     assert by_oracle, "it was compared with nothing"
     return [f"{oracle}: {line}" for oracle, lines in by_oracle.items() for line in lines[:4]]
 
 
 class Promises:
-    """Checks by promise and case; one launch for each number of ranks, and another one for its long cases."""
+    """Checks by promise and case. Each number of ranks has one launch for fast cases, and another one for long cases."""
 
     def __init__(self) -> None:
         self.frames: dict[tuple[int, bool], Together] = {}
@@ -506,7 +511,7 @@ class Promises:
     def add(
         self, promise: str, checks: dict[str, Check], ranks: int = 2, fast: Iterable[str] | None = None
     ) -> None:
-        """Checks that together show that a promise is kept; of them `make test` runs the fast ones (None: all)."""
+        """Add checks that together show that a promise is kept. `make test` runs only the cases in `fast` (None: all)."""
         for name in suites.fast_are(checks if fast is None else fast, checks):
             is_long = type(name) is not str
             (name,) = name.values if is_long else (name,)
@@ -525,11 +530,11 @@ class Promises:
         not_fsdp2: Iterable[str] = (),
         not_plain: Iterable[str] = (),
     ) -> None:
-        """That cases compute what FSDP2 computes and, unless a `policy` rounds them, what PyTorch computes without sharding.
+        """Add a check that each case equals FSDP2 and, unless `policy` rounds, unsharded PyTorch.
 
         Args:
-            fsdp2, plain: how much they may differ; from FSDP2 by default not at all where two numbers are added.
-            not_fsdp2, not_plain: cases for which one of the two oracles has no answer.
+            fsdp2, plain: the tolerances. By default, one or two ranks must equal FSDP2 bit for bit.
+            not_fsdp2, not_plain: cases that this oracle cannot compute.
         """
         checks: dict[str, Check] = {}
         for name, case in cases.items():
@@ -539,7 +544,7 @@ class Promises:
         self.add(promise, checks, ranks, fast)
 
     def test(self) -> Callable[..., None]:
-        """A test for each of the cases: no rank complains."""
+        """Make a test for each case. It fails if a rank complains."""
 
         @pytest.mark.parametrize("promise, ranks, case", self.cases)
         def test_it(promise: str, ranks: int, case: str) -> None:

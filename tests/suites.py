@@ -1,4 +1,4 @@
-"""Mark cases of tests as long. `make test` leaves out all that is marked `long`; `make test-all` runs everything.
+"""Mark cases of tests as long. `make test` leaves out all tests marked `long`; `make test-all` runs everything.
 
 `@pytest.mark.long` marks a test, and `pytestmark = pytest.mark.long` marks a file. The functions below mark single cases.
 """

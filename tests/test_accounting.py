@@ -1,4 +1,4 @@
-"""What a step costs, in closed form: the oracle is what a recording and the ledger measure on real ranks."""
+"""The cost of a step in closed form. The oracle is the recording and the ledger of real ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FP16_GRADIENTS = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, bytes per element on the wire, and how it is sharded: over how many ranks, None for all."""
+    """A model, its bytes per element on the wire, and the number of ranks that share one copy (None: all)."""
 
     build: Callable[[], Model]
     gathered: int = 4
@@ -77,7 +77,7 @@ CASES_OF = {1: {"stem": CASES["stem"]}, 3: CASES, 4: REPLICATED}  # by world siz
 
 
 def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
-    """The groups of the blocks, and that of the root if anything is left to it, read off the plain model."""
+    """Return the groups of the blocks, and the root's group if it has parameters, from the plain model."""
     below, root = shapes_by_group(case.build(), case.how)
     reshard = case.options.get("reshard_after_forward")
     sizes = functools.partial(GroupSizes, gather_itemsize=case.gathered, reduce_itemsize=case.reduced)
@@ -86,7 +86,7 @@ def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
 
 
 def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
-    """A training step on this rank: what its recording says, and bytes of the states while the gradients are there."""
+    """Take a training step on this rank. Return its recording, and the bytes of the states while the gradients exist."""
     shards = case.shards or dist.get_world_size()
     grid = (dist.get_world_size() // shards, shards)
     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
@@ -105,7 +105,7 @@ def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
 
 @functools.cache
 def measured(world_size: int) -> list[dict[str, tuple[dict[str, Any], StateBytes]]]:
-    """By case, of every rank."""
+    """Return case → measurements, for every rank."""
     return launch(lambda: {n: step(case) for n, case in CASES_OF[world_size].items()}, world_size, timeout=60)
 
 

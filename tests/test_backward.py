@@ -1,7 +1,7 @@
-"""Backwards of every kind: accumulated, partial, repeated; and every switch of how their gradients are reduced.
+"""Backwards of every kind: accumulated, partial, repeated; and every switch for the reduction of gradients.
 
-The oracle is torch's FSDP2 in the same processes; besides, PyTorch without sharding wherever the same thing can be
-said without sharding, and closed forms where FSDP2 has no answer on gloo.
+The oracle is torch's FSDP2 in the same processes, and unsharded PyTorch wherever it can do the same. Closed forms stand in where
+FSDP2 has no answer on gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def mixed(build: Callable[[], models.Model], scenario: Scenario) -> Case:
-    """In the policy of every day."""
+    """Return a case in the usual policy: bf16 parameters, fp32 reductions."""
     return Case(build, scenario, "blocks", {"policy": BF16_FP32})
 
 
@@ -59,7 +59,7 @@ def section(name: str, cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def accumulate_in_parts(training: Training) -> None:
-    """One block is reduced in every micro-batch, the others in the last."""
+    """Reduce one block in every micro-batch, and the other blocks in the last one."""
     for step in range(2):
         for micro in range(3):
             training.call("set_requires_gradient_sync", micro == 2)
@@ -104,7 +104,7 @@ ACCUMULATED: dict[str, Case] = {
 
 
 def two_forwards_two_backwards(training: Training) -> None:
-    """Micro-batches whose backwards come in the order of their forwards, the first unreduced."""
+    """Run backwards of micro-batches in the order of their forwards. The first one is unreduced."""
     for seed in range(2):
         losses = training.loss(seed), training.loss(10 + seed)
         for loss, sync in zip(losses, (False, True), strict=True):
@@ -128,7 +128,7 @@ ORDERS: dict[str, Case] = {
 
 
 def freeze(training: Training, frozen: tuple[tuple[str, ...], ...]) -> None:
-    """In every step the parameters whose names begin with one of these are frozen."""
+    """In each step, freeze the parameters whose names begin with one of these prefixes."""
     for seed, prefixes in enumerate(frozen):
         for name, param in training.model.named_parameters():
             param.requires_grad_(not name.startswith(prefixes))
@@ -138,7 +138,7 @@ def freeze(training: Training, frozen: tuple[tuple[str, ...], ...]) -> None:
 
 
 def freeze_while_accumulating(training: Training) -> None:
-    """A block's gradients are not reduced yet when it is frozen."""
+    """Freeze a block while its gradients are unreduced."""
     for step in range(2):
         for micro in range(2):
             training.call("set_requires_gradient_sync", micro == 1)
@@ -166,7 +166,7 @@ FREEZING: dict[str, Case] = {
 
 
 def optimizer_in_backward(training: Training, pattern: str = "11") -> None:
-    """Every parameter has an optimizer of its own, which a hook runs as soon as the gradient is there."""
+    """Give each parameter its own optimizer. A hook runs it as soon as the gradient is ready."""
     optimizers = {p: torch.optim.AdamW([p], lr=0.02, eps=1e-3) for p in training.model.parameters()}
     calls: Counter[nn.Parameter] = Counter()
 
@@ -224,7 +224,7 @@ for _ranks, _names, _fast in ((2, tuple(BACKWARDS), FAST), (3, ON_THREE, ())):
 
 
 class Fork(models.Branches):
-    """Each part of the rows takes the branch chosen for it."""
+    """A module in which each part of the rows takes its own branch."""
 
     choices = ("left",)
 
@@ -238,7 +238,7 @@ def forks() -> models.Stem:
 
 
 def choose(training: Training, step: int) -> None:
-    """Even ranks go left in the first block, odd ones right; then the other way round, and so on."""
+    """Send even ranks left in the first block and odd ranks right, then the other way round, and so on."""
     for depth, fork in enumerate(training.model.blocks):
         choices = [("left", "right")[(rank + depth + step) % 2] for rank in range(dist.get_world_size())]
         fork.choices = (choices[dist.get_rank()],) if training.is_sharded else tuple(choices)
@@ -256,7 +256,7 @@ def choose_and_train(training: Training, pattern: str = "11") -> None:
 
 
 def reduce_unused(training: Training, recurse: bool = True) -> None:
-    """What no rank uses gets zeros instead of nothing, where that was asked for."""
+    """Ask for zeros as the gradients of parameters that no rank uses."""
     if training.is_sharded:
         where = training.model if recurse else training.model.blocks[0]
         where.set_reduce_scatter_unused_params(True, recurse=recurse)
@@ -278,7 +278,7 @@ UNUSED: dict[str, Case] = {
 
 
 def divided(training: Training, factor: float | None, sums_only: bool, pattern: str) -> None:
-    """Gradients of micro-batches, times what they were divided by in place of the number of ranks."""
+    """Keep the gradients of micro-batches, multiplied so that they are means over the ranks again."""
     for module in sharded_modules(training.model):
         if factor is not None:
             module.set_gradient_divide_factor(factor)
@@ -298,7 +298,7 @@ def division(
     pattern: str = "a",
     **options: Any,
 ) -> tuple[str, Check]:
-    """Against the model without sharding; that the operations are those of FSDP2, `test_collectives` tests."""
+    """Compare with the unsharded model. `test_collectives` compares the operations with FSDP2's."""
     told = {"factor": factor, "sums_only": sums_only, "pattern": pattern}
     case = Case(
         models.uneven,
@@ -318,7 +318,7 @@ PROMISES.add("sums are divided by the factor", dict(DIVISIONS))
 
 
 def divide_in_one_group(training: Training) -> None:
-    """Each call is for one group only."""
+    """Set factors of single groups."""
     if training.is_sharded:
         training.model.blocks[1].set_gradient_divide_factor(3.0)
         training.model.blocks[1].set_force_sum_reduction_for_comms(True)
@@ -339,7 +339,7 @@ def divide_by_the_older_name(training: Training) -> None:
 
 
 def separate(training: Training) -> None:
-    """Reductions in a group of their own, then back in the one of the gathers."""
+    """Reduce in a separate process group, then again in the group of the gathers."""
     training.call("set_separate_reduce_scatter_group")
     training.steps(2)
     training.call("set_separate_reduce_scatter_group", False)
@@ -347,7 +347,7 @@ def separate(training: Training) -> None:
 
 
 def groups_of_a_step(training: Training) -> tuple[set[Any], set[Any], set[tuple[int, ...]]]:
-    """The process groups of gathers and of reduce-scatters in a step, and the ranks of the latter."""
+    """Return the process groups of gathers and of reduce-scatters in a step, and the ranks of the latter."""
     found: dict[str, list[dist.ProcessGroup]] = {"all": [], "reduce": []}
 
     def watched(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -416,13 +416,13 @@ IN_FLIGHT = {(None, True): 1, (2, True): 2, (2, False): 2, (100, True): 6}
 
 @functools.cache
 def logs_with_buffers() -> Any:
-    """By rank, by (number of buffers, whether for all groups at once)."""
+    """Return for each rank: (number of buffers, whether for all groups at once) → log."""
     return launch(lambda: {kind: log_with_buffers(*kind) for kind in IN_FLIGHT}, 2, timeout=60)
 
 
 @pytest.mark.parametrize("kind, in_flight", IN_FLIGHT.items(), ids=str)
 def test_the_number_of_input_buffers_limits_the_reductions_in_flight(kind, in_flight):
-    """A buffer is packed when the reduction that used it is over, and not later; the last given to any group counts."""
+    """A buffer is packed when the reduction that used it has finished, and not later. The last number given to any group counts."""
     for log in (found[kind] for found in logs_with_buffers()):
         reductions = log.select("reduce_scatter")
         packings = log.select("copy_in", stream="compute")
@@ -453,7 +453,7 @@ def test_invalid_divide_factors_are_refused_and_invalid_counts_of_buffers_as_in_
 
 
 def give_event(training: Training, make_event: Callable[[], Any]) -> None:
-    """After some steps, the model or a part of it is told when the optimizer is done."""
+    """After some steps, give the model or a part of it an event of the optimizer's end."""
     for seed in range(4):
         training.loss(seed).backward()
         training.update()
@@ -486,7 +486,7 @@ PROMISES.trains(
         *("unused: ranks choose", "separate group", "buffers: 2", "event: an event"),
         "divided: by a factor of one group",
     ),
-    # zeros for what nobody uses are no gradients there, and nothing is divided
+    # PyTorch gives no zeros for unused parameters, and divides nothing
     not_plain=[name for name in SWITCHES if "nobody" in name or "divided" in name],
 )
 
@@ -499,7 +499,7 @@ FROZEN_STEPS: tuple[tuple[str, ...], ...] = (
 
 
 def step_with_some_frozen(training: Training, seed: int) -> None:
-    """Nothing, something, everything in a group, and nothing again is frozen."""
+    """Freeze nothing, something, everything in a group, and nothing again."""
     for name, param in training.model.named_parameters():
         param.requires_grad_(not name.startswith(FROZEN_STEPS[seed]))
     training.loss(seed).backward()

@@ -1,4 +1,4 @@
-"""Every part of the benchmarks in a tiny configuration: that results have the right shape, never what they say."""
+"""Every part of the benchmarks in a tiny configuration. The tests check the shape of results, never their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = {scaling.LAYERS: (2,), scaling.PARAMETERS: (4,), scaling.GROUPS: (3,), 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """One round of each part. Collectives are not checked, which torch's DDP does not survive in launched ranks."""
+    """Run one round of each part. Collectives are not checked: torch's DDP does not survive the checks in launched ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
         return [
@@ -67,19 +67,19 @@ def test_limits_profiles_and_peaks_add_up(records):
     assert (spread.q1, spread.median, spread.q3) == (1.0, 1.0, 1.0)
 
 
-def test_collectives_of_the_limit_move_what_a_step_moves():
+def test_collectives_of_the_limit_move_the_bytes_of_a_step():
     blocks = build(SIZES[SMALLEST])
     groups = [GroupSizes([p.shape for p in block.parameters()]) for block in blocks]
     whole = 4 * sum(block_numels(SIZES[SMALLEST], 3))
     assert step_traffic(groups, 3) == {"all_gather": 2 * whole, "reduce_scatter": whole}
 
 
-def test_overhead_is_what_goes_beyond_the_unsharded_step():
+def test_overhead_is_the_time_beyond_the_unsharded_step():
     samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
     assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
 
 
-def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
+def test_a_counter_sees_the_peak_and_storages_that_come_and_go():
     with peak.StorageCounter() as counter:
         kept = torch.zeros(1000)
         torch.zeros(500)  # gone at once

@@ -1,6 +1,6 @@
-"""Where hwfsdp meets torch: types of errors, what `replicate` knows, torch's names exchanged for ours.
+"""Where hwfsdp meets torch: types of errors, torch's `replicate`, and torch's names replaced by hwfsdp's.
 
-The oracle is torch's FSDP2: the same mistake raises what a program would catch, the same composition gives the same bits.
+The oracle is torch's FSDP2: the same mistake raises an error of the same type, and the same composition gives the same bits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def no_offload_policy_is_none() -> bool:
     return model.weight.grad is not None
 
 
-# --- What was applied to a module --------------------------------------------------------------------------
+# --- Functions applied to a module -------------------------------------------------------------------------
 
 REPLICATES: dict[str, Callable[..., Any]] = {
     "by DDP": replicate_by_ddp,
@@ -122,7 +122,7 @@ def trained(model: models.Model) -> Trace:
 
 
 def steps_of_both(library: ModuleType, replicate: Callable[..., Any], replicated_root: bool) -> Trace:
-    """A block is replicated in a sharded model, or blocks are sharded in a replicated one."""
+    """Replicate a block in a sharded model, or shard blocks in a replicated model."""
     model = fresh(models.even)
     options = {"mesh": init_device_mesh("cpu", (2,))} if isinstance(replicate, functools.partial) else {}
     if replicated_root:
@@ -146,7 +146,7 @@ for _name, _replicate in REPLICATES.items():
 
 
 def steps_of_a_wrapped_block(library: ModuleType) -> Trace:
-    """torch's checkpoint wrapper answers with the attributes of the module in it: what was applied there, too."""
+    """torch's checkpoint wrapper passes attributes of its inner module on, also the marks of `fully_shard`."""
     model = fresh(models.even)
     library.fully_shard(model.blocks[0], mesh=cpu_mesh())
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
@@ -178,7 +178,7 @@ def a_model_of_two_libraries_is_refused() -> bool:
     return type(model) is nn.Sequential
 
 
-# --- What torch's pipeline stages read ---------------------------------------------------------------------
+# --- Attributes that torch's pipeline stages read ----------------------------------------------------------
 
 
 @two.finds([True, True, True])
@@ -233,7 +233,7 @@ def said_by(*command: object, **environ: str) -> str:
 
 
 def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path) -> None:
-    """In the process of `swap`, and in one that Python starts with an environment variable."""
+    """In the process of `swap`, and in a process that Python starts with an environment variable."""
     startup = str(Path(hwfsdp.__file__).parent / "startup")
     number, module, args = said_by(client, "--lr", 1).split(maxsplit=2)
     assert module.startswith("torch.") and args == "['--lr', '1']\n"
@@ -255,7 +255,7 @@ FAILING = "import sys\ndef f():\n    raise OSError(sys.path[0])\nf()\n"
 
 @pytest.mark.parametrize("program", [["fails.py"], suites.long(["-m", "fails"])])
 def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str], tmp_path: Path) -> None:
-    """The same traceback, and the same first folder to import from: a script's own, not the one that the user stands in."""
+    """The traceback is the same, and imports begin in the script's folder, not in the current folder."""
     folder = tmp_path / "programs"
     folder.mkdir()
     (folder / "fails.py").write_text(FAILING)
@@ -274,14 +274,14 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str],
 
 def test_torchs_implementation_is_not_hwfsdps_under_another_name() -> None:
     names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
-    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # which is not looked at
+    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # never read
     with names, pytest.raises(hwfsdp.UsageError, match="'fsdp2': expected torch's own fully_shard"):
         sharder("fsdp2", model, mesh)(model)
 
 
 @pytest.mark.parametrize("exported", [True, False])
 def test_tests_that_would_compare_hwfsdp_with_itself_do_not_start(exported: bool) -> None:
-    """Neither if the folder of `hwfsdp swap` is exported, nor if the names were exchanged in another way."""
+    """They do not start if the folder of `hwfsdp swap` is exported, or if the names were replaced in another way."""
     configure = runpy.run_path(str(Path(__file__).parent / "conftest.py"))["pytest_configure"]
     configure(None)
     startup = str(Path(hwfsdp.__file__).parent / "startup")

@@ -1,4 +1,4 @@
-"""Clocks of several machines, pretended on one: what is measured is wrong by half a round trip at most."""
+"""Clocks of several machines, pretended on one. The error of the measurement is at most half a round trip."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured_by_the_first() -> dict[int, Offset]:
 
 
 def around_a_barrier(machine: str | None) -> EventLog | None:
-    """A span before the ranks meet and one after; on pretended machines of their own, if `machine` is given."""
+    """Record a span before the ranks meet and one after. With `machine`, each rank pretends to be on its own machine."""
     rank, real = dist.get_rank(), time.perf_counter
     ahead = AHEAD / 1e6 * rank if machine else 0.0
     here = f"{machine} {rank}" if machine else clocks.this_machine()
@@ -89,12 +89,13 @@ def test_times_count_from_the_earliest_origin_of_the_first_machine(given, shifts
 
 @pytest.mark.parametrize("machine", [None, "machine"])
 def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: str | None) -> None:
-    """Given a barrier: what any rank did before it ended before what any rank did after it."""
+    """Spans of all ranks before a barrier end before spans of all ranks after it begin."""
     first, *others = [logs[machine] for _, logs, _ in on_three_ranks()]
     assert others == [None, None]
     assert first is not None and first.ranks == [0, 1, 2]
     assert len(set(first.clocks.values())) == 1
-    slack = 0.0 if machine is None else AHEAD / 1e3  # of a round trip, 1 s here: next to what was taken out
+    # for a round trip; small against the 1 s between the clocks
+    slack = 0.0 if machine is None else AHEAD / 1e3
     for before in first.select("copy_in"):
         for after in first.select("copy_out"):
             assert before.end_us <= after.start_us + slack

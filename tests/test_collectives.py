@@ -1,4 +1,4 @@
-"""Many tensors in one buffer: copies against plain loops, scaling against torch's FSDP2, the whole way on ranks."""
+"""Many tensors in one buffer: copies against plain loops, scaling against torch's FSDP2, and all of it on ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, first: int = 1) -> Tensor:
-    """1, 2, 3 … in this shape; small enough to be exact in every dtype."""
+    """Return 1, 2, 3 … in this shape, small enough to be exact in every dtype."""
     return (torch.arange(prod(shape)) + first).remainder(100).to(dtype).view(*shape)
 
 
 def bytes_of(number: Tensor) -> list[int]:
-    """Of a tensor without dimensions, as they lie in memory."""
+    """Return the bytes of a tensor without dimensions, as they lie in memory."""
     return number.reshape(1).view(torch.uint8).tolist()
 
 
@@ -73,7 +73,7 @@ def test_shards_of_several_dtypes_lie_end_to_end_as_bytes(sizes: list[int], data
 def test_a_gather_is_spread_so_that_each_parameter_has_its_shards_in_rank_order(
     sizes, world_size, mixed, data
 ):
-    """In the dtypes they went in, be they one for all, or several and gathered as bytes."""
+    """Parameters keep their dtypes: one for all, or several, which are gathered as bytes."""
     each = st.sampled_from((*FLOATING, torch.int64, torch.uint8))
     dtypes = (
         [data.draw(each) for _ in sizes] if mixed else [data.draw(st.sampled_from(FLOATING))] * len(sizes)
@@ -99,7 +99,7 @@ def test_a_gather_is_spread_so_that_each_parameter_has_its_shards_in_rank_order(
 
 
 def chunks_row_by_row(grads: Sequence[Tensor], world_size: int) -> list[list[float]]:
-    """What each rank shall get: of every gradient its rows, then zeros up to a full chunk. One row at a time."""
+    """Return the part of each rank: its rows of every gradient, then zeros up to a full chunk. Copy one row at a time."""
     parts: list[list[float]] = [[] for _ in range(world_size)]
     for grad in grads:
         rows, width = grad.shape[0], prod(grad.shape[1:])
@@ -165,7 +165,7 @@ def scaling_of_torch(shards: int, replicas: int, *options: Any) -> tuple[float, 
 
 
 def mean_scaling(shards: int, replicas: int, *options: Any) -> tuple[float, Any, Any, float]:
-    """Divisor before, both operations, divisor after; without replicas, the heart's own reducer says the same."""
+    """Return the divisor before, both operations, and the divisor after. Without replicas, the heart's own reducer must agree."""
     dtype, factor, force_sum = options
     group: Any = SimpleNamespace(mesh=SimpleNamespace(size=shards, replicate=Axis(None, replicas)))
     reducers = [HybridReducer(group), SteeredReducer(group)]
@@ -225,6 +225,6 @@ test_a_promise_is_kept = PROMISES.test()
 
 
 @pytest.mark.parametrize("kind", [DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter])
-def test_a_transport_allocates_what_it_is_asked_for(kind: Any) -> None:
+def test_a_transport_allocates_the_requested_size_dtype_and_device(kind: Any) -> None:
     buffer = kind().allocate((6,), dtype=torch.bfloat16, device=torch.device("meta"))
     assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == ((6,), torch.bfloat16, "meta")

@@ -1,7 +1,7 @@
-"""Sharded models under what else PyTorch has: checkpointing, compilation, pipelining, scaling, tensor subclasses.
+"""Sharded models under other features of PyTorch: checkpointing, compilation, pipelining, scaling, tensor subclasses.
 
-The oracle is FSDP2 under the same, in the same processes: at two ranks the same bits. Where sharding should not be
-seen at all, the model on the whole batch without it is another.
+The oracle is FSDP2 under the same feature, in the same processes: two ranks must give the same bits. Where sharding must not show
+at all, the unsharded model on the whole batch is a second oracle.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def case(
 def made(
     build: Callable[[], models.Model], prepare: Callable[[models.Model], None]
 ) -> Callable[[], models.Model]:
-    """The model, with something done to it before it is sharded."""
+    """Prepare the model before it is sharded."""
 
     def prepared() -> models.Model:
         model = build()
@@ -78,7 +78,7 @@ def made(
 
 
 def changed(training: Training, change: Callable[[models.Model], None]) -> None:
-    """Something is done to the model after it was sharded."""
+    """Change the model after it is sharded."""
     change(training.model)
     two_steps(training)
 
@@ -91,7 +91,7 @@ two = Together(2)
 
 
 def wrapped(model: models.Model, impl: CheckpointImpl) -> None:
-    """Each block becomes a checkpoint wrapper around itself."""
+    """Wrap each block in a checkpoint wrapper."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=impl)
 
@@ -118,7 +118,7 @@ PROMISES.trains(
 
 
 class Encoder(nn.Module):
-    """Used by two methods, neither of which is forward alone."""
+    """A module with two methods besides `forward`. The blocks call both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Encoder(nn.Module):
 
 
 class Methodical(models.Stem):
-    """Calls methods of its blocks; each step another part of them, by `path`."""
+    """A model that calls methods of its blocks. `path` chooses them in each step."""
 
     path = ("forward", "encode and decode")
 
@@ -151,14 +151,14 @@ class Methodical(models.Stem):
 
 
 def register(training: Training) -> None:
-    """As a program does that runs with and without sharding."""
+    """Register the methods. The call works with and without sharding."""
     for block in training.model.blocks:
         for method in ("encode", "decode"):
             training.package.register_fsdp_forward_method(block, method)
 
 
 def by_methods(training: Training) -> None:
-    """The methods are used now by one block, now by the other, now by both, now by none."""
+    """Call the methods of one block, of the other, of both, of none."""
     register(training)
     both = ("encode and decode",) * 2
     paths = [Methodical.path, Methodical.path[::-1], both, ("forward",) * 2, both]
@@ -202,14 +202,14 @@ def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing():
 
 
 def contexts_of(model: models.Model) -> list[Any]:
-    """The communication contexts of all sharded modules and their groups; there is no public door to them."""
+    """Return the communication contexts of all sharded modules and their groups, for which there is no public API."""
     states = [module._state() for module in (model, *model.blocks)]
     return [each.comm_ctx for state in states for each in (state, *state.groups)]
 
 
 @two.finds([True, True])
 def roots_that_share_a_context_have_the_very_same_streams() -> list[bool]:
-    """So do all sharded modules below them, whether they had run before or not. `test_recovery` trains two of them."""
+    """All sharded modules below the roots share them, too, whether they had run before or not. `test_recovery` trains two roots."""
     found = []
     for ran in (False, True):
         pair = [wrap(build(), ours) for build in (models.stem, models.wandering)]
@@ -237,7 +237,7 @@ def sharing_with_a_module_that_is_not_sharded_is_an_error() -> None:
 
 
 class Transport:
-    """A custom all-gather and reduce-scatter of a library, which note what they were asked for."""
+    """A custom all-gather and reduce-scatter of a library. They record their calls."""
 
     def __init__(self, library: ModuleType) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -268,7 +268,7 @@ class Transport:
 
 
 def custom(training: Training) -> None:
-    """All modules but the first block get the custom collectives; keeps what these were asked for."""
+    """Give all modules but the first block the custom collectives, and keep their calls."""
     transport = Transport(training.package)
     for module in [training.model, *training.model.blocks[1:]]:
         module.set_custom_all_gather(transport.all_gather)
@@ -280,7 +280,7 @@ def custom(training: Training) -> None:
 
 
 def allocate_from_group(training: Training) -> None:
-    """Buffers from the process group's allocator, for a while."""
+    """Take buffers from the process group's allocator, for a while."""
     modules = [training.model, *training.model.blocks] if training.is_sharded else []
     for enable in (True, False, True):
         for module in modules:
@@ -309,7 +309,7 @@ def a_transport_refuses_a_collective_that_it_lacks_and_names_the_alternative() -
 
 
 class Failing(hwfsdp.collectives.DefaultAllGather):
-    """Fails when it is called, or when it is waited for."""
+    """A collective that fails at its call or at its wait."""
 
     def __init__(self, cause: Exception, at_once: bool) -> None:
         super().__init__()
@@ -345,9 +345,9 @@ def a_custom_collective_that_fails_is_named_with_its_group_and_other_exceptions_
 
 
 class Packed(torch.Tensor):
-    """A parameter that is fp32 at rest and something smaller on the wire; what, say its subclasses.
+    """A parameter that is fp32 at rest. Subclasses choose its smaller form on the wire.
 
-    A wrapper around one plain tensor. Whatever only moves its elements gives another of its kind.
+    It wraps one plain tensor. Operators that only move its elements return a tensor of the same class.
     """
 
     MOVES = ("detach", "clone", "view", "_unsafe_view", "split", "chunk", "slice", "narrow", "as_strided")
@@ -385,7 +385,7 @@ class Packed(torch.Tensor):
         return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, out)
 
     def padded(self, mesh: DeviceMesh, outer_size: torch.Size) -> Tensor:
-        """The inner tensor with the rows of a full chunk."""
+        """Return the inner tensor with the rows of a full chunk."""
         rows = -(-outer_size[0] // mesh.size())
         whole = self.inner.new_zeros(rows, *outer_size[1:])
         whole[: len(self.inner)] = self.inner
@@ -393,7 +393,7 @@ class Packed(torch.Tensor):
 
 
 def written(value: Tensor, out: Tensor | None, *inner: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """What fsdp_post_all_gather returns at first; later the value goes into the tensor returned then."""
+    """Return the first result of fsdp_post_all_gather. Later calls write the value into the tensor of that result."""
     if out is None:
         return value, (value, *inner)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
@@ -402,7 +402,7 @@ def written(value: Tensor, out: Tensor | None, *inner: Tensor) -> tuple[Tensor, 
 
 
 class Halves(Packed):
-    """Travels as two bf16 tensors: the value, and what that leaves out. Any number of rows."""
+    """A parameter that travels as two bf16 tensors: the rounded value, and the rest. It may have any number of rows."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert len(outer_stride) == len(outer_size) and isinstance(module, nn.Module)
@@ -416,7 +416,7 @@ class Halves(Packed):
 
 
 class Quantized(Packed):
-    """Travels as int8, with a scale per row in fp32; the old signature, with nothing but the mesh."""
+    """A parameter that travels as int8 with an fp32 scale per row. It has the old signature, which takes only the mesh."""
 
     def fsdp_pre_all_gather(self, mesh):
         scale = self.inner.abs().amax(1, keepdim=True) / 127
@@ -430,7 +430,7 @@ class Quantized(Packed):
 
 
 class Kept(Packed):
-    """Travels as it is, and is still a subclass when whole."""
+    """A parameter that travels as it is, and is still a subclass when unsharded."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.padded(mesh, outer_size).to(mp_policy.param_dtype or self.dtype),), len(outer_size)
@@ -445,7 +445,7 @@ class Kept(Packed):
 
 
 def pack(model: models.Model, kind: type[Packed]) -> None:
-    """Weights are packed, biases stay plain tensors."""
+    """Pack weights; leave biases as plain tensors."""
     for block in model.blocks:
         for layer in block.children():
             layer.weight = nn.Parameter(kind(layer.weight.detach()))
@@ -459,7 +459,7 @@ PACKED: dict[str, type[Packed]] = {
 
 
 def evaluate_packed(training: Training) -> None:
-    """The first forwards and the last are without gradients."""
+    """Run the first forwards and the last one without gradients."""
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             training.loss(0)
@@ -525,7 +525,7 @@ class OnlyPost(Packed):
 
 
 class Unpadded(OnlyPost):
-    """Forgets that an uneven shard has to be padded."""
+    """A parameter that forgets to pad an uneven shard."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.inner,), None
@@ -549,7 +549,7 @@ def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_i
         return f"{type(error.value).__name__}: {error.value}"
 
     full, uneven = launch(on_a_rank, 2, timeout=60)
-    assert full.startswith("CollectiveError")  # it waits for the other, which is gone
+    assert full.startswith("CollectiveError")  # it waits for the other rank, which is gone
     assert uneven.startswith("UsageError") and "padded" in uneven and "Unpadded" in uneven
 
 
@@ -557,7 +557,7 @@ def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_i
 
 
 def evaluate(training: Training, mode: Callable[[], Any], first: bool) -> None:
-    """Outputs between training steps, and what training makes of it; `first`: also before the first step."""
+    """Evaluate between training steps, and train on. `first`: also evaluate before the first step."""
     for seed in range(3):
         if seed > 0 or first:
             with mode():
@@ -589,7 +589,7 @@ PROMISES.trains(
 
 
 def offloaded(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
-    """FSDP2 can do it without pinning only, where there is no accelerator."""
+    """Offload parameters. Without an accelerator, FSDP2 can do so only without pinned memory."""
     return shard(package, module, offload_policy=package.CPUOffloadPolicy(package is hwfsdp), **options)
 
 
@@ -641,9 +641,9 @@ INDUCTOR = case(
 
 
 def check_compiled(one: Case) -> dict[str, list[str]]:
-    """Against FSDP2 under the same; each starts with empty caches.
+    """Compare with FSDP2 under the same compiler. Each run starts with empty caches.
 
-    Hooks that break every graph would pass, so there have to be graphs.
+    There must be graphs, because hooks that break every graph would pass, too.
     """
     traces, graphs = [], []
     for library in (ours, theirs):

@@ -1,4 +1,4 @@
-"""Where ranks part is found, said in one sentence, and shown: on made-up histories and on ranks that really part."""
+"""The place where ranks diverge is found, named in one sentence, and shown: for made-up histories and for real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hwfsdp.comm.history import SLOTS, Call, State
 def calls(
     *owners: str, group: str = "0:0-3/1", last: State = State.WAIT, op: str = "all_gather"
 ) -> list[Call]:
-    """All but the last one done."""
+    """Make calls of a rank. All but the last one are done."""
     states = [State.DONE] * (len(owners) - 1) + [last]
     return [
         Call(n, n, n, group, op, "float32", 1024, owner, state)
@@ -49,7 +49,7 @@ def one_behind() -> list[Report]:
 
 
 def got_over() -> list[Report]:
-    """A difference of the past, in a group that has gone."""
+    """Make reports with an old difference in a group that no longer exists."""
     reports = []
     for rank, owner in enumerate("ab"):
         failed = calls(owner, group="old:0-1/1", last=State.FAILED)
@@ -110,7 +110,7 @@ def test_an_absent_rank_is_named_with_its_place_or_its_end(left: str, place: str
 
 
 def test_the_error_names_the_absent_rank_that_waits_for_no_other() -> None:
-    """Rank 3 is lost; rank 2 waits for it, and so does not come to where rank 0 waits."""
+    """Rank 3 is lost. Rank 2 waits for it, so rank 2 does not reach the collective in which rank 0 waits."""
     reports = [
         Report(0, calls("a", "b", group="x:0-2/2")),
         Report(1, []),

@@ -27,14 +27,14 @@ from hwfsdp.core.state import FSDPState
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = [*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "exercises").glob("[0-9]*/README.md")]
-# without the capstone's, which takes the learner's own file
+# without the page of the capstone, which needs the learner's own file
 PAGES = [str(path.relative_to(ROOT)) for path in TEXTS if "```python" in path.read_text()]
 FAST = ["README.md", "docs/checkpoints.md", "docs/virtual.md"]
 READER = Sybil(parsers=[PythonCodeBlockParser()])
 
 
 def read(path: Path) -> Document:
-    """A page and its examples, in a namespace from which ranks can be started: functions travel by value."""
+    """Read a page and its examples. Their namespace can start ranks: functions travel by value."""
     document = READER.parse(path)
     document.namespace["__name__"] = "__main__"
     return document
@@ -43,7 +43,7 @@ def read(path: Path) -> Document:
 @pytest.mark.parametrize("page", suites.fast_are(FAST, PAGES))
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # by pages that show what goes wrong otherwise; afterwards all is back
+    # pages may change these classes to show a mistake; restore them afterwards
     for changed in (FSDPState, FSDPCommContext):
         for name, method in vars(changed).items():
             if inspect.isfunction(method):
@@ -52,11 +52,11 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         for example in read(ROOT / page).examples():
             example.evaluate()
     finally:
-        if dist.is_initialized():  # by a page, in a comment that readers do not see
+        if dist.is_initialized():  # a page may do this in a comment that readers do not see
             dist.destroy_process_group()
 
 
-def test_the_page_on_testing_has_the_table_of_what_was_measured() -> None:
+def test_the_page_on_testing_has_the_table_of_measured_mistakes() -> None:
     assert worth.table(worth.kept()) in (DOCS / "testing.md").read_text()
 
 
@@ -76,7 +76,7 @@ NOT_OURS = 'app.connect("builder-inited", write_book)'  # the book: minutes of t
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site of three pages and two exercises, made as `make docs` makes its own."""
+    """Build a site of three pages and two exercises, as `make docs` does."""
     root = tmp_path_factory.mktemp("checkout")
     pages, built = root / "docs", root / "host" / "course" / "hwfsdp"
     shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo.*"))
@@ -100,7 +100,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """A host with the site at some depth, which answers with its 404 page as GitHub Pages does."""
+    """Serve the site in a subfolder. Answer unknown addresses with its 404 page, as GitHub Pages does."""
 
     class Host(SimpleHTTPRequestHandler):
         error_message_format = (site / "404.html").read_text().replace("%", "%%")

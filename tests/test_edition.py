@@ -1,6 +1,7 @@
-"""The student's edition works: what you have not written yet is filled in, compiled, until you have.
+"""The student's edition works: compiled code fills the holes that you have not filled yet.
 
-`hwfsdp release` hands this file out. In the instructor's tree there is nothing to test: `tests/course/test_release.py` runs it in an edition.
+`hwfsdp release` gives this file to students. The instructor's tree has nothing to test here: `tests/course/test_release.py` runs it in
+an edition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors say what was expected, what was got and what to do, and are what a caller would have guessed."""
+"""Errors say expected, got and remedy, and have the types that a caller would guess."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_an_error_is_also_a_builtin_exception_that_other_code_catches(kind, buil
 @pytest.mark.parametrize(
     ("message", "got"), [("several\n  lines\tof C++", "several lines of C++"), (" \n ", "RuntimeError")]
 )
-def test_a_failed_collective_is_named_with_group_and_rank_and_what_a_backend_says_in_one_line(message, got):
+def test_the_error_of_a_collective_names_group_and_rank_and_has_the_backends_message_in_one_line(
+    message, got
+):
     error = CollectiveError("all_gather", "layers.0", 3, RuntimeError(message))
     assert (error.collective, error.owner, error.rank, error.got) == ("all_gather", "layers.0", 3, got)
     assert str(error).startswith("all_gather of parameter group 'layers.0' on rank 3: ")

@@ -1,4 +1,4 @@
-"""A finished log: its arithmetic on intervals, its questions answered on logs made by hand, its file."""
+"""A finished log: its arithmetic on intervals, its answers about logs made by hand, and its file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ intervals = st.lists(
 
 
 def points(of: list[Interval]) -> set[int]:
-    """The integers i for which [i, i + 1] is covered."""
+    """Return the integers i for which [i, i + 1] is covered."""
     return {i for start, end in of for i in range(int(start), int(end))}
 
 
@@ -71,7 +71,7 @@ def test_events_are_selected_by_op_and_by_attributes() -> None:
 
 
 def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
-    """Communication 0–35; compute is busy 10–50 but for the wait 28–30: 12 µs are exposed, 23 hidden."""
+    """Communication 0–35; compute is busy 10–50 except for the wait 28–30: 12 µs are exposed, 23 hidden."""
     log = EventLog(
         events_of(0, *STEP),
         {0: [Sample(0, {"unsharded_param": 7, "x": 1}), Sample(5, {"unsharded_param": 3, "x": 2})]},
@@ -187,7 +187,7 @@ def test_skew_measures_how_late_the_last_rank_is_and_names_it(
 
 
 def clocked(rank: int, origin: float, machine: str = "here") -> EventLog:
-    """One gather 5 µs after the beginning, and a sample."""
+    """Make a log with a gather 5 µs after the beginning, and a sample."""
     clocks = clocks_about({rank: RankClock(origin, machine)})
     return EventLog(gathers(rank, 5), {rank: [Sample(6, {"x": 1})]}, {"torch": "2", **clocks})
 
@@ -222,7 +222,7 @@ def test_an_empty_log_has_a_summary_of_zeros() -> None:
     assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
 
 
-# --- What happened before what: for one rank, see tests/test_races.py ---------------------------------------
+# --- Order across ranks; for one rank, see tests/test_races.py ----------------------------------------------
 
 
 def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:
@@ -265,7 +265,7 @@ GONE = "this field is taken away"
 
 
 def forged(place: str, field: str, value: Any) -> str:
-    """The trace of one event and one sample, with one value replaced; a string in @ is written as it is."""
+    """Make a trace of one event and one sample with one value replaced. A string between @ is written without quotes."""
     log = EventLog([Event(0, 0, "forward", "compute")], {0: [Sample(0, {"x": 1})]}, ABOUT)
     trace = json.loads(json.dumps(to_trace(log.events, log.samples, log.about)))
     counter = next(e for e in trace["traceEvents"] if e["ph"] == "C")

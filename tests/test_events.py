@@ -1,4 +1,4 @@
-"""Recording events by hand: order, scopes, times. Nothing at all happens while nothing is recorded."""
+"""Record events by hand: order, scopes, times. Without a recording, nothing happens at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hwfsdp.observe.memory import KINDS
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    """A recorder that is active, times counted from 100 µs."""
+    """Make an active recorder that counts times from 100 µs."""
     recorder = Recorder(rank=3, origin=HostMark(100.0))
     events.activate(recorder)
     yield recorder
@@ -23,7 +23,7 @@ def recorder() -> Iterator[Recorder]:
 
 
 class Clock:
-    """Time that passes only when it is read: 101 µs, 102 µs, …"""
+    """A clock that advances only when it is read: 101 µs, 102 µs, …"""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -103,7 +103,8 @@ def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -
         recorder.instant("alloc", "compute")
         with events.scope("backward", "root.0"), events.scope(owner="root.1"):
             recorder.instant("alloc", "compute")
-        recorder.instant("optimizer", "compute", phase="optimizer", owner="")  # which says otherwise
+        # an event with its own phase and owner
+        recorder.instant("optimizer", "compute", phase="optimizer", owner="")
         recorder.instant("alloc", "compute")
     recorder.instant("alloc", "compute")
     assert [(e.phase, e.owner) for e in finished(recorder)] == [
@@ -153,7 +154,7 @@ def test_an_event_that_never_ended_lasts_no_time(recorder: Recorder, clock: Cloc
     assert [(e.start_us, e.dur_us) for e in finished(recorder)] == [(1, 0)]
 
 
-def test_samples_are_what_the_ledger_counts_and_timed_like_events() -> None:
+def test_samples_have_the_ledgers_counts_and_the_clock_of_events() -> None:
     recorder, two = Recorder(rank=0, origin=HostMark(100.0)), torch.zeros(2)
     recorder.ledger.watch(two, "sharded_param")
     recorder.sample()

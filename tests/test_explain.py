@@ -56,7 +56,7 @@ MINE = """
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of the user's in the current directory."""
+    """Write a user's module into the current directory."""
     (tmp_path / "mine_to_explain.py").write_text(textwrap.dedent(MINE))
     (tmp_path / "broken_to_explain.py").write_text("import nothing_of_the_kind\n")
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def on_ranks() -> tuple[list[Any], Totals, str]:
-    """The table of a sharded model, and why a model cannot be explained on paper here."""
+    """Return the table of a sharded model, and the error of explaining a model on paper here."""
     model = zoo.build(SMALL)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
@@ -86,7 +86,7 @@ def test_the_table_on_paper_equals_the_one_on_ranks_where_explaining_on_paper_is
 
 
 @pytest.mark.parametrize("ranks", [1, 16])  # 16: some have none of some parameters
-def test_the_totals_are_those_of_nested_chunks(ranks: int) -> None:
+def test_the_totals_equal_nested_chunks(ranks: int) -> None:
     shapes = [tuple(p.shape) for p in zoo.build(SMALL).parameters()]
     elements = sum(map(prod, shapes))
     held = []
@@ -159,7 +159,7 @@ def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals
     ]
 
 
-# --- What is wrapped ---------------------------------------------------------------------------------------
+# --- Wrapped models ----------------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):

@@ -1,4 +1,4 @@
-"""Each feature can be taken out of the list: the heart and the other features work without it."""
+"""Any feature can leave the list: the heart and the other features work without it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from oracles import fresh, wrap
 
 
 def what_is_left() -> bool:
-    """Train models that use the features that are in the list, beside unsharded ones; return whether gradients agree."""
+    """Train models that use the listed features, and unsharded models. Return True if their gradients agree."""
     there = set(features.FEATURES)
     made: list[dict[str, Any]] = [{}]
     if "hybrid_sharding" in there:
@@ -63,7 +63,7 @@ def what_is_left() -> bool:
 
 
 def agree_without_each() -> dict[str, bool]:
-    """`what_is_left`, with one feature and those that need it out of the list."""
+    """Run `what_is_left` without each feature and the features that need it."""
     every, found = features.FEATURES, {}
     for name in every:
         features.FEATURES = tuple(other for other in every if other not in with_those_that_need_it(name))  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def imports_of(feature: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", features.FEATURES)
-def test_a_feature_imports_only_what_features_share(name: str) -> None:
+def test_a_feature_imports_only_shared_modules(name: str) -> None:
     assert imports_of(name) - SHARED == NEEDS.get(name, set())
 
 
@@ -106,7 +106,7 @@ def with_those_that_need_it(name: str) -> set[str]:
 
 
 def copy_without(name: str, to: Path) -> None:
-    """A copy of the package in which the files of a feature, and of those that need it, and all lines that name them, are cut out."""
+    """Copy the package without the files of a feature, of the features that need it, and the lines that name them."""
     shutil.copytree(Path(features.__file__).parents[1], to / "hwfsdp", ignore=shutil.ignore_patterns("*.pyc"))
     folder = to / "hwfsdp" / "features"
     for cut in with_those_that_need_it(name):
@@ -192,7 +192,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
 def with_clipping(build: Callable[[], nn.Module] = models.uneven, **options: Any) -> Any:
-    """A sharded model, with the feature that the page writes."""
+    """Make a sharded model with the feature in the page."""
     text = re.search(r"`features/clipping.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
     module = ModuleType("hwfsdp.features.clipping")
@@ -205,7 +205,7 @@ def with_clipping(build: Callable[[], nn.Module] = models.uneven, **options: Any
 
 
 def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
-    """Gradients with the feature that the page writes, beside gradients of both ranks' batches without sharding."""
+    """Return gradients with the feature in the page, and unsharded gradients of both ranks' batches."""
     model = with_clipping()
     model(*model.inputs(4, dist.get_rank())).sum().backward()
     plain = fresh(models.uneven)
@@ -216,7 +216,7 @@ def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_the_feature_written_in_the_page_of_architecture_does_what_the_page_says() -> None:
+def test_the_feature_in_the_page_of_architecture_works_as_the_page_says() -> None:
     for found in launch(gradients_with_clipping, 2):
         assert any((expected.abs() > 1).any() for _, expected in found)
         for grad, expected in found:

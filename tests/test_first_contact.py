@@ -1,6 +1,6 @@
-"""What someone meets first: `hwfsdp` alone, its help, `hwfsdp doctor` on machines that lack something, `make setup`.
+"""First contact: `hwfsdp` alone, its help, `hwfsdp doctor` on machines that lack something, `make setup`.
 
-Faults are real ones: a namespace without loopback, a module in the way that does not import, a folder that is none.
+Faults are real: a namespace without loopback, a module that cannot be imported, a path that is not a folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
-    """Two stations, an elective, the homework and the lab in the current folder."""
+    """Put two stations, an elective, the homework and the lab into the current folder."""
     for name in ("0[12]_*", "12_*", "capstone", "lab"):
         for folder in (ROOT / "exercises").glob(name):
             shutil.copytree(folder, tmp_path / "exercises" / folder.name)
@@ -118,7 +118,7 @@ def test_help_has_every_verb_below_a_heading(capsys: pytest.CaptureFixture[str])
 
 
 def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser, and those of its verbs and their actions."""
+    """Yield the parser, and the parsers of its verbs and their actions."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -126,7 +126,7 @@ def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.Argument
                 yield from parsers_below(each)
 
 
-def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
+def test_every_help_fits_a_terminal_of_80_columns_and_describes_its_verb(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -141,7 +141,7 @@ def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
 
 
 def looked(name: str, *prefix: str, **environ: str) -> dict[str, Any]:
-    """What one look finds, in a process of its own; its standard error must stay empty."""
+    """Run one look of the doctor in a new process, and return its result. Standard error must stay empty."""
     code = f"import json; from hwfsdp.cli import health; print(json.dumps(health.{name}._asdict()))"
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ
@@ -153,7 +153,7 @@ def looked(name: str, *prefix: str, **environ: str) -> dict[str, Any]:
 
 
 def doctor(*prefix: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Exit status, the looks by name, and standard error."""
+    """Run the doctor. Return its exit status, its looks by name, and standard error."""
     command = [*prefix, sys.executable, "-m", "hwfsdp", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
     looks = {look["name"]: look for look in json.loads(done.stdout)["checks"]}
@@ -161,7 +161,7 @@ def doctor(*prefix: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]]
 
 
 def in_the_way(folder: Path, file: str, text: str) -> str:
-    """The folder, with this file in it: a value of PYTHONPATH with which a module is this text."""
+    """Write a file into a folder. With this folder as PYTHONPATH, a module has this text."""
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     (path.parent / "__init__.py").touch()
@@ -170,7 +170,7 @@ def in_the_way(folder: Path, file: str, text: str) -> str:
 
 
 def namespace(*options: str) -> list[str]:
-    """A command in front of another, which then runs in namespaces of its own."""
+    """Return a prefix that runs a command in its own namespaces."""
     prefix = ["unshare", *options]
     if not shutil.which("unshare") or subprocess.run([*prefix, "true"], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("namespaces need Linux and root")
@@ -218,7 +218,7 @@ GONE = json.dumps({"argv": ["/gone/python"], "display_name": "Python 3", "langua
         ("calibration", "XDG_CACHE_HOME", MEASURED, "{", "note: .*cannot be used.* → .*--calibrate"),
     ],
 )
-def test_doctor_names_what_is_missing_too_old_or_broken_with_its_remedy(
+def test_doctor_names_each_problem_with_its_remedy(
     look: str, variable: str, file: str, text: str, told: str, tmp_path: Path
 ) -> None:
     found = looked(f"look_at_{look}()", **{variable: in_the_way(tmp_path, file, text)})
@@ -267,7 +267,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_a_note_with_the_way_to_use_it(tmp_
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What make reads, in a path with spaces."""
+    """Copy the files that make reads into a path with spaces."""
     if not shutil.which("make"):
         pytest.skip("needs make")
     folder = tmp_path / "a path with spaces"
@@ -286,7 +286,7 @@ def made(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProce
 
 
 def python(folder: Path, code: str) -> str:
-    """A Python in a path with spaces that runs `code` before what it is asked to."""
+    """Make a Python in a path with spaces. It runs `code` before its own program."""
     path = folder / "other python"
     script = f"import sys\n{code}\nexec(sys.argv[2])"
     path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(script)} "$@"\n')
@@ -303,7 +303,7 @@ def python(folder: Path, code: str) -> str:
     ],
     ids=["3.10", "no venv", "no ensurepip"],
 )
-def test_setup_says_plainly_what_python_lacks(checkout: Path, code: str, part: str) -> None:
+def test_setup_names_the_part_that_python_lacks(checkout: Path, code: str, part: str) -> None:
     done = made(checkout, "setup", python(checkout, code))
     assert done.returncode and part in done.stderr and "Traceback" not in done.stderr
     assert not (checkout / ".venv").exists()  # so that another Python can be taken the next time

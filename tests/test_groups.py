@@ -1,11 +1,9 @@
-"""Which parameters travel together, and where each of them is cut.
+"""The parameters that travel together, and the dimension along which each is cut.
 
-Lists of modules as one group, heads that are called chunk by chunk, ties, parameters that are left out, placements
-other than `Shard(0)`. The oracles are those of `test_parity`: FSDP2 in the same processes, bit for bit on one rank and
-on two, and the model that is not sharded.
+Lists of modules as one group, heads called chunk by chunk, tied and ignored parameters, placements other than `Shard(0)`. The oracles
+are the same as in `test_parity`: FSDP2 in the same processes, bit for bit on one rank and on two, and the unsharded model.
 
-A model of this file may list in `blocks` not only modules but also lists of modules: each entry is one call of
-`fully_shard`.
+`blocks` of a model in this file may also contain lists of modules: each entry is one call of `fully_shard`.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ PROMISES = Promises()
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    """Which form of each parameter is registered."""
+    """Return name → the registered form of the parameter."""
     return {
         name: "sharded" if isinstance(param, DTensor) else "whole" for name, param in model.named_parameters()
     }
@@ -91,7 +89,7 @@ LISTS: dict[str, Case] = {
 
 
 class Nested(models.Grouped):
-    """One layer of a member is a group of its own, one member lies inside another, and the root takes what is left."""
+    """A model in which one layer of a member is its own group, one member lies inside another, and the root takes the rest."""
 
     groups = ()
 
@@ -131,7 +129,7 @@ def test_collectives_of_a_list_have_one_owner_and_unsharding_two_members_gathers
 
 
 def test_a_member_inside_another_belongs_to_the_outer_one_as_in_fsdp2():
-    """And fully_shard returns the very sequence that it was given, unchanged."""
+    """fully_shard returns the same sequence object, unchanged."""
 
     def on_a_rank() -> Any:
         facts = []
@@ -169,13 +167,13 @@ PROMISES.trains(
 
 
 def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterable[Tensor]:
-    """The head's loss on one part of the rows after the other; they add up to the loss of all rows."""
+    """Yield the head's loss on each part of the rows. The losses add up to the loss of all rows."""
     for chunk in hidden.chunk(chunks):
         yield objective(training.model.head(chunk)) * (len(chunk) / len(hidden))
 
 
 def chunk_by_chunk(training: Training, seed: int) -> Tensor:
-    """Forward and backward of the head for each chunk, then the backward of the rest."""
+    """Run forward and backward of the head for each chunk, then the backward of the rest."""
     hidden = training.model(*training.batch(seed))
     leaf = hidden.detach().requires_grad_()
     total = torch.zeros(())
@@ -193,7 +191,7 @@ def chunks_in_one_graph(training: Training, seed: int) -> Tensor:
 
 
 def chunk_by_chunk_through_the_body(training: Training, seed: int) -> Tensor:
-    """Nothing is detached: the backward of each chunk goes down to the stem."""
+    """Detach nothing: the backward of each chunk reaches the stem."""
     hidden = training.model(*training.batch(seed))
     total = torch.zeros(())
     for loss in chunk_losses(training, hidden):
@@ -203,7 +201,7 @@ def chunk_by_chunk_through_the_body(training: Training, seed: int) -> Tensor:
 
 
 def head_on_a_constant(training: Training, seed: int) -> Tensor:
-    """The head's input needs no gradient; the body has a loss of its own."""
+    """Give the head an input without a gradient. The body has its own loss."""
     hidden = training.model(*training.batch(seed))
     total = torch.zeros(())
     for loss in chunk_losses(training, hidden.detach()):
@@ -221,14 +219,14 @@ def head_in_one_piece(training: Training, seed: int) -> Tensor:
 
 
 def no_head(training: Training, seed: int) -> Tensor:
-    """One member of the list has no part in the step."""
+    """Leave one member of the list out of the step."""
     loss = objective(training.model(*training.batch(seed)))
     loss.backward()
     return loss
 
 
 def head_before_the_body(training: Training, seed: int) -> Tensor:
-    """The model runs once, as a root has to; from then on the head comes first and last."""
+    """Run the model once, as a root must. Then call the head first and last."""
     if not seed:
         return head_in_one_piece(training, seed)
     before = objective(training.model.head(*training.batch(10 + seed)))
@@ -257,7 +255,7 @@ def run_steps(training: Training, steps: Iterable[Step]) -> None:
 
 
 def accumulate_chunks(training: Training) -> None:
-    """Of two micro-batches, each in chunks, only the second one reduces."""
+    """Train on pairs of micro-batches in chunks. Only the second of each pair reduces."""
     for seed in range(4):
         training.call("set_requires_gradient_sync", seed % 2 == 1)
         training.trace.keep("loss", chunk_by_chunk(training, seed))
@@ -299,7 +297,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def watch_dtypes(training: Training) -> None:
-    """Keeps what the members of the list return; dtypes are part of what is compared."""
+    """Keep the outputs of the list's members. The comparison includes their dtypes."""
     training.trace.keep("hidden (local)", training.model(*training.batch(7)))
     training.trace.keep("head alone (local)", training.model.head(training.batch(8)[0]))
     training.call("reset_iter_state")
@@ -316,7 +314,7 @@ PRECISE: dict[str, Case] = {
 
 
 class Tied(models.Model):
-    """Tokens in, logits out. Embedding and head are one parameter of 11 rows, and members of one list."""
+    """Tokens in, logits out. Embedding and head share one parameter of 11 rows, and are members of one list."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -355,7 +353,7 @@ PROMISES.trains("a tied parameter with uneven rows trains as under FSDP2 and as 
 
 
 def without_some(training: Training) -> None:
-    """Biases of the layers and a weight of the root are nobody's."""
+    """Leave biases of the layers and a weight of the root out of all groups."""
     model = fresh(training.build)
     ignored = {p for p in model.parameters() if p.shape == (12,)} | {model.stem.weight}
     assert len(ignored) == 4
@@ -400,7 +398,7 @@ def by_kernel_rows(param: nn.Parameter) -> Shard | None:
 
 
 def by_the_longest_dim(param: nn.Parameter) -> Shard:
-    """Weights of one linear layer are cut by rows, those of the next one by columns."""
+    """Cut the weights of one linear layer by rows, and of the next by columns."""
     assert type(param) is nn.Parameter, "it is asked about whole parameters"
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
@@ -443,7 +441,7 @@ PROMISES.trains("parameters cut along any dim train as under FSDP2 and as withou
 
 
 def refuse_five_columns() -> dict[str, list[str]]:
-    """Two ranks cannot share them evenly."""
+    """Check that two ranks refuse to share five columns."""
     model = models.Stem([models.Block(8, 6, 8), models.Block(8, 5, 8)])
     before = list(model.parameters())
     with pytest.raises(hwfsdp.errors.UnsupportedError, match="blocks.1.down.weight"):
@@ -459,7 +457,7 @@ PROMISES.trains(
 )
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- Traffic -----------------------------------------------------------------------------------------------
 
 MOVED: dict[str, Case] = {
     **{name: case for name, case in LISTS.items() if case.scenario is train},

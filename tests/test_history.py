@@ -1,4 +1,4 @@
-"""What ranks note about their collectives, against the event log of the same run."""
+"""The notes of ranks about their collectives, against the event log of the same run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GROUP: Any = Group()
 
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[history.Call]]:
-    """Reads the notes of this process, in a ring of its own that lies in a file."""
+    """Return a function that reads the notes of this process. They are in their own ring in a file."""
     file = tmp_path / "history"
     file.write_bytes(bytes(SIZE))
     monkeypatch.setenv(history.PATH, str(file))
@@ -61,7 +61,7 @@ class Broken:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_note_says_what_was_called_by_whom_and_in_which_group(ring: Any) -> None:
+def test_a_note_names_the_collective_its_owner_and_its_group(ring: Any) -> None:
     begin(3)
     assert [tuple(call) for call in ring()] == [
         (1, 1, 1, "0:0-1/1", "all_gather", "bfloat16", 4096, "blocks.3", State.WAIT, False)
@@ -238,7 +238,7 @@ def test_one_rank_alone_notes_nothing() -> None:
     assert [rank["alone"] for rank in noted()] == [([], [], set())] * 4
 
 
-def test_the_users_collectives_are_noted_while_recording_and_numbered_with_those_of_fsdp() -> None:
+def test_the_users_collectives_are_noted_while_recording_and_numbered_with_fsdps() -> None:
     for rank, found in enumerate(noted()):
         broadcast = [("broadcast of [0, 2]", 1, 0, State.DONE)] if rank in (0, 2) else []
         everyone = "all_reduce of [0, 1, 2, 3]", "all_gather of [0, 1, 2, 3]"

@@ -1,6 +1,6 @@
-"""Holes: what is cut out and put back is the same byte for byte, and a hole says what is to be done.
+"""Holes: cutting out and putting back gives the same bytes, and a hole says what the learner must do.
 
-The holes of the course, and the modules that its solutions restore, are those of tests/course/test_workbook.py.
+tests/course/test_workbook.py tests the holes of the course, and the modules that its solutions restore.
 """
 
 from __future__ import annotations

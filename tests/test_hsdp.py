@@ -1,8 +1,8 @@
 """Hybrid sharding: parameters sharded along one axis of the mesh, replicated along another.
 
-The oracle is torch's FSDP2 on a mesh of the same shape, in the same processes, and PyTorch without sharding. Where
-every group of ranks has at most two members, the order of additions is no matter, and the bits are compared. What
-travels is read from the event log; its bytes follow from the shapes.
+The oracle is torch's FSDP2 on a mesh of the same shape, in the same processes, and unsharded PyTorch. Where every group has at most
+two ranks, the order of additions does not matter, and bits are compared. The event log shows the collectives; their bytes follow from
+the shapes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from oracles import (
 
 
 def accumulate_in_a_block(training: Training) -> None:
-    """One block reduces among the ranks that shard, the others altogether."""
+    """In the first micro-batch, reduce one block only among the ranks that shard, and the others completely."""
     for seed, all_reduce in enumerate([False, True]):
         if training.is_sharded:
             training.model.blocks[1].set_requires_all_reduce(all_reduce, recurse=False)
@@ -59,7 +59,7 @@ def accumulate_in_a_block(training: Training) -> None:
 
 
 def leave_sums_for_the_next_step(training: Training) -> None:
-    """The optimizer finds no gradients after a step that only scatters; the next step has those of both."""
+    """Take a step that only scatters: the optimizer finds no gradients. The next step has the gradients of both."""
     for seed, reduces in enumerate("saa"):
         configure(training, reduces)
         training.loss(seed).backward()
@@ -68,7 +68,7 @@ def leave_sums_for_the_next_step(training: Training) -> None:
 
 
 def forget_sums(training: Training) -> None:
-    """A reset drops the sums that were scattered and not yet all-reduced."""
+    """Drop, by a reset, the sums that were scattered but not yet all-reduced."""
     training.steps(1)
     configure(training, "s")
     training.loss(7).backward()
@@ -150,7 +150,7 @@ PROMISES.trains(
 )
 
 
-# --- What overlaps: the events of hwfsdp -------------------------------------------------------------------
+# --- Overlap, from hwfsdp's events -------------------------------------------------------------------------
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -161,7 +161,7 @@ def two_steps(shape: Shape) -> EventLog:
 
 @functools.cache
 def logs_of(shape: Shape) -> list[EventLog]:
-    """Of two training steps, by rank."""
+    """Return each rank's log of two training steps."""
     return launch(two_steps, math.prod(shape), shape, timeout=200)
 
 
@@ -224,19 +224,19 @@ def average_over_replicas(reduced: Tensor) -> None:
 
 
 def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape) -> nn.Module:
-    """Plain sharding over the second axis; of the first it knows nothing."""
+    """Shard plainly over the second axis, without the first."""
     return package.fully_shard(module, mesh=grid(shape)["shard"])
 
 
 def by_hand(training: Training, pattern: str, on_stream: bool = False) -> None:
-    """Hybrid sharding out of plain sharding and a hook."""
+    """Build hybrid sharding from plain sharding and a hook."""
     options = {"stream": torch.cpu.Stream()} if on_stream else {}
     with_hooks(training, lambda: average_over_replicas, **options)
     accumulate(training, pattern)
 
 
 def doubled(training: Training) -> None:
-    """Native hybrid sharding; a hook sees what was all-reduced, and doubles it."""
+    """Double the all-reduced gradients in a hook of native hybrid sharding."""
     seen: list[Tensor] = []
 
     def double(reduced: Tensor) -> None:
@@ -250,7 +250,7 @@ def doubled(training: Training) -> None:
 
 
 def remove_hook(training: Training) -> None:
-    """A hook that was taken away again is not called; in hybrid sharding it gets no stream of its own."""
+    """Check that a removed hook is not called, and that a hook of hybrid sharding gets no stream of its own."""
     called: list[Tensor] = []
     with_hooks(training, lambda: called.append)
     with_hooks(training, lambda: None)
@@ -284,7 +284,7 @@ PROMISES.trains(
 
 
 class OnMesh(models.Stem):
-    """Takes this rank's rows as a DTensor, if its parameters are DTensors."""
+    """A model that takes this rank's rows as a DTensor if its parameters are DTensors."""
 
     def __init__(self) -> None:
         super().__init__([models.Block(8, 7, 8) for _ in range(3)])
@@ -298,7 +298,7 @@ class OnMesh(models.Stem):
 
 
 class Axes(NamedTuple):
-    """A mesh, and which of its axes do what."""
+    """A mesh, and the roles of its axes."""
 
     shape: Shape
     names: tuple[str, ...]
@@ -319,7 +319,7 @@ NAMED: dict[str, Axes] = {
 def shard_by_name(
     package: ModuleType, module: nn.Module, *, axes: Axes, policy: Policy | None = None, **options: Any
 ) -> nn.Module:
-    """Makes the parameters DTensors on the whole mesh, every rank having all of them, and shards those."""
+    """Replicate the parameters as DTensors on the whole mesh, then shard these."""
     mesh = grid(axes.shape, axes.names)
     for part in module.modules():
         for name, param in list(part.named_parameters(recurse=False)):
@@ -375,7 +375,7 @@ def refuse_to_reshard_to_two() -> Any:
 
 
 def cut_by_another_axis() -> Any:
-    """Parameters that tensor parallelism has cut over the mesh's other axis."""
+    """Compare parameters that tensor parallelism has cut over the other axis of the mesh."""
     mesh, different = grid((2, 2), ("dp", "tp")), []
     for over_tp in (Shard(0), Shard(1), Replicate()):
         weights = []
@@ -394,7 +394,7 @@ def cut_by_another_axis() -> Any:
 
 
 def only_reduced() -> Any:
-    """Without an axis to shard, a group is all-reduced and never gathered."""
+    """Check that without an axis to shard, a group is all-reduced and never gathered."""
     training = named("replicate").training(ours)
     with record() as log:
         training.loss(0).backward()
@@ -412,7 +412,7 @@ def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
 
 
 def refuse_wrong_axes() -> Any:
-    """Each of these is a mistake, which FSDP2 refuses, too."""
+    """Check that each of these mistakes is refused, as by FSDP2."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     unrefused = []

@@ -1,4 +1,4 @@
-"""What stays the same object; which of a parameter's forms is registered when is in `test_resharding`."""
+"""Objects that stay the same. `test_resharding` tests which form of a parameter is registered at which time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ one, two = Together(1), Together(2)
 
 
 def watch_a_training(reshard_after_forward: bool | None) -> list[str]:
-    """What is wrong with the parameter objects seen at every turn of three training steps.
+    """Return the problems with parameter objects, seen at every turn of three training steps.
 
-    Gathering again is no write that autograd could notice.
+    Autograd must not take a gather for a write.
     """
     training = Training(models.stem, ours, reshard_after_forward=reshard_after_forward)
     sharded: list[list[nn.Parameter]] = []

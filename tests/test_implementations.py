@@ -1,6 +1,6 @@
-"""The same training with any implementation: ours, torch's, none, and files of users, good and bad.
+"""The same training with any implementation: hwfsdp's, torch's, none, and files of users, good and bad.
 
-The oracle is unsharded PyTorch in one process, for losses and for gradient norms; between sharded runs it is equality.
+The oracle for losses and gradient norms is unsharded PyTorch in one process. Sharded runs must be equal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def unsharded(config: TrainConfig, world_size: int) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of one process with the whole batch."""
+    """Return losses and gradient norms of one process with the whole batch."""
     model, text = build_model(config.model, config.seed), load_text(config.text)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     losses, norms = [], []
@@ -161,7 +161,7 @@ def test_a_time_limit_that_ends_inside_a_collective_counts_after_it(monkeypatch:
         suites.long(str(HOMEWORK), {"all_gather", "reduce_scatter"}),
     ],
 )
-def test_a_trace_of_any_implementation_moves_what_the_closed_form_says(
+def test_a_trace_of_any_implementation_moves_the_bytes_of_the_closed_form(
     name: str, moved: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "t.json"

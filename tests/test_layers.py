@@ -1,4 +1,4 @@
-"""The house holds: what a folder may import, what it lists, and how long its files are."""
+"""The rules of the source tree: the imports allowed to a folder, the modules that it lists, and the length of its files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAY: dict[str, set[str]] = {  # folder → the folders that it may import, besid
     "course": PAPER | {"train", "virtual", "plot"},
     "cli": PAPER | {"train", "virtual", "plot", "course"},
 }
-# what is against the rule still; may only shrink
+# imports that still break the rule; this list may only shrink
 KNOWN = {
     "comm.history imports observe.events",
     "comm.shared_memory imports observe.events",
@@ -59,11 +59,11 @@ LONG = {
 }
 
 
-# --- What imports what -------------------------------------------------------------------------------------
+# --- Imports -----------------------------------------------------------------------------------------------
 
 
 def module_of(path: Path) -> str:
-    """`observe.events`; of a folder's `__init__.py`, `observe`."""
+    """Return `observe.events` for its file, and `observe` for the folder's `__init__.py`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -78,7 +78,7 @@ def folder_of(module: str) -> str:
 
 @functools.cache
 def imported_by(path: Path) -> list[str]:
-    """Every module of hwfsdp that the source imports, at any depth, type checking included."""
+    """List every module of hwfsdp that the source imports, at any depth, also for type checking."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":
@@ -92,7 +92,7 @@ def imported_by(path: Path) -> list[str]:
 
 
 def wrong_edges() -> list[str]:
-    """ "events imports comm.history", for each import against the table."""
+    """List each import against the table, as "events imports comm.history"."""
     found = set()
     for module, path in MODULES.items():
         folder = folder_of(module)
@@ -102,15 +102,15 @@ def wrong_edges() -> list[str]:
     return sorted(found)
 
 
-def test_a_folder_imports_only_what_the_table_allows() -> None:
+def test_a_folder_imports_only_folders_that_the_table_allows() -> None:
     assert set(wrong_edges()) == KNOWN
 
 
-# --- What folders list -------------------------------------------------------------------------------------
+# --- Lists of modules --------------------------------------------------------------------------------------
 
 
 def listed_in(path: Path) -> list[str]:
-    """The modules that a docstring lists, in its order."""
+    """List the modules in a docstring, in its order."""
     said = ast.get_docstring(ast.parse(path.read_text())) or ""
     there = {each.stem for each in path.parent.iterdir()} - DOORS
     return [name for name in re.findall(r"^ *(\w+)  +\S", said, re.MULTILINE) if name in there]
@@ -120,7 +120,7 @@ FOLDERS = ["."] + sorted(path.parent.name for path in PACKAGE.glob("*/__init__.p
 
 
 def chapters_of(folder: str) -> set[str]:
-    """The modules and folders in a folder."""
+    """Return the modules and folders in a folder."""
     there = [
         *(PACKAGE / folder).glob("*.py"),
         *(path.parent for path in (PACKAGE / folder).glob("*/__init__.py")),
@@ -142,7 +142,7 @@ def test_every_module_is_listed_once_in_the_docstring_of_its_folder() -> None:
 
 
 def out_of_order() -> list[str]:
-    """Modules that import a later one of their folder; the flat core is a folder, too."""
+    """List modules that import a later one of their folder. The flat core is a folder, too."""
     found = []
     for folder in {*FOLDERS} - OUT_OF_ORDER:
         order = listed_in(PACKAGE / folder / "__init__.py")
@@ -167,7 +167,7 @@ def test_modules_are_listed_in_reading_order() -> None:
 
 
 def code_lines(path: Path) -> int:
-    """Lines without those that are blank, comment or docstring."""
+    """Count the lines that are not blank, comment or docstring."""
     text = path.read_text()
     layout = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
     lines: set[int] = set()
@@ -190,7 +190,7 @@ def test_files_are_short_and_long_ones_do_not_grow() -> None:
     assert {*LONG} <= {*found}, "some are short now: take them off the list"
 
 
-# --- What is private ---------------------------------------------------------------------------------------
+# --- Private names -----------------------------------------------------------------------------------------
 
 PRIVATE = re.compile(
     r"torch(?:\.(?!ops\b)\w+)*\._(?!_)|\._(?:local_tensor|spec|cdata|base|parameters|execution_engine|foreach\w*)\b"
@@ -200,7 +200,8 @@ PRIVATE = re.compile(
 def test_private_torch_api_is_used_in_modules_called_compat() -> None:
     suspects = [path for path in SOURCES if PRIVATE.search(path.read_text())]
     users = [path.relative_to(PACKAGE) for path in suspects if PRIVATE.search(code_of(path))]
-    naming = {"course/rules.py", "course/guard.py"}  # what a learner's file may not use
+    # these files list names that a learner's file may not use
+    naming = {"course/rules.py", "course/guard.py"}
     assert {str(path) for path in users} == {"compat.py", "core/compat.py"} | naming
 
 

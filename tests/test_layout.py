@@ -1,6 +1,6 @@
-"""Which part a rank holds. The oracle is nested chunking: row numbers cut by `torch.chunk`, pieces cut again.
+"""The part of a tensor that a rank holds. The oracle is nested chunking: `torch.chunk` cuts row numbers, and cuts the pieces again.
 
-The oracle is told who cuts first; the code under test has to read that from the placements.
+The oracle knows who cuts first. The tested code must read this from the placements.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def strided(dim: int, split_factor: int) -> Placement:
 
 @cache
 def nested_chunks(rows: Rows, mesh: Sizes, cuts: tuple[int, ...]) -> dict[Sizes, Rows]:
-    """The rows of every coordinate, when the mesh dims `cuts`, first one first, cut what those before them left."""
+    """Return coordinate → rows. The mesh dims in `cuts` cut one after the other, each the pieces of the one before."""
     pieces: dict[tuple[tuple[int, int], ...], Tensor] = {(): torch.tensor(rows, dtype=torch.int64)}
     for mesh_dim in cuts:
         finer = {}
@@ -64,12 +64,12 @@ def nested_chunks(rows: Rows, mesh: Sizes, cuts: tuple[int, ...]) -> dict[Sizes,
 
 
 def extent_of_rows(rows: Sequence[int], n: int) -> tuple[int, int]:
-    """(length, offset) of the rows that a rank has in a dim of size n."""
+    """Return (length, offset) of a rank's rows in a dim of size n."""
     return (len(rows), rows[0]) if rows else (0, n)
 
 
 def placements_for(mesh: Sizes, cuts: Sequence[int]) -> list[Placement]:
-    """Placements on dim 0 under which the mesh dims cut in this order: a closed form, without any search."""
+    """Return placements on dim 0 with which the mesh dims cut in this order. This is a closed form, without a search."""
     factors = [prod(mesh[j] for j in cuts[: cuts.index(i)] if j > i) for i in range(len(mesh))]
     earlier = [any(j > i for j in cuts[: cuts.index(i)]) for i in range(len(mesh))]
     return [strided(0, f) if is_strided else Shard(0) for f, is_strided in zip(factors, earlier)]
@@ -129,7 +129,7 @@ class Layout(NamedTuple):
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any order of cuts on any assignment of mesh dims to tensor dims."""
+    """Draw any order of cuts, and any assignment of mesh dims to tensor dims."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     owner = [draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]  # None: replicated
@@ -146,12 +146,12 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def whole_of(shape: Sizes) -> Tensor:
-    """A tensor in which every element is different, and none is zero."""
+    """Return a tensor whose elements are all different and not zero."""
     return torch.arange(1, prod(shape) + 1).reshape(shape)
 
 
 def nested_shards(layout: Layout) -> dict[Sizes, tuple[tuple[Sizes, Sizes], Tensor]]:
-    """Extent and local tensor of every coordinate: one tensor dim after the other, by the oracle's rows."""
+    """Return coordinate → (extent, local tensor). Cut one tensor dim after the other by the oracle's rows."""
     shape, mesh, _, cuts = layout
     rows_of = [nested_chunks(tuple(range(n)), mesh, tuple(order)) for n, order in zip(shape, cuts)]
     found = {}
@@ -167,7 +167,7 @@ def nested_shards(layout: Layout) -> dict[Sizes, tuple[tuple[Sizes, Sizes], Tens
 @pytest.mark.parametrize("pad", [False, True], ids=["as_they_are", "padded"])
 @given(layout=layouts())
 def test_shards_equal_nested_chunking_and_join_to_the_whole_again(layout: Layout, pad: bool) -> None:
-    """Padding makes all as large as the largest, and is zero at the end of dims that are cut."""
+    """Padding makes all shards as large as the largest. It is zero, at the end of dims that are cut."""
     shape, mesh, placements, _ = layout
     whole, truth = whole_of(shape), nested_shards(layout)
     largest = tuple(max(shard.size(dim) for _, shard in truth.values()) for dim in range(len(shape)))
@@ -181,14 +181,14 @@ def test_shards_equal_nested_chunking_and_join_to_the_whole_again(layout: Layout
     assert torch.equal(unshard_strided(shards, shape, mesh, placements), whole)
 
 
-def test_shards_of_what_requires_grad_pass_gradients_on() -> None:
+def test_shards_pass_gradients_on() -> None:
     whole = torch.ones(5, requires_grad=True)
     shards = shard_strided(whole, (2,), [Shard(0)], pad=True)
     (2 * unshard_strided(shards, (5,), (2,), [Shard(0)])).sum().backward()
     assert whole.grad is not None and whole.grad.tolist() == [2.0] * 5
 
 
-# --- what cannot be ------------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_shard_that_does_not_fit_its_place_is_named(shape: Sizes) -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh (2, 4), seen from rank 6 at (1, 2), whose process group has no other processes."""
+    """Make a mesh (2, 4) as seen by rank 6 at (1, 2). Its process group has no other processes."""
     dist.init_process_group("fake", rank=6, world_size=8, store=FakeStore())
     yield init_device_mesh("cpu", (2, 4))
     dist.destroy_process_group()
@@ -288,12 +288,12 @@ MEMORY_ORDERS = list(permutations(range(3)))
 
 
 def laid_out(shape: Sizes, order: Sequence[int]) -> Tensor:
-    """A dense tensor of this shape whose dims lie in memory in this order, outermost first."""
+    """Make a dense tensor of this shape. Its dims lie in memory in this order, outermost first."""
     return torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether each place in memory is that of exactly one element."""
+    """Return True if each place in memory belongs to exactly one element."""
     places = torch.zeros(prod(shape), dtype=torch.int64)
     extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
     if extent == len(places):
@@ -326,7 +326,7 @@ def test_strided_shards_count_for_the_whole_like_plain_ones(mesh: DeviceMesh) ->
 
 @pytest.mark.parametrize("order", MEMORY_ORDERS, ids=str)
 def test_the_stride_of_a_part_follows_from_the_mesh_as_well(mesh: DeviceMesh, order: Sizes) -> None:
-    """The oracle is a copy of the part that this rank has; `compute_local_stride(stride, local_shape)` says the same."""
+    """The oracle is a copy of this rank's part. `compute_local_stride(stride, local_shape)` gives the same."""
     for shape in product((4, 15), (6, 7), (8, 9)):
         whole = laid_out(shape, order)
         for placements in product([Replicate(), Shard(0), Shard(-2), Shard(2)], repeat=2):

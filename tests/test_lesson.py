@@ -1,4 +1,4 @@
-"""What notebooks need beyond the package: sliders without a kernel, pictures on paper, and errors for whoever is not in a notebook."""
+"""The needs of notebooks beyond the package: sliders without a kernel, pictures on paper, and errors outside of a notebook."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_question_comes_with_its_answer(given: str, got: str) -> None:
 
 
 def draw(rank: int, step: str = "-") -> Figure:
-    """A picture as many inches wide as the rank says, and one more as high if the step is b."""
+    """Draw a picture: one inch wide plus one per rank, and two inches high in step b, else one."""
     return new_figure(1.0 + rank, 2.0 if step == "b" else 1.0)
 
 
 def sizes_of(page: str) -> list[tuple[int, int]]:
-    """Of the pictures in the page, in the page's inches."""
+    """Return the sizes of the pictures in the page, in the page's inches."""
     [found] = re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
     addresses = [address.partition("base64,") for address in json.loads(found)["pictures"]]
     assert {begin for begin, _, _ in addresses} == {"data:image/webp;"}

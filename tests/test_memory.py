@@ -1,4 +1,4 @@
-"""The ledger counts what storages hold, once each, for as long as somebody has them."""
+"""The ledger counts the bytes of each storage once, for as long as the storage lives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hwfsdp.observe.memory import KINDS, Identities, Ledger
 
 
 def floats(n: int) -> Tensor:
-    """4 n bytes."""
+    """Make a tensor of 4 n bytes."""
     return torch.zeros(n)
 
 
 def alive(ledger: Ledger) -> dict[str, int]:
-    """The kinds of which there are any bytes."""
+    """Return the kinds that have any bytes."""
     return {kind: nbytes for kind, nbytes in ledger.bytes_by_kind().items() if nbytes}
 
 
@@ -75,7 +75,7 @@ def test_a_gradient_counts_while_autograd_has_it_and_stays_usable() -> None:
 
 
 def test_running_sums_by_kind_equal_sums_over_all_storages() -> None:
-    """Given storages that are watched, resized and let go in any order, and one that another kind takes over."""
+    """Storages are watched, resized and released in any order, and another kind takes one over."""
     ledger, tensors = Ledger(), [floats(n) for n in (3, 5, 7, 9)]
     for tensor, kind in zip(tensors, KINDS, strict=False):
         ledger.watch(tensor, kind)

@@ -1,4 +1,4 @@
-"""What is alive, from the ledger, against closed forms: bytes follow from shapes, dtypes and the world size."""
+"""Live memory from the ledger, against closed forms: bytes follow from shapes, dtypes and the world size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BF16: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 class Setup(NamedTuple):
-    """A model, how it is wrapped, and what follows from that."""
+    """A model, the way to wrap it, and the groups that follow."""
 
     build: Callable[[], models.Model]
     how: str = "blocks"
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
         return shapes_by_group(self.build(), self.how)
 
     def groups(self) -> tuple[list[GroupSizes], list[GroupSizes]]:
-        """The groups that stay unsharded from forward to backward, and those that pass, in forward order."""
+        """Return the groups that stay unsharded from forward to backward, and the groups that reshard, in forward order."""
         below, root = self.shapes()
         itemsize = 2 if self.policy else 4
         passing = [GroupSizes(shapes, gather_itemsize=itemsize) for shapes in below]
@@ -77,10 +77,10 @@ def log_of(setup: Setup) -> EventLog:
 
 
 class Buffers:
-    """The most bytes that flat buffers of one kind held at once, counted whenever one more is needed.
+    """The peak bytes of flat buffers of one kind, counted at each new buffer.
 
-    A buffer counts for as long as hwfsdp refers to it. The backend is given an alias, because gloo's threads hold on
-    to what they were given for some moments after they are done with it.
+    A buffer counts for as long as hwfsdp refers to it. The backend gets an alias, because gloo's threads keep their tensors for some
+    moments after they have finished.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ def gradients_alive_when_reductions_begin() -> list[int]:
 
 
 class Found(NamedTuple):
-    """On one rank, by setup: a log of two training steps and a sample after them; the peaks of flat buffers."""
+    """The results of one rank by setup: a log of two training steps with a sample after them, and the peaks of flat buffers."""
 
     logs: dict[str, EventLog]
     buffer_peaks: dict[str, tuple[int, int]]
@@ -169,13 +169,13 @@ def setup(name) -> Setup:
 
 @pytest.fixture
 def logs(name) -> list[EventLog]:
-    """One per rank."""
+    """Return one log per rank."""
     return [found.logs[name] for found in ranks()]
 
 
 @pytest.fixture
 def peaks(logs) -> list[dict[str, int]]:
-    """Each rank's."""
+    """Return the peaks of each rank."""
     return [log.summary()["peak_bytes_by_kind"] for log in logs]
 
 
@@ -185,7 +185,7 @@ def test_whole_parameters_peak_at_the_root_and_the_largest_block(setup, logs):
 
 
 def test_two_gathers_and_one_reduction_are_in_flight_at_most(setup, name):
-    """Gathers of neighbors: in forward from the second step on, and in backward."""
+    """These are gathers of neighbors: in forward from the second step on, and in backward."""
     kept, passing = setup.groups()
     in_order = [unsharded_bytes(group, WORLD_SIZE) for group in kept + passing]
     gathers = max(map(sum, pairwise(in_order)), default=in_order[0])
@@ -213,7 +213,7 @@ def test_whole_gradients_are_gone_when_their_reduction_begins():
 
 
 def test_after_a_step_only_shards_and_optimizer_state_are_left_and_every_byte_allocated_is_freed(logs):
-    """Allocated in the second step, as parameters are made in the first."""
+    """The test looks at the second step, because the first one makes parameters."""
     for rank, log in enumerate(logs):
         left = log.samples[rank][-1].bytes_by_kind
         assert {kind for kind, nbytes in left.items() if nbytes} == {"sharded_param", "optimizer_state"}

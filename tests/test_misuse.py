@@ -1,7 +1,7 @@
-"""Mistakes: what is said, and that nothing was changed.
+"""Mistakes: the error of each, and that it changed nothing.
 
-Each mistake is a function that makes a model, and what to do with it. It runs on a rank, which looks at the error, and
-whether the model was left as it was: the same classes, the same parameters, and still able to train.
+Each mistake is a function that makes a model and an action. It runs on a rank, which checks the error and the model: the model must
+have the same classes and parameters as before, and still be able to train.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MISTAKES: dict[str, tuple[Make, type[Exception], tuple[str, ...]]] = {}
 
 
 def mistake(error: type[Exception], *words: str) -> Callable[[Make], Make]:
-    """It is answered with this error, whose message contains these words."""
+    """Register a mistake with the type of its error and words in the message."""
 
     def remember(make: Make) -> Make:
         MISTAKES[make.__name__] = make, error, words
@@ -40,7 +40,7 @@ def mistake(error: type[Exception], *words: str) -> Callable[[Make], Make]:
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Classes, parameters, values and hooks of a model."""
+    """Return classes, parameters, values and hooks of a model."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         state[f"class of {name or 'the model'}"] = type(module)
@@ -53,7 +53,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def train_plainly(model: nn.Module) -> list[str]:
-    """What keeps the model from training without sharding."""
+    """Train the model without sharding, and list its parameters without a gradient."""
     if not isinstance(model, models.Model):
         return []
     model(*model.inputs(2, 0)).float().sum().backward()
@@ -61,7 +61,7 @@ def train_plainly(model: nn.Module) -> list[str]:
 
 
 def wrong_with(name: str) -> list[str]:
-    """On a rank: what the error of a mistake does not say, and what was changed."""
+    """On a rank: list the words that the error of a mistake lacks, and the changes of the model."""
     make, error, words = MISTAKES[name]
     model, action = make()
     before = snapshot(model)
@@ -83,7 +83,7 @@ def wrong_with(name: str) -> list[str]:
 
 
 def shard(build: Callable[[], nn.Module] = models.stem, **options: Any) -> tuple[nn.Module, Action]:
-    """The model, and a call of fully_shard on it."""
+    """Return the model, and a call of fully_shard on it."""
     model = build()
     options.setdefault("mesh", cpu_mesh())
     return model, lambda: fully_shard(model, **options)
@@ -191,7 +191,7 @@ def forward(model: models.Model) -> Any:
 
 
 def runs(model: models.Model) -> tuple[nn.Module, Action]:
-    """A sharded model, and a forward of it."""
+    """Return a sharded model, and a forward of it."""
     wrap(model, ours)
     return model, lambda: forward(model)
 
@@ -301,7 +301,7 @@ REMEDIES: list[tuple[Make, Callable[[nn.Module], Any]]] = [
 
 
 def without_gradients_after_remedies() -> list[str]:
-    """On a rank: the mistake, the remedy that its message names, and a step; what is wrong afterwards."""
+    """On a rank: make each mistake, apply the remedy in its message, take a step, and list parameters without a gradient."""
     wrong = []
     for make, remedy in REMEDIES:
         model, action = make()

@@ -1,8 +1,8 @@
-"""dtypes of parameters, gradients and outputs in every combination; and where FSDP2 has no answer, the right one.
+"""dtypes of parameters, gradients and outputs in every combination, also where FSDP2 has no answer.
 
-The oracle is torch's FSDP2 in the same processes, bit for bit. Where torch 2.13 raises, or computes something else,
-it is the unsharded model in the same dtypes: each rank runs it in the param dtype on its own rows, adds gradients up
-in the reduce dtype, and the mean over the ranks is taken in that, too.
+The oracle is torch's FSDP2 in the same processes, bit for bit. Where torch 2.13 raises an error or computes something else, the oracle
+is the unsharded model in the same dtypes: each rank runs its own rows in the param dtype, adds gradients in the reduce dtype, and the
+ranks take the mean in the reduce dtype, too.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CHOICES = (None, FP16, BF16, FP32, FP64)
 
 
 def uneven_in(dtype: torch.dtype) -> models.Model:
-    """Two layers of which nothing divides by 2."""
+    """Make two layers in which 2 divides no output size."""
     model = models.Model([models.Block(5, 3, 1)])
     model.width = 5
     return model.to(dtype)
 
 
 def run_dtypes(training: Training) -> None:
-    """Two micro-batches, the first unreduced, and a step; keeps the output, whose dtype is part of the policy."""
+    """Run two micro-batches, the first unreduced, and a step. Keep the output, because the policy has its dtype."""
     for micro in range(2):
         training.call("set_requires_gradient_sync", micro == 1)
         output = training.model(*training.batch(micro))
@@ -68,7 +68,7 @@ def run_dtypes(training: Training) -> None:
 def combined(
     orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None
 ) -> tuple[str, Case]:
-    """A name and a case, for the dtype of the original parameters and the dtypes of the policy."""
+    """Return a name and a case for the dtype of the original parameters and the dtypes of the policy."""
     policy = {"param_dtype": param, "reduce_dtype": reduce, "output_dtype": output}
     name = f"{orig}, param {param}, reduce {reduce}, output {output}".replace("torch.", "")
     return name, Case(functools.partial(uneven_in, orig), run_dtypes, "root", {"policy": policy})
@@ -82,11 +82,11 @@ PROMISES = Promises()
 PROMISES.trains("dtypes are combined as in FSDP2", dict(COMBINATIONS))
 
 
-# --- What goes into a forward, and what does not change ----------------------------------------------------
+# --- Inputs of a forward, and values that do not change ----------------------------------------------------
 
 
 class Tables(nn.Module):
-    """Integers everywhere: a parameter, buffers, inputs and outputs; notes what reaches its forward."""
+    """A module with integers everywhere: a parameter, buffers, inputs and outputs. It keeps the tensors that reach its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Tabled(models.Model):
 
 
 def name_dtypes(training: Training) -> None:
-    """Keeps the dtypes of everything that the block saw and returned, and trains."""
+    """Train, and keep the dtypes of everything that the block saw and returned."""
     for seed in range(2):
         output = training.model(*training.batch(seed))
         [tables] = training.model.blocks
@@ -149,7 +149,7 @@ INPUTS: dict[str, Policy] = {
 def shard_by_kind(
     package: ModuleType, module: nn.Module, *, policies: dict[str, Policy], **options: Any
 ) -> nn.Module:
-    """The policy is that of the module's hidden width, or of its class."""
+    """Shard with the policy of the module's hidden width, or of its class."""
     hidden = str(module.up.out_features) if isinstance(module, models.Block) else type(module).__name__
     return shard(package, module, policy=policies.get(hidden), **options)
 
@@ -188,7 +188,7 @@ MIXTURES: dict[str, Case] = {
 
 
 def change_dtype(training: Training, dtype: torch.dtype) -> None:
-    """Before the first forward."""
+    """Change the dtype before the first forward."""
     training.model.to(dtype)
     run_dtypes(training)
 
@@ -207,7 +207,7 @@ CHANGED: dict[str, Case] = {
 
 
 def change_between_steps(training: Training) -> None:
-    """A step in one dtype, two in another, which a new optimizer makes."""
+    """Take a step in one dtype, then two in another dtype with a new optimizer."""
     training.steps(1)
     training.model.to(FP64)
     training.optimizer = training.new_optimizer()
@@ -251,11 +251,11 @@ def train_only(*names: str) -> MicroBatch:
 
 
 class Beyond(NamedTuple):
-    """Micro-batches, the gradients of the last of which are compared.
+    """Micro-batches. The gradients of the last one are compared.
 
     Attributes:
         policy: param and reduce dtype.
-        accumulate: the first micro-batches are not reduced, and count; else their gradients are dropped.
+        accumulate: if True, the first micro-batches are unreduced, and count. Else their gradients are dropped.
     """
 
     build: Callable[[], models.Model]
@@ -274,7 +274,7 @@ class Beyond(NamedTuple):
         training.keep_grads()
 
     def unsharded(self) -> Trace:
-        """Each rank on its own rows, in the param dtype; sums and the mean in the reduce dtype."""
+        """Run each rank's own rows in the param dtype. Take sums and the mean in the reduce dtype."""
         compute = self.policy.get("param_dtype") or FP32
         reduce = self.policy.get("reduce_dtype") or (FP32 if REDUCES_IN_GRAD_DTYPE else compute)
         model = fresh(self.build).to(compute)

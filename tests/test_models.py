@@ -1,4 +1,4 @@
-"""The GPT and its data: shapes, causality, batches that depend on nothing but their arguments."""
+"""The GPT and its data: shapes, causality, and batches that depend only on their arguments."""
 
 from __future__ import annotations
 

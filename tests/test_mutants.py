@@ -1,4 +1,4 @@
-"""Mutants: one change each, of the kind it says and where it says, and nothing else in the text."""
+"""Mutants: each makes one change, of its kind and at its line, and changes nothing else in the text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def changed_as_stated(original: str, mutant: Mutant) -> bool:
-    """There is a place in the line where `before`, replaced by `after`, gives the mutant's text."""
+    """Return True if replacing `before` by `after` at some place in the line gives the mutant's text."""
     lines = original.splitlines(keepends=True)
     first = sum(map(len, lines[: mutant.line - 1]))
     return any(
@@ -35,7 +35,7 @@ def changed_as_stated(original: str, mutant: Mutant) -> bool:
 
 
 def untouchable(text: str) -> Counter[str]:
-    """Comments, and the syntax of all that is never changed, of nested functions too."""
+    """Count comments, and the syntax that no mutant changes, also in nested functions."""
     found = [token.string for token in tokens(text) if token.type == tokenize.COMMENT]
     parts: list[ast.AST | None] = []
     for node in ast.walk(parsed(text)):
@@ -57,7 +57,7 @@ def tokens(text: str) -> Iterator[tokenize.TokenInfo]:
 
 
 def promises(original: str) -> Sequence[Mutant]:
-    """The mutants of the text, once all that is promised of every mutant has been asserted."""
+    """Return the mutants of the text. Assert every promise about mutants first."""
     found = list(mutants(original))
     programs = [ast.unparse(parsed(original)), *(ast.unparse(parsed(mutant.text)) for mutant in found)]
     assert len(set(programs)) == len(programs)
@@ -71,7 +71,7 @@ def promises(original: str) -> Sequence[Mutant]:
 
 
 def head_of(text: str) -> list[str | None]:
-    """Decorators, signature and docstring of the function itself."""
+    """Return decorators, signature and docstring of the function itself."""
     node = parsed(text).body[0]
     function = node.body[0] if isinstance(node, ast.If) else node
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -80,7 +80,7 @@ def head_of(text: str) -> list[str | None]:
 
 
 def functions_of_the_package() -> list[str]:
-    """Their texts."""
+    """Return the texts of all functions in the package."""
     sources = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
     return [extract(source, name) for source in sources for name in functions(source)]
 
@@ -97,12 +97,12 @@ def in_function(line: str) -> str:
 
 
 def plain(line: str) -> str:
-    """The line as Python writes it: what it does, without how it is laid out."""
+    """Return the line as Python writes it, without its layout."""
     return ast.unparse(ast.parse(in_function(line)))
 
 
 def found_in(line: str) -> dict[str, list[str]]:
-    """The changed lines, by kind."""
+    """Return kind → the changed lines."""
     found: dict[str, list[str]] = {}
     for mutant in promises(in_function(line)):
         found.setdefault(mutant.operator, []).append(ast.unparse(ast.parse(mutant.text)))
@@ -238,7 +238,7 @@ def test_mutants_keep_the_text_of_errors_and_assertions() -> None:
     assert found_in("assert a < 1, 'a' if a + 1 else c") == {}
 
 
-def test_a_mutant_says_what_was_changed() -> None:
+def test_a_mutant_names_its_change() -> None:
     found = [str(mutant) for mutant in mutants(in_function("return f(a - b,  # why\n c=1)"))]
     assert "line 2, swap arithmetic: `a - b` → `a + b`" in found
     assert "line 2, drop keyword: `f(a - b, # why c=1)` → `f(a - b)`" in found

@@ -1,4 +1,4 @@
-"""Tensors inside structures: found in order, replaced in place, and nothing else touched."""
+"""Tensors inside structures: found in order, replaced in place, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 
 def visited(tree: Any) -> list[Tensor]:
-    """The tensors of the tree in the order in which `map_tensors` comes to them."""
+    """Return the tensors of the tree in the order in which `map_tensors` visits them."""
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
     return found
@@ -71,7 +71,7 @@ class Slotted:
 
 @dataclass
 class Computed:
-    """A field that the constructor does not take; it was set afterwards to something else."""
+    """A dataclass with a field that is not in the constructor. Tests set this field to something else."""
 
     hidden: Any
     cache: Any = field(init=False)
@@ -82,7 +82,7 @@ class Computed:
 
 @dataclass
 class Counting:
-    """Running `__init__` or `__post_init__` a second time would change it."""
+    """A dataclass that a second call of `__init__` or `__post_init__` would change."""
 
     hidden: Any
     scale: InitVar[int]
@@ -94,7 +94,7 @@ class Counting:
 
 
 class ModelOutput(OrderedDict):
-    """A dict whose items are attributes as well, as in Hugging Face's transformers; None is no item."""
+    """A dict whose items are attributes as well, as in Hugging Face's transformers. None is not an item."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -119,7 +119,7 @@ class Logits(ModelOutput):
 
 
 class AttributeDict(dict):
-    """A dict whose constructor takes something else, and whose items are attributes as well."""
+    """A dict with another constructor, whose items are attributes as well."""
 
     def __init__(self, names: str, value: Any) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_value_that_is_not_a_container_is_a_leaf() -> None:
         assert map_tensors(add_ten, [leaf, one()])[0] is leaf
 
 
-# --- What is particular to one kind ------------------------------------------------------------------------
+# --- Special cases of one kind -----------------------------------------------------------------------------
 
 
 def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() -> None:
@@ -203,7 +203,7 @@ def test_rebuilding_a_dataclass_does_not_construct_it_again_and_keeps_attributes
     assert Counting.made == made
 
 
-def test_packed_sequences_keep_what_their_data_means() -> None:
+def test_packed_sequences_keep_lengths_and_order() -> None:
     packed = pack_sequence([one(1), torch.tensor([2.0, 3.0])], enforce_sorted=False)
     mapped = map_tensors(lambda tensor: tensor + 10 if len(tensor) == 3 else tensor, packed)
     assert isinstance(mapped, PackedSequence)
@@ -244,7 +244,7 @@ trees = st.recursive(
 
 
 def flattened(tree: Any) -> list[Any]:
-    """The tree as a flat list of types, keys and leaves, tensors included: an account of all there is to it."""
+    """Return the tree as a complete flat list of types, keys and leaves, tensors included."""
     if dataclasses.is_dataclass(tree):
         return [type(tree), *flattened(vars(tree))]
     if isinstance(tree, dict):
@@ -266,7 +266,7 @@ def test_mapping_any_tree_changes_its_tensors_from_left_to_right_and_nothing_els
 
 
 @given(trees)
-def test_tensors_with_grad_are_those_that_require_it_and_can_be_exchanged_in_their_order(tree: Any) -> None:
+def test_tensors_with_grad_require_grad_and_can_be_exchanged_in_their_order(tree: Any) -> None:
     tensors = [part for part in flattened(tree) if isinstance(part, Tensor)]
     found = tensors_with_grad(tree)
     assert all(a is b for a, b in zip(found, [t for t in tensors if t.requires_grad], strict=True))

@@ -1,4 +1,4 @@
-"""Notebooks are what their sources give, run from top to bottom, show pictures, define no algorithm, and fail in words."""
+"""Notebooks match their sources, run from top to bottom, show pictures, define no algorithm, and give readable errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import suites
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-LONGEST = 30  # lines of a function in a notebook: what ranks run, or what to draw
+LONGEST = 30  # lines of a function in a notebook; it runs on ranks or draws
 
 
 def load_tool() -> Any:
@@ -55,12 +55,12 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # readers do not set it, and it adds collectives
     TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
 
 
 def shown(*cells: str) -> list[str]:
-    """What each cell shows in one kernel: its text, or its error's. A kernel that hangs fails the test by its time limit."""
+    """Run the cells in one kernel. Return the text of each, or of its error. If the kernel hangs, the time limit fails the test."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata = {"kernelspec": TOOL.KERNEL}
     TOOL.run(notebook, allow_errors=True)
@@ -77,7 +77,7 @@ def shown(*cells: str) -> list[str]:
         suites.long("import sys; sys.version_info = (3, 10, 4)", id="a Python that is too old"),
     ],
 )
-def test_a_kernel_that_cannot_run_a_notebook_says_what_to_do(broken: str, tmp_path: Path) -> None:
+def test_a_kernel_that_cannot_run_a_notebook_names_a_remedy(broken: str, tmp_path: Path) -> None:
     (tmp_path / "hwfsdp").mkdir()
     (tmp_path / "hwfsdp" / "__init__.py").write_text("type Size = int | None = 3\n")  # a syntax of no Python
     _, said = shown(broken.format(folder=tmp_path), FIRST)

@@ -1,6 +1,6 @@
-"""`make gpu`: it finds a Python, ends what takes too long, and writes a page that says what has run on a GPU and what not.
+"""`make gpu` finds a Python, ends programs that take too long, and writes a page that says what ran on a GPU.
 
-What its parts find is theirs to test. Here they run once, on the CPU, so that the first run on a GPU needs no debugging of its own.
+The parts test their own findings. Here they run once on the CPU, so that the first run on a GPU needs no debugging.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULT = {"date": "2026-11-23T12:00+00:00", "machine": {"torch": "2.15.0"}, "ste
 
 
 def python(folder: Path, name: str, found: dict[str, Any] | None) -> str:
-    """A program that answers `start.ASK` as a Python with these packages would; None: one that fails."""
+    """Write a program that answers `start.ASK` as a Python with these packages does. None: the program fails."""
     program = folder / name
     program.write_text(
         f"#!/bin/sh\necho 'a warning'\necho '{json.dumps(found)}'\n" if found else "#!/bin/sh\nexit 1\n"
@@ -116,7 +116,7 @@ def test_files_that_need_hypothesis_are_left_out_where_it_is_not_installed(
 
 @pytest.fixture
 def one_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as torch is asked for it."""
+    """Let torch report one large GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=139 * 2**30)
@@ -127,7 +127,7 @@ def one_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_large_gpu")
 @pytest.mark.parametrize("part", PARTS)
-def test_on_a_gpu_every_part_runs_what_its_dry_run_tried_and_one_gpu_is_enough(
+def test_on_a_gpu_every_part_runs_the_steps_of_its_dry_run_and_one_gpu_is_enough(
     part: str, tmp_path: Path
 ) -> None:
     steps, tried = (PARTS[part].steps(device, tmp_path) for device in ("cuda", "cpu"))
@@ -143,8 +143,8 @@ def test_on_a_gpu_every_part_runs_what_its_dry_run_tried_and_one_gpu_is_enough(
         assert [step.command[0] for step in steps[1:]] == ["/usr/bin/compute-sanitizer"] * 3
 
 
-def test_the_closed_form_is_what_a_stack_of_linear_layers_needs() -> None:
-    """Two blocks of one MLP 4 → 8 → 4 in fp32, 76 parameters, over two ranks; nothing is padded, the root has none."""
+def test_the_closed_form_is_right_for_a_stack_of_linear_layers() -> None:
+    """Two blocks of one MLP 4 → 8 → 4 in fp32, 76 parameters, over two ranks. Nothing is padded, and the root has no parameters."""
     shards, whole = 2 * 2 * 76 // 2, 76
     # Shards with their gradients; whole parameters, two gathers, a reduction, whole gradients.
     numels = shards + whole + 2 * whole + whole + whole

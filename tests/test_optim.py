@@ -1,7 +1,7 @@
-"""Optimizers over local parts: the same bits, the same state and the same manners as torch's over DTensors.
+"""Optimizers over local parts: the same bits, the same state and the same behavior as torch's over DTensors.
 
-Two oracles: `torch.optim` over the same DTensors, and `torch.optim` over plain tensors, the local parts. Parameters lie
-over the ranks in every way at once: even, uneven and empty shards, cut along another dimension, replicated.
+Two oracles: `torch.optim` over the same DTensors, and `torch.optim` over plain tensors, the local parts. Parameters have all layouts
+at once: even, uneven and empty shards, cut along another dimension, replicated.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NAMES = [name for name in hwfsdp.optim.__all__ if name not in ("LocalStep", "loc
 
 
 def both(name: str) -> tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]]:
-    """Ours, torch's."""
+    """Return hwfsdp's class and torch's class."""
     return getattr(hwfsdp.optim, name), getattr(torch.optim, name)
 
 
-# --- Parameters and what is compared -----------------------------------------------------------------------
+# --- Parameters, and their comparison ----------------------------------------------------------------------
 
 LAYOUTS = [  # of 2 ranks
     ((4, 3), Shard(0)),  # even
@@ -52,22 +52,22 @@ LAYOUTS = [  # of 2 ranks
 
 @functools.cache
 def mesh() -> DeviceMesh:
-    """Made once, because process groups take their time."""
+    """Make the mesh once, because process groups take time to make."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same numbers on every rank."""
+    """Return the same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def lay_out(tensor: Tensor, *placements: Placement) -> DTensor:
-    """No communication, since every rank has the whole tensor."""
+    """Distribute a tensor without communication, since every rank has the whole tensor."""
     return distribute_tensor(tensor, mesh(), placements, src_data_rank=None)
 
 
 def dtensors(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """One parameter of each layout; those of two calls share no memory."""
+    """Return one parameter of each layout. Parameters of two calls share no memory."""
     return [
         nn.Parameter(lay_out(whole(shape, seed, dtype), placement))
         for seed, (shape, placement) in enumerate(LAYOUTS)
@@ -75,12 +75,12 @@ def dtensors(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def local_copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
-    """The local parts of DTensors, and plain tensors, in memory of their own."""
+    """Copy the local parts of DTensors, and plain tensors."""
     return [nn.Parameter(local_part(p.detach()).clone(), p.requires_grad) for p in params]
 
 
 def give_grads(params: Iterable[Tensor], step: int) -> None:
-    """The same gradients at each call."""
+    """Give the parameters gradients, the same at each call."""
     for number, param in enumerate(params):
         grad = whole(tuple(param.shape), 100 * step + number + 50, param.dtype)
         if isinstance(param, DTensor):
@@ -99,13 +99,13 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters, groups, and the state, in the order in which it came to be."""
+    """Return the parameters, the groups, and the state in the order of its creation."""
     order = [next(i for i, p in enumerate(all_params(optimizer)) if p is key) for key in optimizer.state]
     return {"params": all_params(optimizer), "order": order, **optimizer.state_dict()}
 
 
 def compare(optimizer: torch.optim.Optimizer, *oracles: torch.optim.Optimizer, steps: int = 2) -> list[str]:
-    """Steps all of them with the same gradients; the oracles are over DTensors laid out alike, or over local parts."""
+    """Step all optimizers with the same gradients. The oracles have DTensors of the same layouts, or local parts."""
     wrong = []
     for step in range(steps):
         params = all_params(optimizer)
@@ -125,7 +125,7 @@ def compare(optimizer: torch.optim.Optimizer, *oracles: torch.optim.Optimizer, s
 
 
 two = Together(2)
-on_ranks = two.finds([])  # a check returns what is wrong
+on_ranks = two.finds([])  # a check returns its problems
 
 
 # --- Numbers and states ------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ WAYS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": T
 
 
 def check_ways(name: str) -> list[str]:
-    """In the dtypes, one by one or many at a time."""
+    """Check all dtypes, one parameter at a time or many."""
     takes = inspect.signature(getattr(torch.optim, name)).parameters
     ways = [OPTIONS[name] | way for way in WAYS if set(way) <= set(takes)]
     variants = [(way, torch.float32) for way in ways] + [(ways[-1], torch.bfloat16)]
@@ -157,9 +157,9 @@ def check_ways(name: str) -> list[str]:
 
 
 def check_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """Two groups of DTensors, one of them frozen, and a plain tensor among them.
+    """Compare optimizers over two groups of DTensors and a plain tensor. One DTensor is frozen.
 
-    torch cannot run one operator for a list of both, and Rprop over no DTensor: then the oracle is over local parts only.
+    Where torch cannot run an operator on a list of both kinds, or, for Rprop, on DTensors at all, the only oracle is over local parts.
     """
     fast, slow = both(name)
 
@@ -183,7 +183,7 @@ for _name in NAMES:
 
 
 def half_sums(params: Iterable[Tensor]) -> list[DTensor]:
-    """A partial sum for each parameter, other numbers on every rank; the sum of two numbers has one value."""
+    """Return a partial sum for each parameter, different on every rank. Two numbers have only one sum."""
     rank = dist.get_rank()
     return [
         DTensor.from_local(whole(tuple(p.shape), 70 + 10 * rank + i), mesh(), [Partial()], run_check=False)
@@ -197,7 +197,7 @@ def laid_out_like(tensors: Iterable[DTensor], params: Iterable[DTensor]) -> list
 
 @on_ranks
 def gradients_that_are_partial_sums_are_summed_first_and_stay_as_they_are() -> list[str]:
-    """Against torch, given gradients that were summed before."""
+    """torch's optimizer gets gradients that were summed before."""
     wrong = []
     for name in ("SGD", "AdamW"):
         fast, slow = (make(dtensors(), lr=0.1) for make in both(name))
@@ -216,7 +216,7 @@ def gradients_that_are_partial_sums_are_summed_first_and_stay_as_they_are() -> l
 
 @on_ranks
 def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
-    """One parameter without dimensions, and a differentiable step: as torch does it."""
+    """A parameter without dimensions, and a differentiable step."""
     wrong = []
     for options, shapes in (({}, [(), (4, 2)]), ({"differentiable": True}, [(4, 2)])):
         optimizers = [
@@ -226,7 +226,7 @@ def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
             )
             for make in both("Adam")
         ]
-        if options:  # parameters that are results
+        if options:  # parameters are results of an earlier step
             for optimizer in optimizers:
                 start = all_params(optimizer)[0]
                 optimizer.param_groups[0]["params"] = [start * 2]
@@ -243,7 +243,7 @@ def a_step_that_local_parts_cannot_do_is_torchs_own() -> list[str]:
 
 @on_ranks
 def gradients_may_have_another_dtype_than_their_parameter() -> list[str]:
-    """Gradients in float32 of parameters in bfloat16."""
+    """The gradients are in float32, the parameters in bfloat16."""
     optimizers = [make(dtensors(torch.bfloat16), lr=0.1) for make in both("SGD")]
     for optimizer in optimizers:
         for number, param in enumerate(all_params(optimizer)):
@@ -253,11 +253,11 @@ def gradients_may_have_another_dtype_than_their_parameter() -> list[str]:
     return unequal(contents(optimizers[0]), contents(optimizers[1]))
 
 
-# --- What a step leaves alone ------------------------------------------------------------------------------
+# --- Unchanged by a step -----------------------------------------------------------------------------------
 
 
 class Scripted(torch.optim.Optimizer):
-    """Counts its steps, keeps the last gradient in float32, then does what it is told; element-wise."""
+    """An element-wise optimizer that counts its steps, keeps the last gradient in float32, and then calls `then`."""
 
     def __init__(self, params: Any, then: Callable[[Any], Any] = lambda closure: None) -> None:
         super().__init__(params, {"lr": 0.5})
@@ -279,7 +279,7 @@ class Scripted(torch.optim.Optimizer):
 
 @on_ranks
 def any_other_element_wise_optimizer_can_run_locally() -> list[str]:
-    """An optimizer of somebody else, whose state is rebound, has another dtype, and is not tensors only."""
+    """The optimizer is not torch's. It rebinds its state, which has another dtype, and is not only tensors."""
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
         optimizer, theirs = (make(dtensors(dtype)) for make in (hwfsdp.optim.local(Scripted), Scripted))
@@ -288,7 +288,7 @@ def any_other_element_wise_optimizer_can_run_locally() -> list[str]:
 
 
 @on_ranks
-def an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects() -> list[str]:
+def an_exception_in_a_step_leaves_the_same_values_as_torch_in_the_same_objects() -> list[str]:
     def fail(closure: Any) -> None:
         raise RuntimeError("in the step")
 
@@ -310,7 +310,7 @@ def an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects() -> lis
 
 @on_ranks
 def a_step_updates_the_local_part_that_a_parameter_has_now() -> list[str]:
-    """A model may give a parameter another local part between steps; that one is updated."""
+    """A model may replace a parameter's local part between steps. The step updates the new one."""
     optimizer, theirs = (make(dtensors()) for make in both("AdamW"))
     wrong = compare(optimizer, theirs, steps=1)
     old = [local_part(p.detach()) for p in all_params(optimizer)]
@@ -323,7 +323,7 @@ def a_step_updates_the_local_part_that_a_parameter_has_now() -> list[str]:
 
 @on_ranks
 def a_step_between_forward_and_backward_is_noticed() -> list[str]:
-    """By autograd, as with torch."""
+    """Autograd notices it, as with torch."""
     (param,) = params = dtensors()[:1]
     loss = (param * param).sum()
     give_grads(params, 0)
@@ -334,7 +334,7 @@ def a_step_between_forward_and_backward_is_noticed() -> list[str]:
 
 
 class Dispatched(TorchDispatchMode):
-    """Collects the operators that run over DTensors."""
+    """Collect the operators that run over DTensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Dispatched(TorchDispatchMode):
 
 @on_ranks
 def a_step_runs_no_operator_over_dtensors() -> list[str]:
-    """Neither the first step nor a later one runs an operator over a DTensor; torch's does, or this would see nothing."""
+    """This holds for the first step and later ones. torch's optimizer runs some, which shows that the test works."""
     wrong = []
     for name in ("AdamW", "SGD"):
         for make in both(name):
@@ -393,7 +393,7 @@ def a_closure_sees_the_dtensors_and_is_called_once_a_step() -> list[str]:
 
 @on_ranks
 def hooks_run_once_a_step_and_see_dtensors() -> list[str]:
-    """Hooks of the optimizer and of all optimizers run once a step, and see DTensors, whichever class was used before."""
+    """This holds for hooks of one optimizer and hooks of all optimizers, no matter which class ran before."""
     wrong = []
     for name in ("AdamW", "SGD"):
         fast, slow = both(name)
@@ -423,7 +423,7 @@ def hooks_run_once_a_step_and_see_dtensors() -> list[str]:
 
 @on_ranks
 def gradient_scalers_are_as_with_torch() -> list[str]:
-    """Gradients scaled for half precision, fused and not; the second step has a gradient that is infinite on rank 0."""
+    """Gradients are scaled for half precision, fused or not. In the second step, rank 0 has an infinite gradient."""
     wrong = []
     for options in ({"foreach": False}, {"fused": True}):
         traces = []
@@ -450,7 +450,7 @@ def gradient_scalers_are_as_with_torch() -> list[str]:
 
 
 class Slow(Training):
-    """With torch's optimizer in place of the one that is tested here."""
+    """A training with torch's optimizer in place of the tested one."""
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-3)
@@ -462,7 +462,7 @@ def trainings() -> tuple[Training, Training]:
 
 @on_ranks
 def the_state_dict_functions_of_torch_see_no_difference() -> list[str]:
-    """torch's state-dict functions see the same in both, and carry it from each to the other."""
+    """They read the same from both optimizers, and load the state of each into the other."""
     pair = trainings()
     for training in pair:
         training.steps(2)
@@ -521,7 +521,7 @@ def test_a_class_that_derives_from_a_refused_one_is_refused_too():
 
 @hwfsdp.optim.local
 class Decorated(torch.optim.SGD):
-    """Known by the name under which it is decorated, so that it can be pickled."""
+    """A decorated class under its own name in the module, so that it can be pickled."""
 
 
 def test_local_makes_a_subclass_of_the_same_name_once():

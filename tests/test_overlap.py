@@ -1,7 +1,7 @@
-"""What overlaps, and what must not: asserted from the graph of events, without a clock.
+"""Which events overlap, and which must not: read from the graph of events, without a clock.
 
-Two events overlap if neither is certain to end before the other begins (`EventLog.happens_before`). The first step
-of a model has nothing to go by; from the second on, forward prefetches, so there the assertions are made.
+Two events overlap if neither is certain to end before the other begins (`EventLog.happens_before`). In the first step, a model does not
+know its order yet. From the second step on, forward prefetches, so the assertions are about the second step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def one_backward(is_last: bool) -> EventLog:
 
 @functools.cache
 def logs() -> list[dict[str | bool, EventLog]]:
-    """Of each rank: two training steps of three blocks by model, and a backward by whether it is the last one."""
+    """Record each rank: for each model, two training steps of three blocks; and one backward that is the last and one that is not."""
 
     def on_a_rank() -> dict[str | bool, EventLog]:
         found = {m: recorded_steps(Training(MODELS[m], ours)) for m in MODELS}
@@ -42,13 +42,13 @@ def logs() -> list[dict[str | bool, EventLog]]:
 
 @pytest.fixture(params=[(0, "blocks only"), (1, "root with parameters")])
 def rank_log(request) -> EventLog:
-    """One rank's part."""
+    """Return one rank's log."""
     rank, model = request.param
     return logs()[rank][model]
 
 
 def only(log: EventLog, op: str, block: int, step: int, phase: str, stream: str | None = None) -> Event:
-    """The one event of this kind."""
+    """Return the only event of this kind."""
     found = log.select(op, owner=f"blocks.{block}", step=step, phase=phase)
     [event] = [e for e in found if stream in (None, e.stream)]
     return event
@@ -59,11 +59,11 @@ def overlap(log: EventLog, a: Event, b: Event) -> bool:
 
 
 def previous(log: EventLog, op: str, event: Event) -> Event:
-    """The last event of this op for the same group that was issued before."""
+    """Return the last event of this operation for the same group that was issued before."""
     return [e for e in log.select(op, owner=event.owner) if e.seq < event.seq][-1]
 
 
-# --- What overlaps -----------------------------------------------------------------------------------------
+# --- Overlap -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -110,11 +110,11 @@ def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase
         assert overlap(rank_log, gather, copy_out)
 
 
-# --- What must not ---------------------------------------------------------------------------------------
+# --- No overlap ------------------------------------------------------------------------------------------
 
 
 def test_no_two_uses_of_the_same_memory_race(rank_log):
-    """Packing, gathering, copying out, reducing, freeing, and the optimizer."""
+    """The uses are packing, gathering, copying out, reducing, freeing, and the optimizer."""
     assert [race.sentence for race in find_races(rank_log)] == []
 
 

@@ -1,7 +1,7 @@
-"""What is built is what works: sdist and wheel of a copy of this tree, the wheel installed beside nothing of it.
+"""The built distributions work: sdist and wheel of a copy of this tree. The wheel runs without the tree.
 
-The wheel is built from the sdist, so that the sdist is known to be enough, and installed into an environment whose path has a
-space in it. Dependencies are those of the environment that runs the tests; nothing is taken from a network.
+The wheel is built from the sdist, which shows that the sdist is complete. It is installed into an environment with a space in its path.
+Dependencies come from the environment that runs the tests, and nothing from a network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY = ["--ranks", "2", "--steps", "2", "--layers", "2", "--dim", "32", "--seq-l
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both distributions; a learner has worked in the tree, which must not show."""
+    """Build both distributions into a folder. The tree has a learner's leftovers, which must not be in them."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
     exercises = folder / "tree" / "exercises"
@@ -64,7 +64,7 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The command of an environment in which the wheel is installed."""
+    """Install the wheel into an environment, and return its command."""
     folder = tmp_path_factory.mktemp("installed") / "an environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
@@ -76,7 +76,7 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def files(folder: str, *suffixes: str) -> set[str]:
-    """Of the tree, as they are in a distribution: without what working in it leaves."""
+    """Return the files of the tree that belong into a distribution, without a learner's leftovers."""
     found = set()
     for path in (ROOT / folder).rglob("*"):
         name = path.relative_to(ROOT).as_posix()
@@ -86,14 +86,14 @@ def files(folder: str, *suffixes: str) -> set[str]:
 
 
 def run(command: str, folder: Path, *args: str) -> str:
-    """What the installed command prints, in a folder that is not the tree."""
+    """Run the installed command in a folder outside the tree, and return its output."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", _DEBUG)}
     done = subprocess.run([command, *args], cwd=folder, capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-# --- What is in them ---------------------------------------------------------------------------------------
+# --- Contents ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -111,7 +111,7 @@ def test_the_wheel_has_the_package_its_types_and_the_course_without_solutions(wh
 
 
 @pytest.mark.long
-def test_the_source_distribution_has_what_tests_and_course_are_made_from(built: Path) -> None:
+def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("hwfsdp", "tests", "exercises", "solutions", "benchmarks", "notebooks"):
@@ -122,7 +122,7 @@ def test_the_source_distribution_has_what_tests_and_course_are_made_from(built: 
     assert not [name for name in names if LEFT.search(name)]
 
 
-# --- What they do ------------------------------------------------------------------------------------------
+# --- Behavior ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""Every command that README.md and docs/*.md show is run as it stands there, and does what its page says.
+"""Run every command in README.md and docs/*.md exactly as written, and compare it with its page.
 
-`GROUPS` has a row for each command, whichever pages show it; one that a page gains or changes fails the first test, and so does
-a row that no page shows. Commands of one group are run one after the other in one fresh folder, as a reader would type them.
+`GROUPS` has a row for each command. If a page gains or changes a command, the first test fails; it also fails for a row that no page
+shows. The commands of a group run one after the other in one new folder, as a reader would type them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Row(NamedTuple):
     """A command of a page.
 
     Attributes:
-        says: a piece of what it prints. status: exit status. makes: a file that is there afterwards. first: what the reader
-            has done before, in shell.
+        says: a part of its output. status: exit status. makes: a file that exists afterwards. first: shell commands that the reader
+            ran before.
     """
 
     command: str
@@ -216,7 +216,7 @@ if __name__ == "__main__":
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """The lines of shell blocks, and the lines behind `$` of blocks that show output too, without comments.
+    """Return the lines of shell blocks, and the lines after `$` of blocks with output, without comments.
 
     A script (`#!`) is one command, called by its first line.
     """
@@ -242,7 +242,7 @@ def test_every_command_of_every_page_has_a_row() -> None:
 
 
 def run(row: Row, folder: Path) -> str:
-    """What is wrong with how the command went; "" if nothing is."""
+    """Run a command. Return its problem, or ""."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -269,7 +269,7 @@ def run(row: Row, folder: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
-def test_commands_do_what_their_page_says(group: str, tmp_path: Path) -> None:
+def test_commands_work_as_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises", ignore=ignored)
     (tmp_path / "answers").mkdir()

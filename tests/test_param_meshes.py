@@ -1,7 +1,7 @@
 """Parameters of one module on several meshes: dense ones over all ranks, experts over some of them.
 
 The model is a mixture of experts. Where experts are parallel, a rank holds half of them, and computes them for the rows of two ranks.
-The oracles are FSDP2 in the same processes, and the model that is not sharded.
+The oracles are FSDP2 in the same processes, and the unsharded model.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ PROMISES = Promises()
 
 
 class Gather(torch.autograd.Function):
-    """The rows of all ranks of a group; their gradients are added up."""
+    """Gather the rows of all ranks of a group. The backward adds up their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = rows.new_zeros(group.size(), *rows.shape)
         whole[group.rank()] = rows
-        dist.all_reduce(whole, group=group)  # so that all other gathers are FSDP's
+        dist.all_reduce(whole, group=group)  # an all-reduce, so that all gathers in the log are FSDP's
         return whole.flatten(0, 1)
 
     @staticmethod
@@ -74,7 +74,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The sum over the ranks of a group, of which each rank gets its own rows."""
+    """Add up over the ranks of a group, and give each rank its own rows of the sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -89,7 +89,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Experts, side by side in two tensors; DTensors if they are parallel."""
+    """Experts, side by side in two tensors. If they are parallel, these are DTensors."""
 
     def __init__(self, number: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and a dense layer, and experts, which have something to do if `has_tokens`."""
+    """A router, a dense layer, and experts, which get tokens if `has_tokens`."""
 
     has_tokens = True
 
@@ -135,7 +135,7 @@ class Mixture(nn.Module):
 
 
 class Mixtures(models.Stem):
-    """Mixtures between layers of the root's own; `path`: the order in which they run."""
+    """Mixtures between two layers of the root. They run in the order of `path`."""
 
     path: tuple[int, ...] = (0, 1, 2)
     recomputes = False
@@ -149,7 +149,7 @@ class Mixtures(models.Stem):
 
 
 def mixtures(sizes: Sequence[int] = (6, 4, 2), experts_first: bool = False, **attributes: Any) -> Mixtures:
-    """Blocks of so many experts each; 0: a dense layer in place of a mixture."""
+    """Make blocks with these numbers of experts. 0: a dense layer in place of a mixture."""
     model = Mixtures([Mixture(n, 3 + n % 3, experts_first) if n else nn.Linear(8, 8) for n in sizes])
     vars(model).update(attributes)
     return model
@@ -164,11 +164,11 @@ def expert_grid() -> DeviceMesh:
 
 @functools.cache
 def nameless() -> DeviceMesh:
-    """Ranks 0 and 2, or 1 and 3, and no name for them."""
+    """Make a mesh without names, of ranks 0 and 2 or of ranks 1 and 3."""
     return DeviceMesh.from_group(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], "cpu")
 
 
-# Of dense parameters, of experts, and of the experts' second layer if it has another.
+# Meshes of dense parameters, of experts, and of the experts' second layer if it has its own.
 MESHES: dict[str, Callable[[], tuple[DeviceMesh, ...]]] = {
     "two of four": lambda: (grid((4,), ("dp",)), expert_grid()["efsdp"]),
     "without names": lambda: (grid((4,), ("dp",)), nameless()),
@@ -180,7 +180,7 @@ MESHES: dict[str, Callable[[], tuple[DeviceMesh, ...]]] = {
 
 @functools.cache
 def info_of(mesh: DeviceMesh) -> Any:
-    """What torch wants to know of a mesh, the same object each time."""
+    """Return torch's description of a mesh, the same object each time."""
     if mesh.ndim == 2:
         return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -188,12 +188,12 @@ def info_of(mesh: DeviceMesh) -> Any:
 
 @functools.cache
 def info_by_axes() -> Any:
-    """The axis to shard over, by its name in the mesh of all."""
+    """Return torch's description of the axis to shard over, by its name in the whole mesh."""
     return _get_mesh_info(expert_grid(), fsdp.DataParallelMeshDims(shard="efsdp"))
 
 
 def deal_out(experts: Experts, by_axes: bool = False) -> None:
-    """Every rank gets half of the experts: DTensors on the axis `ep`, or on all axes."""
+    """Give every rank half of the experts: DTensors on the axis `ep`, or on all axes."""
     mesh = expert_grid() if by_axes else expert_grid()["ep"]
     placements = [*[Replicate()] * by_axes, Shard(0)]
     for name, param in list(experts.named_parameters()):
@@ -213,7 +213,7 @@ def on_meshes(
     offload: bool = False,
     **options: Any,
 ) -> Any:
-    """A package's fully_shard. With `parallel`, experts are dealt out before, and sums are divided by all ranks."""
+    """Call a package's fully_shard. With `parallel`, deal out the experts first, and divide sums by all ranks."""
     dense, *sparse = MESHES[kind]()
     found = [each for each in nn.ModuleList(module if isinstance(module, list) else [module]).modules()]
     experts = [each for each in found if isinstance(each, Experts) and not isinstance(each.up, DTensor)]
@@ -243,7 +243,7 @@ def on_meshes(
 ours, theirs = (functools.partial(on_meshes, package) for package in (hwfsdp, fsdp))
 
 
-# --- It computes what FSDP2 computes -----------------------------------------------------------------------
+# --- The same values as FSDP2 ------------------------------------------------------------------------------
 
 
 def case(
@@ -256,7 +256,7 @@ def case(
 
 
 def prefetch_by_lists(model: Mixtures) -> None:
-    """Every block gathers the next one, or the two before, by lists."""
+    """Set lists: in forward, each block gathers the next one; in backward, the last block gathers the two before."""
     for here, there in zip(model.blocks, list(model.blocks)[1:]):
         here.set_modules_to_forward_prefetch([there])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
@@ -268,7 +268,7 @@ def prefetching(training: Training) -> None:
 
 
 def idle(training: Training) -> None:
-    """Rank 0 has nothing for the experts to do, and reduces zeros."""
+    """Leave the experts on rank 0 without work. The rank reduces zeros."""
     training.call("set_reduce_scatter_unused_params", True)
     for block in training.model.blocks:
         block.has_tokens = dist.get_rank() != 0
@@ -316,7 +316,7 @@ PROMISES.trains(
 )
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- Traffic -----------------------------------------------------------------------------------------------
 
 
 def step_with_lists(training: Training, seed: int) -> None:
@@ -340,7 +340,7 @@ PROMISES.add(
 
 
 def waits() -> dict[str, list[str]]:
-    """Packing of gradients waits for the reductions of the module before, and not for the other group's."""
+    """Check that the packing of gradients waits for the reductions of the module before, and not for the other group's."""
     _, log = recorded("two of four")
     found = []
     for block in (2, 1):
@@ -378,14 +378,14 @@ def state_of_all(training: Training) -> dict[str, Any]:
 
 
 def shared_folder() -> str:
-    """A folder that all ranks know."""
+    """Return a folder that all ranks know."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     return folder[0]
 
 
 def goes_on_otherwise(second: Training, first: Training) -> list[str]:
-    """Train both models for two more steps, and say where the second one differs from the first."""
+    """Train both models for two more steps, and describe where the second one differs from the first."""
     for training in (first, second):
         training.trace = Trace()
         training.steps(2, first_seed=5)
@@ -393,7 +393,7 @@ def goes_on_otherwise(second: Training, first: Training) -> list[str]:
 
 
 def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
-    """What one library has saved, the other loads, and both go on alike."""
+    """Save with one library, load with the other, and compare further training."""
     folder, first, second = shared_folder(), trained(saved_by), trained(loaded_by, steps=2)
     dcp.save(state_of_all(first), checkpoint_id=folder)
     state = state_of_all(second)
@@ -407,7 +407,7 @@ def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
 
 
 def through_the_store() -> dict[str, list[str]]:
-    """What was saved from several meshes is loaded into the same meshes, and into a model that is not sharded."""
+    """Save from several meshes. Load into the same meshes, and into an unsharded model."""
     folder, first, second, plain = shared_folder(), trained(ours), trained(ours, steps=2), mixtures((6, 4, 2))
     checkpoint.save({"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()}, folder)
     state = {"model": second.model.state_dict(), "optimizer": second.optimizer.state_dict()}
@@ -484,7 +484,7 @@ def refused(
     ranks: Sequence[int] = range(4),
     build: Any = None,
 ) -> dict[str, list[str]]:
-    """On these ranks one error in three parts, which has these words; the model is as before."""
+    """Check that these ranks raise an error with these words and all three parts, and that the model is unchanged."""
     model = (build or functools.partial(mixtures, (5,)))()
     before = dict(model.named_parameters())
     experts = set(model.blocks[0].experts.parameters())
@@ -508,14 +508,14 @@ def refused(
 
 
 def tied() -> Mixtures:
-    """The router and the experts use the same numbers, by two parameters."""
+    """Make a model whose router and experts share memory, as two parameters."""
     model = mixtures((8,))
     model.blocks[0].router.weight = nn.Parameter(model.blocks[0].experts.up.detach()[0])
     return model
 
 
 def of_one_mesh_only() -> dict[str, list[str]]:
-    """Setters of what belongs to one mesh are refused, as by FSDP2."""
+    """Check that setters for a single mesh are refused, as by FSDP2."""
     found = []
     for library in (ours, theirs):
         block = library(mixtures((5,)).blocks[0])

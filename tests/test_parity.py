@@ -1,10 +1,10 @@
-"""hwfsdp computes what torch's FSDP2 computes, and what PyTorch computes without sharding.
+"""hwfsdp computes the same as torch's FSDP2, and the same as unsharded PyTorch.
 
-Both oracles run in the same processes as what they check (see `oracles`). Against FSDP2 the bits are compared at
-world sizes 1 and 2; at 3 the backend may add in another order, so there, and against the unsharded model on the whole
-batch, rounding is allowed. Cases run in few launches, because starting ranks takes longer than a case.
+Both oracles run in the same processes as the tested code (see `oracles`). At world sizes 1 and 2, bits are compared with FSDP2. At 3,
+the backend may add in another order. There, and against the unsharded model on the whole batch, rounding is allowed. Cases share few
+launches, because starting ranks takes longer than a case.
 
-Some ways to train that are only functions here are used by the tests of groups and of resharding.
+Tests of groups and of resharding use some of these scenarios, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from oracles import (
 
 
 def evaluate_in_the_middle(training: Training) -> None:
-    """A forward without gradients between a forward and its backward."""
+    """Run a forward without gradients between a forward and its backward."""
     for seed in range(2):
         loss = training.loss(seed)
         with torch.no_grad():
@@ -49,14 +49,14 @@ def evaluate_in_the_middle(training: Training) -> None:
 
 
 def share_streams(training: Training) -> None:
-    """Blocks that are roots of their own take turns on one set of streams."""
+    """Train blocks that are separate roots with one set of streams."""
     options = {"comm_ctx": FSDPCommContext("cpu")} if training.library is ours else {}
     training.model = wrap(fresh(training.build), training.library, "rootless", **options)
     training.steps()
 
 
 def reload(training: Training, assign: bool) -> None:
-    """One step; a second model takes over the state and trains on, and so does its state in a third."""
+    """Take one step. A second model loads the state and trains on, and a third model loads its state in turn."""
     training.steps(1)
     for seed in range(1, 3):
         state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
@@ -69,7 +69,7 @@ def reload(training: Training, assign: bool) -> None:
 
 
 def input_gradient(training: Training) -> None:
-    """The batch itself gets a gradient."""
+    """Compute a gradient of the batch itself."""
     for seed in range(2):
         (x,) = training.batch(seed)
         x.requires_grad_()
@@ -80,7 +80,7 @@ def input_gradient(training: Training) -> None:
 
 
 def frozen_in_bf16() -> models.Model:
-    """One group with parameters of two dtypes. This is allowed if all trainable parameters have the same dtype."""
+    """Put parameters of two dtypes into one group. This is allowed if all trainable parameters have the same dtype."""
     model = models.Transformer()
     model.blocks[0].requires_grad_(False).to(torch.bfloat16)
     model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
@@ -131,11 +131,11 @@ for _ranks, _wrapped in WRAPPED.items():
         _cases | SCENARIOS if _ranks == 2 else _cases,
         _ranks,
         FAST[_ranks],
-        not_fsdp2=("parameters without elements",),  # it cannot train those
+        not_fsdp2=("parameters without elements",),  # FSDP2 cannot train them
         not_plain=(
             "frozen in another dtype",  # which rounds
             "normalized, blocks",  # batch normalization sees the rows of its own rank only
-            "several roots, one runs twice",  # no group has its stem and head, so their gradients are of this rank's rows only
+            "several roots, one runs twice",  # no group has stem and head: their gradients are local
         ),
     )
 
@@ -169,7 +169,7 @@ PROMISES.trains("what a module returned may be changed in place", IN_PLACE, not_
 
 
 def on_device_streams(case: Case) -> dict[str, list[str]]:
-    """What differs from FSDP2 where hwfsdp takes the CPU for an accelerator, whose streams torch has: they run at once."""
+    """Compare with FSDP2 while hwfsdp treats the CPU as an accelerator. torch has streams for it, which run work at once."""
     with backend("cpu", lambda: StreamSet(functools.partial(DeviceStream, device_type="cpu"))):
         return compare(case, BITS, None)
 

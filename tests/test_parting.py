@@ -1,4 +1,4 @@
-"""An error of ranks that part, be it by calling, hanging, dying or raising, says where and how they did."""
+"""Ranks diverge by calling, hanging, dying or raising. The error says where and how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from suites import fast_are
 
 
 class Net(nn.Module):
-    """Neighboring blocks differ in size, so that nothing can pass for another one."""
+    """A model whose neighboring blocks differ in size, so that none can be taken for another."""
 
     def __init__(self, wide: int = 6) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def is_one() -> bool:
 
 
 class Case(NamedTuple):
-    """What ranks do, for how many seconds at most, and how the sentence on the table begins."""
+    """The program of the ranks, its limit in seconds, and the beginning of the sentence above the table."""
 
     run: Callable[[], None]
     world_size: int

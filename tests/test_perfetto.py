@@ -1,7 +1,7 @@
-"""The trace file keeps the rules of ui.perfetto.dev (`trace_rules`), and says what the log says.
+"""The trace file keeps the rules of ui.perfetto.dev (`trace_rules`), and shows the contents of the log.
 
-`Viewer` reads a trace as the viewer's importer does (v52): entries in order of time, those of one time the longest first and
-otherwise in the order of the file, a stack of slices per track, and an arrow ends at whatever is on top of its track's stack.
+`Viewer` reads a trace as the viewer's importer does (v52). It takes entries in order of time, at the same time the longest first, and
+else in the order of the file. It has a stack of slices per track; an arrow ends at the top of its track's stack.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arg
 
 
 def intervals(log: list[Event]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Where each event is drawn, by (rank, seq)."""
+    """Return (rank, seq) → the interval in which the event is drawn."""
     return {place: (each.start, each.end) for place, each in draw(log).items()}
 
 
@@ -110,7 +110,7 @@ def test_drawing_keeps_every_start_and_lengthens_no_event(log: list[Event]) -> N
 
 
 def drawn(*rows: tuple[int, str, float, float]) -> list[tuple[float, float]]:
-    """How slices are drawn, from rows (rank, stream, start, length)."""
+    """Draw slices from rows (rank, stream, start, length)."""
     log = [Event(row[0], n, "forward", row[1], start_us=row[2], dur_us=row[3]) for n, row in enumerate(rows)]
     return [intervals(log)[e.rank, e.seq] for e in log]
 
@@ -137,7 +137,7 @@ def test_a_slice_that_ends_with_its_outer_slice_ends_with_it_in_the_viewer_too()
 
 
 class Viewer:
-    """Which slices the arrows of a trace connect, as (seq, seq), once the viewer has imported it."""
+    """A model of the viewer. `connections` lists the (seq, seq) of the slices that arrows connect."""
 
     def __init__(self, trace: dict[str, Any]) -> None:
         self.stacks: dict[Track, list[Entry]] = {}
@@ -155,7 +155,7 @@ class Viewer:
 
     @staticmethod
     def is_over(open_one: Entry, new: Entry) -> bool:
-        """Slices are open on the right; instants at the same time lie on top of each other."""
+        """Return True if a slice has ended. Slices are open on the right; instants at the same time lie on top of each other."""
         end, both_instants = open_one["ts"] + open_one["dur"], open_one["dur"] == new["dur"] == 0
         return end < new["ts"] or (end == new["ts"] and not both_instants)
 
@@ -197,7 +197,7 @@ def test_the_viewer_draws_each_arrow_between_the_two_slices_it_is_about(name: st
 
 
 def on_rank_0(*rows: tuple[Any, ...]) -> list[Event]:
-    """Events of group "a" from rows (op, stream, start, end[, keys])."""
+    """Make events of group "a" from rows (op, stream, start, end[, keys])."""
     return [
         Event(0, seq, op, stream, "a", start_us=start, dur_us=end - start, writes=tuple(*keys))
         for seq, (op, stream, start, end, *keys) in enumerate(rows)
@@ -246,7 +246,7 @@ def test_a_group_freed_first_was_full_before_and_a_gather_lasts_until_its_copy()
 
 
 def two_steps() -> EventLog:
-    """A small model, trained for two steps."""
+    """Train a small model for two steps."""
     model = wrap(even(), ours)
     optimizer = torch.optim.AdamW(model.parameters())
     with record() as log:
@@ -261,7 +261,7 @@ def test_the_trace_of_a_real_run_keeps_every_rule_and_has_the_documented_words()
     log = EventLog.merge(launch(two_steps, 2, timeout=60))
     trace = to_trace(log.events, log.samples, log.about)
     assert broken_rules(trace) == {}
-    assert from_trace(trace).events == log.events  # whose ops and streams are known ones
+    assert from_trace(trace).events == log.events  # all of its ops and streams are known
     assert {e.phase for e in log.events} == {"forward", "backward", "optimizer"}
     for rank in log.ranks:
         assert [e.seq for e in log.of_rank(rank).events] == list(range(len(log.of_rank(rank).events)))

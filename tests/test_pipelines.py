@@ -1,7 +1,7 @@
-"""torch's pipeline stages treat hwfsdp's modules as FSDP2's: one reduction per group and step, whatever the schedule.
+"""torch's pipeline stages treat hwfsdp's modules as FSDP2's: one reduction per group and step, in any schedule.
 
 The oracle is FSDP2 under the same schedule in the same processes, before `hwfsdp.install()`: the same bits, the same counts of
-collectives; and the whole model without a pipeline, up to rounding. Two ranks share a stage, or two where a rank has two.
+collectives. A second oracle is the whole model without a pipeline, up to rounding. Two ranks share a stage, or two stages.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
 
 @functools.cache
 def grid() -> DeviceMesh:
-    """Two ranks for each stage."""
+    """Return the mesh with two ranks for each stage."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
 
 
 def parts(count: int) -> nn.Sequential:
-    """So many parts of two groups each."""
+    """Make `count` parts of two groups each."""
     return nn.Sequential(
         *(nn.Sequential(*(models.Block(WIDTH, 12, WIDTH) for _ in range(2))) for _ in range(count))
     )
@@ -58,7 +58,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def sharded(part: Any, library: Any = fsdp, root: bool = True, **options: Any) -> nn.Module:
-    """One group for the first block, one for the rest of the part."""
+    """Shard the first block as one group, and the rest of the part as another."""
     mesh = grid()["dp"]
     for module in (part[0], part) if root else part:
         library.fully_shard(module, mesh=mesh, **options)
@@ -66,12 +66,12 @@ def sharded(part: Any, library: Any = fsdp, root: bool = True, **options: Any) -
 
 
 def replicated(part: nn.Module) -> nn.Module:
-    """torch's own, built on its FSDP2."""
+    """Apply torch's `replicate`, which is built on torch's FSDP2."""
     return replicate(part, mesh=grid()["dp"])
 
 
 def places(schedule: str) -> list[int]:
-    """The stages of this rank: one, two in turn, or both ends of a V."""
+    """Return the stages of this rank: one, two in turn, or both ends of a V."""
     rank, size = grid()["pp"].get_local_rank(), grid()["pp"].size()
     if schedule in SINGLE:
         return [rank]
@@ -81,7 +81,7 @@ def places(schedule: str) -> list[int]:
 class Run:
     """Two steps under a schedule: gradients of this rank's stages, and the collectives of each step.
 
-    The stages find their shapes by a forward and a backward before the first step, or are told them.
+    Stages get their shapes as arguments, or find them by a forward and a backward before the first step.
     """
 
     def __init__(self, schedule: str, wrap: Callable[..., nn.Module] = sharded, **options: Any) -> None:
@@ -118,7 +118,7 @@ class Run:
 
 
 def unsharded(run: Run) -> Trace:
-    """The same gradients, of the whole model on one rank."""
+    """Return the same gradients from the whole model on one rank."""
     trace = Trace()
     model, ranks = fresh(lambda: parts(run.last + 1)), grid()["dp"].size()
     for step in range(STEPS):
@@ -134,7 +134,7 @@ def unsharded(run: Run) -> Trace:
 
 # --- Side by side ------------------------------------------------------------------------------------------------
 
-KEPT = {"reshard_after_forward": False}  # what a schedule that splits backwards needs
+KEPT = {"reshard_after_forward": False}  # schedules that split backwards need this
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, name, **KEPT) for name in (*SINGLE, *LOOPED)},
     **{
@@ -148,14 +148,14 @@ RUNS: dict[str, Callable[[], Run]] = {
 
 @functools.cache
 def theirs(fast: bool) -> dict[str, Run]:
-    """What FSDP2 does; afterwards torch's names are ours, in this process."""
+    """Run the cases on FSDP2. Then install hwfsdp in this process."""
     runs = {name: run() for name, run in RUNS.items() if (name in FAST) is fast}
     hwfsdp.install()
     return runs
 
 
 def compared(name: str) -> list[Any]:
-    """Where bits or counts of collectives differ from FSDP2's, or numbers from those of the model in one piece."""
+    """Return differences of bits and of counts of collectives from FSDP2, and of numbers from the whole model."""
     expected, got = theirs(name in FAST)[name], RUNS[name]()
     ours = all(isinstance(part, hwfsdp.FSDPModule) for part in got.parts.values())
     found: list[Any] = [] if ours == ("replicated" not in name) else [got.parts]
@@ -172,11 +172,11 @@ for _name in RUNS:
     (four if _name in FAST else long_four).add(_name, functools.partial(compared, _name), [])
 
 
-# --- What cannot be ------------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
 def refused(schedule: str, **options: Any) -> str:
-    """What a stage is refused with, in full."""
+    """Return the full error that refuses a stage."""
     with pytest.raises(hwfsdp.UsageError) as caught:
         Run(schedule, **options)
     return str(caught.value)

@@ -1,6 +1,6 @@
-"""The step player: what is packed for the page is what the log says; places lead to the right line; the page asks for nothing.
+"""The step player: the packed data match the log, places lead to the right line, and the page loads nothing else.
 
-What the page does is tested in a real browser, in test_player_page.
+test_player_page tests the behavior of the page in a real browser.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 @pytest.fixture(scope="module")
 def log() -> EventLog:
-    """A step of a small GPT on rank 0 of four virtual GPUs."""
+    """Simulate a step of a small GPT. Return rank 0 of four virtual GPUs."""
     return simulate(GPTConfig(dim=64, layers=3, heads=2, seq_len=32), gpus=4, batch=2, seq=32).log
 
 
 def unpacked(packed: dict[str, Any], owners: list[str]) -> Iterator[Event]:
-    """The events that a page gets, without what it does not get: what memory they touch."""
+    """Yield the events in a page, which have no accesses to memory."""
     tables = packed["tables"]
     for i, seq in enumerate(packed["seq"]):
         yield Event(
@@ -75,7 +75,7 @@ def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
     assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
 
 
-def test_times_of_steps_are_those_of_each_step_alone_and_have_the_means_of_the_summary() -> None:
+def test_times_of_steps_equal_each_step_alone_and_have_the_means_of_the_summary() -> None:
     log = training_log(2, 3)
     found, summary = times_of_steps(log), log.summary()
     alone = [EventLog(log.select(step=step)).summary()["exposed_comm_us"] for step in (0, 1)]
@@ -224,7 +224,7 @@ class Trainer:
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[Path, EventLog]:
-    """A user's file, and what was recorded of a step there."""
+    """Write a user's file, run a step of it, and return the file and the log."""
     file = tmp_path / "own.py"
     file.write_text(OWN)
     names: dict[str, Any] = {}
@@ -235,7 +235,7 @@ def own(tmp_path: Path) -> tuple[Path, EventLog]:
 
 
 def step_of(log: EventLog) -> dict[str, Any]:
-    """What the page is told of the function that issued the optimizer's step."""
+    """Return the page's data about the function that issued the optimizer's step."""
     packed = pack([("x", log)])
     (event,) = [i for i, e in enumerate(log.events) if e.op == "optimizer"]
     name, line = packed["places"][packed["logs"][0]["events"]["code"][event]][0]
@@ -303,7 +303,7 @@ def test_methods_that_call_each_other_under_one_name_are_one_place(log: EventLog
 
 
 class Elements(HTMLParser):
-    """The elements of a page, and the text of those that hold text."""
+    """The elements of a page, with the texts of those that have one."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Elements(HTMLParser):
 
     @property
     def data(self) -> Any:
-        """What the page is given, as JSON in an element of its own."""
+        """Return the page's data, which are JSON in their own element."""
         (data,) = [
             t for (_, attrs), t in zip(self.tags, self.texts, strict=True) if attrs.get("id") == "data"
         ]

@@ -1,6 +1,6 @@
-"""The step player in a real browser: it loads, draws what is in the log, and does what keys and pointer say.
+"""The step player in a real browser: it loads, draws the log, and obeys keys and pointer.
 
-Pictures are looked at by structure: colors that must be in a region, not pixels that must be equal.
+Tests look at the structure of pictures: a region must have certain colors; single pixels may differ.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TIMELINE = "#timeline .scroller canvas"
 
 
 def step(reshard: bool = True) -> EventLog:
-    """A step of a small GPT on virtual GPUs, the part of rank 0."""
+    """Simulate a step of a small GPT on virtual GPUs. Return one rank's log."""
     config = GPTConfig(dim=64, layers=3, heads=2, seq_len=32)
     return simulate(config, gpus=RANKS, batch=2, seq=32, reshard_after_forward=reshard).log
 
 
 def spread(log: EventLog, ranks: int) -> EventLog:
-    """The same on so many ranks, each a little later: virtual ranks are equal, so there is only one of them."""
+    """Copy the log to `ranks` ranks, each a little later. Virtual ranks are equal, so the simulator runs only one."""
     events = [replace(e, rank=r, start_us=e.start_us + r * APART) for r in range(ranks) for e in log.events]
     samples = {r: [replace(s, us=s.us + r * APART) for s in log.samples[0]] for r in range(ranks)}
     clocks = {str(r): log.about["clocks"]["0"] for r in range(ranks)}
@@ -50,7 +50,7 @@ def spread(log: EventLog, ranks: int) -> EventLog:
 
 
 def twice(log: EventLog) -> EventLog:
-    """The step, and after it a slower one."""
+    """Return the step, and after it a slower one."""
     end = max(e.end_us for e in log.events)
     again = [replace(e, step=1, start_us=end + 2 * e.start_us, dur_us=2 * e.dur_us) for e in log.events]
     return EventLog([*log.events, *again], log.samples, log.about)
@@ -63,7 +63,7 @@ def log() -> EventLog:
 
 @pytest.fixture(scope="module")
 def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of pages: of the log, of it beside one that keeps parameters, of many ranks, of hostile names."""
+    """Write pages, and return their addresses: of the log, of two logs, of many ranks, of two steps, of hostile names."""
     folder = tmp_path_factory.mktemp("pages")
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
     made = {
@@ -81,7 +81,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def start_of(log: EventLog) -> Start:
-    """The second gather of the last rank."""
+    """Return the second gather of the last rank."""
     gather = log.select("all_gather", rank=RANKS - 1)[1]
     return Start(f"Late: {HOSTILE}", RANKS - 1, gather.start_us)
 
@@ -94,7 +94,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(chromium: Tab, pages: dict[str, str]) -> Iterator[Tab]:
-    """The page of one log, wide and light; afterwards nothing may have been complained about or asked for."""
+    """Open the page of one log, wide and light. After the test, it must have no complaints and no further requests."""
     chromium.look(*WIDE)
     chromium.open(pages["one"])
     yield chromium
@@ -103,7 +103,7 @@ def tab(chromium: Tab, pages: dict[str, str]) -> Iterator[Tab]:
 
 
 def box(tab: Tab, selector: str) -> tuple[float, float, float, float]:
-    """Left, top, width and height of an element in the window."""
+    """Return left, top, width and height of an element in the window."""
     found = tab.run(
         f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect();"
         " return [b.left, b.top, b.width, b.height]; })()"
@@ -112,7 +112,7 @@ def box(tab: Tab, selector: str) -> tuple[float, float, float, float]:
 
 
 def pixels(tab: Tab, selector: str, color: str) -> int:
-    """How many pixels of an element have this color, but for rounding."""
+    """Count the pixels of an element that have this color, up to rounding."""
     left, top, width, height = (round(value) for value in box(tab, selector))
     part = tab.picture()[top : top + height, left : left + width].astype(int)
     wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
@@ -120,7 +120,7 @@ def pixels(tab: Tab, selector: str, color: str) -> int:
 
 
 def place_of(tab: Tab, op: str, rank: int = 0) -> tuple[float, float]:
-    """Where the longest event of this op is drawn, in the window."""
+    """Return the place in the window where the longest event of this operation is drawn."""
     left, top, *_ = box(tab, TIMELINE)
     x, y = tab.run(f"""(() => {{
             const timeline = state.panes[0], long = (a, b) => (b.end - b.start) - (a.end - a.start);
@@ -178,7 +178,7 @@ def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages:
     assert HOSTILE in tab.text("#code")
 
 
-def test_tables_and_spoken_text_say_what_the_panes_show(tab: Tab, log: EventLog) -> None:
+def test_tables_and_spoken_text_agree_with_the_panes(tab: Tab, log: EventLog) -> None:
     tables = tab.text("#tables")
     for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
         assert part in tables
@@ -408,7 +408,7 @@ def test_if_there_are_many_ranks_only_visible_ones_are_drawn(
 
 @pytest.fixture
 def phone(tab: Tab, pages: dict[str, str]) -> Iterator[Tab]:
-    """The page of two steps on a narrow screen that is touched."""
+    """Open the page of two steps on a narrow touch screen."""
     tab.look(*NARROW)
     tab.touching(True)
     tab.open(pages["steps"])
@@ -417,7 +417,7 @@ def phone(tab: Tab, pages: dict[str, str]) -> Iterator[Tab]:
 
 
 def shown_at(tab: Tab, selector: str) -> tuple[float, float]:
-    """The middle of an element in the window, after scrolling to it."""
+    """Scroll to an element, and return its middle in the window."""
     tab.run(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
     left, top, width, height = box(tab, selector)
     return left + width / 2, top + height / 2
@@ -551,7 +551,7 @@ def test_escape_closes_the_keys_or_leaves_the_group(tab: Tab) -> None:
 # --- Two logs ----------------------------------------------------------------------------------------------
 
 
-def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str, str]) -> None:
+def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(pages["two"])
     head = tab.text("#head")
     assert all(
@@ -659,7 +659,7 @@ def test_a_wait_that_goes_on_after_its_gather_is_not_explained_by_the_gather(tab
         assert words in said.replace("\u00a0", " ") and "ahead" not in said, said
 
 
-def test_the_page_says_what_changes_if_nothing_is_freed_after_the_forward(tab: Tab) -> None:
+def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) -> None:
     freed, kept = step(), step(reshard=False)
     gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
     whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
@@ -681,7 +681,7 @@ def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict
     assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
 
 
-def test_the_button_of_the_peak_leads_to_what_makes_it_and_says_what_is_alive(
+def test_the_button_of_the_peak_leads_to_its_event_and_names_the_memory_alive(
     tab: Tab, log: EventLog
 ) -> None:
     peak = max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values()))
@@ -740,7 +740,7 @@ def test_on_a_narrow_screen_a_button_scrolls_to_the_pane_that_shows_its_moment(
 # --- Ranks that wait for each other ------------------------------------------------------------------------
 
 
-def test_a_collective_has_begun_when_its_last_rank_joins_and_the_wait_says_what_that_rank_does(
+def test_a_collective_begins_when_its_last_rank_joins_and_the_wait_names_this_ranks_work(
     tab: Tab, log: EventLog
 ) -> None:
     event = "state.log.events.find((e) => e.op === 'all_gather' && e.rank === 0)"
@@ -755,7 +755,7 @@ def test_a_collective_has_begun_when_its_last_rank_joins_and_the_wait_says_what_
     assert tab.run(f"{busy.format(block)} === {block}")
 
 
-def test_ranks_of_a_hybrid_mesh_wait_only_for_those_of_their_own_group(tab: Tab) -> None:
+def test_ranks_of_a_hybrid_mesh_wait_only_for_ranks_of_their_group(tab: Tab) -> None:
     of = "state.log.ranksOf({op: '%s', owner: 'g', rank: %d})"
     tab.run("(() => { state.log.worldSize = 4; state.log.sizes.set('g', {shards: 2, replicas: 2}); })()")
     assert [tab.run(of % ("all_gather", rank)) for rank in range(4)] == [0, 0, 1, 1]

@@ -1,4 +1,4 @@
-"""Pictures as structures: which artists there are, where they lie, what they say. No pixels are compared."""
+"""Pictures as structures: their artists, the places of these, and the texts. Pixels are not compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hwfsdp.plot.timeline import plot_timeline
 
 
 def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
-    """The bars by (rank, seq)."""
+    """Return (rank, seq) → bar."""
     found = {}
     for axes in figure.axes:
         for patch in axes.patches:
@@ -125,7 +125,7 @@ def test_curves_are_drawn_as_given_each_thinner_and_above_the_one_before() -> No
     assert [line.is_dashed() for line in lines] == [False, True, True, True]
 
 
-def test_the_legend_names_curves_that_are_equal_and_those_that_only_look_so() -> None:
+def test_the_legend_names_equal_curves_and_curves_that_only_look_equal() -> None:
     one_bit_off = [*FALLING[:-1], math.nextafter(FALLING[-1], 3.0)]
     curves = {"a": FALLING, "b": list(FALLING), "c": one_bit_off, "d": FALLING[:-1], "e": [3.0] * 4}
     said = ["a", "b (equals a exactly)", "c (at most 4.4e-16 from a)", "d", "e"]

@@ -1,4 +1,4 @@
-"""One picture of every kind, of real runs, as docs/pictures.md shows them; pictures of extremes; what cannot be drawn."""
+"""One picture of every kind from real runs, as docs/pictures.md shows them; extreme pictures; input that cannot be drawn."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\(pictures/(\w+)\.png\)", (DOCS / "pictures.md").read_text())
     assert sorted(shown) == sorted(gallery.PICTURES)
     there = {path.stem for path in (DOCS / "pictures").glob("*.png")}
-    assert {name for name in there if not name.startswith("faq_")} == set(shown)  # those: tests/test_faq.py
+    # tests/test_faq.py tests the pictures of the FAQ
+    assert {name for name in there if not name.startswith("faq_")} == set(shown)
 
 
 def test_the_files_of_the_documents_have_two_pixels_for_each_of_a_page() -> None:

@@ -30,7 +30,7 @@ STRIDED = (strided_shard(0, 2), Shard(0))
 
 
 def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
-    """Shares of a rank's full chunk that it owns, and that are padding."""
+    """Return the owned share and the padded share of a rank's full chunk."""
     found = boxes(figure, f"cell {line} rank {rank} ")
     widths = {name.split()[-1]: box.get_width() for name, box in found.items()}
     total = sum(widths.values())
@@ -47,7 +47,7 @@ def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: in
 
 
 def map_of(figure: Figure, line: int, length: int) -> list[int]:
-    """The number of the owner of each row of the whole tensor, read off the map."""
+    """Read off the map which rank owns each row of the whole tensor."""
     owners = [-1] * length
     for name, box in boxes(figure, f"map {line} owner").items():
         first, last = round(box.get_x() * length), round((box.get_x() + box.get_width()) * length)
@@ -152,7 +152,7 @@ def test_a_panel_says_whether_its_groups_leave_a_node(
 
 
 def exchange() -> dict[str, tuple[Tensor, Tensor]]:
-    """What a rank held before and after each collective of torch."""
+    """Return a rank's tensors before and after each collective of torch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     small, large = torch.arange(2.0) + 10 * rank, torch.arange(2.0 * ranks) + 100 * rank
     gathered, part, reduced = [torch.empty(2) for _ in range(ranks)], torch.empty(2), large.clone()

@@ -1,4 +1,4 @@
-"""Pictures of a log, but for the timeline and memory: lifetimes, overlap, traffic, two runs side by side."""
+"""Pictures of a log except timeline and memory: lifetimes, overlap, traffic, two runs side by side."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ CLOSED = strategy_traffic(GROUPS, Strategy.ZERO3, 2)
 
 
 def moving(traffic: dict[str, int], ranks: int = 2, steps: int = 2) -> EventLog:
-    """A log in which every step moves this."""
+    """Make a log in which every step has this traffic."""
     events = []
     for rank in range(ranks):
         for step in range(steps):

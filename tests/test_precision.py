@@ -1,4 +1,4 @@
-"""dtypes of a parameter under a policy: the oracle is torch's own FSDP2, for every combination."""
+"""dtypes of a parameter under a policy. The oracle is torch's own FSDP2, for every combination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORIGINALS = [*FLOATING, torch.int64, torch.int8, torch.uint8, torch.bool, torch.
 
 
 def noted_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> Any:
-    """What FSDP2 notes on its own parameter object; since torch 2.15 it reduces in a dtype that follows from that."""
+    """Return the dtypes that FSDP2 keeps in its own parameter object. Since torch 2.15, the reduce dtype follows from these."""
     theirs = SimpleNamespace(sharded_param=torch.empty(1, dtype=orig), _has_sharded_grad_dtype_override=False)
     FSDPParam.init_dtype_attrs(theirs, fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
     follows = getattr(FSDPParam, "unsharded_grad_dtype", None)

@@ -1,4 +1,4 @@
-"""What to gather next: decisions about order, with letters for groups."""
+"""Choose the next gather: decisions about order, with letters for groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwfsdp.core.context import ForwardOrder, FSDPCommContext
 
 
 class Group:
-    """Equal to every other, so that only identity tells two apart."""
+    """A group that equals every other group, so that only identity tells two apart."""
 
     post_forward_indices: list[int]
 
@@ -34,7 +34,7 @@ orders = st.lists(st.sampled_from(groups), max_size=8)
 
 
 def forward(order: ForwardOrder[Group], *entered: Group) -> str:
-    """Runs one forward; the names of what was to be gathered next at each group, "-" for nothing."""
+    """Run one forward. For each group, return the name of the group to gather next, or "-"."""
     targets = [order.enter(group) for group in entered]
     order.finish()
     return "".join(target[0].name if target else "-" for target in targets)
@@ -71,7 +71,7 @@ def test_a_guess_is_the_group_that_followed_the_same_group_at_the_same_place(lea
 
 
 def backwards(path: Sequence[Group], keep: int | None = None) -> list[str]:
-    """What is expected after each backward of a forward that ran this path, and was forgotten but for its beginning."""
+    """Return the expected group after each backward of a forward that ran this path. With `keep`, only the path's beginning is known."""
     comm_ctx: Any = FSDPCommContext("cpu")
     for group in groups:
         group.post_forward_indices = []

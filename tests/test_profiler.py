@@ -1,8 +1,8 @@
-"""torch's profiler around a step shows FSDP2's ranges, whatever it records and wherever the collectives run.
+"""torch's profiler around a step shows FSDP2's ranges, in every mode and wherever the collectives run.
 
-Ranges are compared with those of FSDP2 over the same model in the same process: as many of every name. Two moments
-differ: FSDP2 gathers ahead in forward only what a list says, hwfsdp what it has learned; and in FSDP2 a group that has
-nothing to reduce waits for the reduction before it, in hwfsdp the next that has.
+Ranges are compared with FSDP2's over the same model in the same process: as many of every name. Two moments differ. In forward, FSDP2
+gathers ahead only as lists say, and hwfsdp as it has learned. In FSDP2, a group without gradients waits for the reduction before it;
+in hwfsdp, the next group with gradients does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from suites import long
 
 
 class Case(NamedTuple):
-    """A model, and how it is sharded; two micro-batches are run, the first of which may leave its gradients."""
+    """A model, and the way to shard it. Two micro-batches run; the first may leave its gradients unreduced."""
 
     build: Callable[[], models.Model]
     how: str = "blocks"
@@ -51,7 +51,7 @@ CPU = [ProfilerActivity.CPU]
 
 
 def trained(case: Case, library: Any) -> Callable[[], None]:
-    """Runs what a case says, once for every call; the first time is over."""
+    """Return a function that runs the steps of a case. It has run once already."""
     options: dict[str, Any] = {}
     if case.mixed:
         policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -72,7 +72,7 @@ def trained(case: Case, library: Any) -> Callable[[], None]:
 
 
 def ranges(step: Callable[[], None]) -> Counter[str]:
-    """How often each range of FSDP is in a profile; FSDP2 has one whose name is not like the others at the root."""
+    """Count each range of FSDP in a profile. At the root, one of FSDP2's names ends in " ()", which is cut off."""
     with profile(activities=CPU) as profiled:
         step()
     names = [event.name for event in profiled.events() or [] if event.name.startswith("FSDP::")]
@@ -86,7 +86,7 @@ def compare() -> dict[str, tuple[Counter[str], Counter[str]]]:
 
 
 def profile_in_all_ways(folder: str) -> list[int]:
-    """How many ranges of FSDP each file has: profiles of all kinds, the last one of the first rank only."""
+    """Count the ranges of FSDP in each file of profiles of all kinds. The last kind is on the first rank only."""
     step, path = trained(CASES["blocks"], hwfsdp), Path(folder) / str(dist.get_rank())
     files: list[Path] = []
 

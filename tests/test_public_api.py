@@ -20,7 +20,7 @@ from torch.distributed.tensor import _utils as torch_layout
 import hwfsdp
 from hwfsdp.checkpoint.traverse import traverse_state_dict
 
-# what torch has since 2.15, and hwfsdp with every torch
+# torch has these since 2.15; hwfsdp has them with every torch
 NEW_METHODS = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
@@ -39,7 +39,7 @@ def test_a_comm_context_shows_its_streams_and_the_order_of_forwards() -> None:
     assert context.post_forward_order == []
 
 
-def test_fully_shard_takes_what_torchs_takes_in_the_same_order() -> None:
+def test_fully_shard_takes_torchs_arguments_in_the_same_order() -> None:
     ours = inspect.signature(hwfsdp.fully_shard).parameters
     theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters
     assert [*ours][: len(theirs)] == [*theirs]
@@ -107,7 +107,7 @@ assert not hasattr(checkpoint, "no_such_name") and not hasattr(hwfsdp, "_no_such
 
 
 @pytest.mark.parametrize("door", ["checkpoint", "virtual", "plot"])
-def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
+def test_the_doors_of_packages_give_every_listed_name(door: str) -> None:
     package = importlib.import_module(f"hwfsdp.{door}")
     for name in getattr(package, "__all__", []):
         assert getattr(package, name) is not None and name in dir(package)
@@ -115,7 +115,7 @@ def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
         package.no_such_name
 
 
-HELPERS = {  # our module: torch's module, and names that torch has, too, perhaps with an underscore in front
+HELPERS = {  # our module → torch's module, and names that torch also has, perhaps with a leading underscore
     "checkpoint.state_dict": (
         torch_dicts,
         "iterate_state_dict gather_state_dict offload_state_dict_to_cpu create_cpu_state_dict copy_state_dict "
@@ -133,7 +133,7 @@ CAST = "iterate_state_dict copy_state_dict broadcast_state_dict distribute_state
 
 
 @pytest.mark.parametrize("module", HELPERS)
-def test_helpers_take_what_torchs_take_by_position_and_by_name(module: str) -> None:
+def test_helpers_take_torchs_arguments_by_position_and_by_name(module: str) -> None:
     torchs, names = HELPERS[module]
     for name in names.split():
         ours = signature_of(getattr(importlib.import_module(f"hwfsdp.{module}"), name))
@@ -143,7 +143,7 @@ def test_helpers_take_what_torchs_take_by_position_and_by_name(module: str) -> N
         assert [each for each in ours if each not in cast] == theirs, name
 
 
-def test_traversing_takes_what_torchs_takes_and_visits_as_it_does_without_a_third_argument() -> None:
+def test_traversing_takes_torchs_arguments_and_visits_alike_without_a_third_one() -> None:
     ours, theirs = map(signature_of, (traverse_state_dict, torch_traverse.traverse_state_dict))
     assert ours[:2] == theirs[:2]
     assert (ours[2][0], ours[2][2]) == ("keep_traversing", None)

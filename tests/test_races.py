@@ -1,4 +1,4 @@
-"""Order and races: against a closure made by hand, and on logs of real runs, whole and with an edge taken out."""
+"""Order and races: against a closure computed by hand, and in logs of real runs, whole and with an edge removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oracles import BF16_FP32, Case, Training, accumulate, ours, walk
 
 
 def closure(events: Sequence[Event]) -> dict[int, int]:
-    """By seq, a set of bits: the seqs of all events that are certain to be over before."""
+    """Return seq → a set of bits: the seqs of all events that are certain to end before this event."""
     before: dict[int, int] = {}
     for index, event in enumerate(events):
         direct = {e.seq for e in events[:index] if e.stream == event.stream and e.end_us <= event.start_us}
@@ -39,7 +39,7 @@ def closure(events: Sequence[Event]) -> dict[int, int]:
 
 
 def is_safe(events: Sequence[Event]) -> bool:
-    """Whether any two accesses to one storage, of which one writes, are in order."""
+    """Return True if any two accesses to one storage are in order, unless both only read."""
     before = closure(events)
     accesses: dict[int, list[tuple[int, bool]]] = {}
     for event in events:
@@ -56,7 +56,7 @@ def is_safe(events: Sequence[Event]) -> bool:
 
 @st.composite
 def schedules(draw: Any) -> list[Event]:
-    """Events that follow each other on their streams, wait for others at will, known or not, and share a few storages."""
+    """Draw events that follow each other on their streams, wait for any known or unknown event, and share a few storages."""
     now = dict.fromkeys(STREAMS, 0)
     events: list[Event] = []
     storages = st.lists(st.integers(1, 4), max_size=2, unique=True).map(tuple)
@@ -120,7 +120,7 @@ COPY_OUT = on("compute", "copy_out", 5, reads=(7,))
 NEXT = on("copy", "copy_in", 9, writes=(7,))
 
 
-def test_a_race_names_both_events_the_memory_and_what_may_happen() -> None:
+def test_a_race_names_both_events_the_memory_and_the_danger() -> None:
     log = log_of(GATHER, COPY_OUT, rank=3)
     (race,) = find_races(log)
     assert (race.first, race.second, race.storage) == (*log.events, 7)
@@ -143,7 +143,7 @@ READ = {**COPY_OUT, "after": (0,)}
         ([FORWARD, on("compute", "free", 5, writes=(7,))], "on compute it begins before the other has ended"),
     ],
 )
-def test_a_race_says_what_may_happen(rows: list[dict[str, Any]], said: str) -> None:
+def test_a_race_names_its_danger(rows: list[dict[str, Any]], said: str) -> None:
     (race,) = find_races(log_of(*rows))
     assert said in race.sentence
 
@@ -210,7 +210,7 @@ RUNS: dict[str, Case] = {
 
 
 def recorded(case: Case) -> EventLog:
-    """One run on a rank."""
+    """Record one run on a rank."""
     training = case.training(ours)
     with record() as log:
         case.scenario(training)
@@ -245,7 +245,7 @@ def test_no_run_of_ours_has_a_race(name: str) -> None:
 
 
 def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
-    """The log, less the waits of the second event for the first for which `cut` is true."""
+    """Return the log without the waits of the second event for the first for which `cut` is true."""
     by_place = {(e.rank, e.seq): e for e in log.events}
     return EventLog(
         [
@@ -255,7 +255,7 @@ def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
     )
 
 
-EDGES = [  # (who waits, for whom), and what is said of one race at least
+EDGES = [  # (the waiting stream, the other stream), and words about at least one race
     ("compute", "all_gather", "copy_out of 'blocks.1' .* may read what all_gather of 'blocks.1'"),
     ("all_gather", "copy", "all_gather of 'blocks.1' .* may come before copy_in of 'blocks.1'"),
     ("copy", "compute", "free .* may give the memory away that copy_out of 'blocks.1' .* still reads"),
@@ -282,7 +282,7 @@ def edges(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ["root with parameters", suites.long("hybrid")])
 def test_removing_any_necessary_wait_is_found_as_a_race(name: str) -> None:
-    """What matters says the closure: without that wait, two accesses to one memory have no path."""
+    """The closure tells which waits are necessary: without them, two accesses to one memory have no path."""
     events = [e for e in log_of_run(name).of_rank(0).events if e.step < 2]
     matter = []
     for first, second in edges(events):

@@ -1,4 +1,4 @@
-"""Launching ranks: results come back, failures are named, nothing stays."""
+"""Launch ranks: results come back, failures are named, no process stays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hwfsdp.launcher.ranks import run_ranks
 
 
 def all_end(pids: list[int], seconds: float = 20) -> bool:
-    """Whether these processes are gone, or go within some seconds."""
+    """Return True if all these processes end within some seconds."""
     for pid in pids:
         try:
             process = os.pidfd_open(pid)
@@ -143,7 +143,7 @@ IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""
     "waiting, returned, sure",
     [
         ([IN_A, IN_B], False, True),
-        ([IN_A, IN_A], False, False),  # which may be about to end
+        ([IN_A, IN_A], False, False),  # it may be about to end
         ([IN_A], True, True),
         ([IN_A, NOWHERE], False, False),
         ([IN_A, "does not answer"], False, False),
@@ -216,7 +216,7 @@ NO_DRIVER = """
 
 
 def test_ranks_can_use_a_gpu_because_their_server_never_counts_gpus() -> None:
-    """CUDA refuses to start in a process whose parent has asked, before the fork, how many GPUs there are."""
+    """CUDA refuses to start in a process whose parent asked for the number of GPUs before the fork."""
     command = [sys.executable, "-c", textwrap.dedent(NO_DRIVER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -233,7 +233,7 @@ FROZEN = """
 
 
 def test_the_server_of_ranks_ends_with_nothing_frozen() -> None:
-    """Libraries that look for leaks at the end of a process, such as triton's, would report what is frozen."""
+    """Libraries that look for leaks at the end of a process, such as triton's, would report frozen objects."""
     command = [sys.executable, "-c", textwrap.dedent(FROZEN)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, ["True", "0"]), done.stderr
@@ -294,7 +294,7 @@ def test_a_plain_script_without_a_main_guard_runs_once_and_leaves_no_process_eve
 
 @pytest.mark.long
 def test_the_same_script_runs_on_two_nodes(tmp_path: Path) -> None:
-    """Two agents of one rank each, meeting on loopback; the first one chooses the port."""
+    """Two agents with one rank each meet on loopback. The first one chooses the port."""
     import socket
 
     with socket.socket() as free:
@@ -323,7 +323,7 @@ def test_under_torchrun_another_world_size_is_refused(monkeypatch: pytest.Monkey
 
 
 class Evil:
-    """Would leave a file behind wherever it is unpickled."""
+    """An object that would write a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

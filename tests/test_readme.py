@@ -1,4 +1,4 @@
-"""What the first pages promise: links lead somewhere, the tree is the repository's, commands exist, forms are GitHub's."""
+"""The promises of the first pages: links lead somewhere, the tree matches the repository, commands exist, GitHub accepts the forms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 MADE_WITH_THE_SITE = (ROOT / "docs" / "book", ROOT / "docs" / "notebooks")
-MOST_BYTES = 300_000  # of the recording: a page that is read on a train
+MOST_BYTES = 300_000  # limit for the recording, because pages are read on slow connections, too
 
 
 def name_of(path: Path) -> str:
@@ -32,7 +32,7 @@ def name_of(path: Path) -> str:
 
 
 def prose_of(path: Path) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     return re.sub(r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -40,7 +40,7 @@ def prose_of(path: Path) -> str:
 
 
 def links_of(path: Path) -> Iterator[str]:
-    """Targets of links and images that are no addresses on the net."""
+    """Return the targets of links and images that are not web addresses."""
     text = re.sub(r"`[^`\n]*`", "code", prose_of(path))
     for target in re.findall(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"", text):
         link = "".join(target)
@@ -49,7 +49,7 @@ def links_of(path: Path) -> Iterator[str]:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Anchors that GitHub gives the headings of a page: https://github.com/gjtorikian/html-pipeline has the rule."""
+    """Return GitHub's anchors for the headings of a page. The rule: https://github.com/gjtorikian/html-pipeline."""
     anchors: list[str] = []
     for heading in re.findall(r"^#+ +(.*?) *$", prose_of(path), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -60,7 +60,7 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def broken(path: Path) -> list[str]:
-    """Links of a page that lead nowhere."""
+    """Return the links of a page that lead nowhere."""
     found = []
     for link in links_of(path):
         name, _, anchor = link.partition("#")
@@ -89,7 +89,7 @@ def test_a_link_to_a_file_or_a_heading_that_is_not_there_is_found(tmp_path: Path
 
 
 def listed() -> set[str]:
-    """Paths of the tree in the README."""
+    """Return the paths of the tree in the README."""
     [tree] = re.findall(r"^```text\n\.\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     branches = [re.fullmatch(r"[├└]── (\S+) +\S.*", line) for line in tree.splitlines()]
     assert all(branches), "each line of the tree is a branch, and words on it"
@@ -110,7 +110,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 
 
 def commands_in(path: Path, program: str) -> Iterator[list[str]]:
-    """Words after a program's name: all of a line of a block, and of code within a line verbs, whose arguments may be left out."""
+    """Yield the words after a program's name: in blocks the whole line, in running text only the verbs, with `--help`."""
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE)
     for line in "".join(blocks).replace("\\\n", " ").splitlines():
         if line.lstrip().startswith(f"{program} "):
@@ -126,7 +126,7 @@ def test_each_make_command_on_a_page_is_a_target() -> None:
 
 
 def is_taken(words: Sequence[str]) -> bool:
-    """Whether the command takes these arguments."""
+    """Return True if the command accepts these arguments."""
     try:
         build_parser().parse_args(words)
     except SystemExit as stopped:
@@ -177,7 +177,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-def test_the_citation_has_what_its_format_asks_for_and_this_version() -> None:
+def test_the_citation_has_all_required_fields_and_this_version() -> None:
     """https://github.com/citation-file-format/citation-file-format/blob/1.2.0/schema-guide.md"""
     citation = read_yaml(ROOT / "CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()

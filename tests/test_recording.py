@@ -1,4 +1,4 @@
-"""`record` sees collectives, memory and optimizers from outside, whoever uses them, and leaves no trace behind."""
+"""`record` sees all collectives, memory and optimizers from outside, and leaves no trace behind."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ CALLS: dict[str, tuple[str, int, Callable[[torch.dtype], Arguments]]] = {
     "broadcast": ("broadcast", 1, lambda d: {"tensor": block(d), "src": 0}),
     "all_to_all_single": ("all_to_all", 2, lambda d: {"output": whole(d), "input": whole(d)}),
 }
-NAMES = [name for name in CALLS if hasattr(dist, name)]  # which of them there are depends on torch's version
+NAMES = [name for name in CALLS if hasattr(dist, name)]  # the set depends on torch's version
 PLACES = (dist, distributed_c10d)
 
 
 class Way(NamedTuple):
-    """How to call a collective. `positional`: so many arguments are, the others have names."""
+    """A way to call a collective. `positional`: number of positional arguments; the others are keywords."""
 
     place: Any
     positional: int
@@ -89,7 +89,7 @@ WAYS = [  # every pair of place and waiting, of waiting and style
 
 
 def call(name: str, way: Way) -> None:
-    """Calls a collective of two ranks; returns when it is done."""
+    """Call a collective of two ranks, and return when it is done."""
     arguments = list(CALLS[name][2](way.dtype).items())
     values = [value for _, value in arguments[: way.positional]]
     options = {"async_op": True} if way.asynchronous else {}
@@ -226,7 +226,7 @@ def test_operators_are_as_before_when_a_recording_is_over() -> None:
 
 
 def failing_calls() -> dict[str, Any]:
-    """What wrong calls raise, without a recording and with one, and what a recording sees afterwards."""
+    """Return the errors of wrong calls without and with a recording, and the last event of the recording."""
 
     def message_of(call: Callable[[], Any]) -> str:
         with pytest.raises((TypeError, ValueError, RuntimeError)) as failure:
@@ -245,7 +245,7 @@ def failing_calls() -> dict[str, Any]:
     return {"plain": plain, "recorded": during, "last": log.collectives()[-1].op}
 
 
-def test_a_collective_that_fails_raises_what_it_would_have_raised_without_a_recording() -> None:
+def test_a_failing_collective_raises_the_same_error_as_without_a_recording() -> None:
     for found in on_ranks(failing_calls):
         assert found["recorded"] == found["plain"]
         assert found["last"] == "barrier"  # the recording goes on
@@ -287,14 +287,14 @@ def test_sends_and_receives_are_seen_once_each() -> None:
 
 
 def ring_ops(send: Any, receive: Any) -> tuple[list[P2POp], Tensor]:
-    """Operations that pass each rank on to the next of the ring."""
+    """Return operations that send each rank's number to the next rank of the ring."""
     rank, world_size, received = dist.get_rank(), dist.get_world_size(), torch.zeros(N)
     sending = P2POp(send, torch.full((N,), float(rank)), (rank + 1) % world_size)
     return [sending, P2POp(receive, received, (rank - 1) % world_size)], received
 
 
 def passed_around() -> list[tuple[float, list[str]]]:
-    """Batches made in the recording, made before it of functions that were imported before, and made in an earlier one."""
+    """Use batches made in the recording, before it (from functions imported earlier), and in an earlier recording."""
     found = []
     for made_in in ("this recording", "no recording", "an earlier recording"):
         with record() if made_in == "an earlier recording" else contextlib.nullcontext():
@@ -319,7 +319,7 @@ def test_batches_of_sends_and_receives_work_and_are_seen_wherever_they_were_made
 
 
 def in_place_now() -> dict[str, Any]:
-    """The functions that a recording may replace, as they are at this moment, by name."""
+    """Return name → the current function, for all functions that a recording may replace."""
     found = {f"{place.__name__}.{name}": f for place in PLACES for name, f in vars(place).items()}
     return {**found, "P2POp": dist.P2POp.__init__, "resize_": torch.UntypedStorage.resize_}
 
@@ -338,7 +338,7 @@ def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back() 
 
 
 def resize() -> None:
-    """An event: memory is freed."""
+    """Free memory, which is an event."""
     torch.zeros(4).untyped_storage().resize_(0)
 
 
@@ -442,10 +442,10 @@ def test_after_a_recording_optimizers_are_watched_no_more() -> None:
 
 
 def step(library: Library) -> EventLog:
-    """Forward and backward of four groups: three blocks, and the root, which stays whole in between."""
+    """Run forward and backward of four groups: three blocks, and the root, which stays unsharded in between."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP2's own
+        warnings.simplefilter("ignore")  # warnings of FSDP2
         model: Stem = wrap(stem(), library)
         return recorded(lambda: objective(model(*model.inputs(4, seed=0))).backward())
 
@@ -459,7 +459,8 @@ def test_a_sharded_step_gathers_each_group_twice_but_the_root_and_reduces_each_o
     logs = [found[library] for found in on_ranks(a_step_of_each)]
     for log in logs:
         assert Counter(e.op for e in log.collectives()) == {"all_gather": 3 * 2 + 1, "reduce_scatter": 3 + 1}
-        assert sum(e.bytes for e in log.select("alloc")) > 0  # of whole parameters, before our eyes
+        # memory of unsharded parameters, seen by the recording
+        assert sum(e.bytes for e in log.select("alloc")) > 0
         assert sum(e.bytes for e in log.select("free")) > 0
     first, *others = ([(e.op, e.bytes) for e in log.collectives()] for log in logs)
     assert others == [first] * 2
@@ -482,7 +483,7 @@ def two_backwards() -> EventLog:
 
 
 def test_memory_is_numbered_not_addressed_and_a_flat_buffer_that_is_let_go_is_freed() -> None:
-    """The second backward adds its results to the gradients, so they are let go where they were made."""
+    """The second backward adds its results to the gradients, so they are released in the call that made them."""
     for log in on_ranks(two_backwards):
         let_go = [e for e in log.select("free") if e.bytes == 0]
         assert {e.stream for e in let_go} == {"copy", "compute", "reduce_scatter"}
@@ -521,7 +522,7 @@ def test_a_recording_may_begin_between_forward_and_backward() -> None:
         assert Counter(e.op for e in log.collectives()) == {"all_gather": 3, "reduce_scatter": 4}
 
 
-# --- What runs on ranks, in one launch of two and one of three ---------------------------------------------
+# --- Checks on ranks, in one launch of two and one of three ------------------------------------------------
 
 ON_TWO = (
     *(called_each_way, called_seldom, called_functionally, called_by_dtensors),
@@ -536,7 +537,7 @@ def launched(functions: tuple[Callable[[], Any], ...], world_size: int) -> list[
 
 
 def on_ranks(function: Callable[[], Any]) -> list[Any]:
-    """What the function returned on each rank."""
+    """Return the function's result on each rank."""
     found = launched(ON_TWO, 2) if function in ON_TWO else launched(ON_THREE, 3)
     return [of_rank[function.__name__] for of_rank in found]
 

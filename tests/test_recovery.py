@@ -1,4 +1,4 @@
-"""What went wrong once does not go on being wrong: exceptions, backwards that are not the last, early calls."""
+"""Training goes on after a failure: exceptions, backwards that are not the last, early calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 two = Together(2)
 two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
-two.add("whatever_follows_what_broke", functools.partial(broken.complaints, broken.WAYS, ours), {})
+two.add(
+    "training_goes_on_in_every_way_after_an_exception",
+    functools.partial(broken.complaints, broken.WAYS, ours),
+    {},
+)
 
 
 @pytest.mark.long
@@ -98,7 +102,7 @@ def a_rank_may_start_processes_of_its_own() -> list[float]:
 
 
 @two.finds(["2", "1", "0"])
-def a_root_without_parameters_of_its_own_gathers_what_it_was_told_to() -> list[str]:
+def a_root_without_parameters_of_its_own_gathers_the_given_modules() -> list[str]:
     model = build()
     model.set_modules_to_forward_prefetch([model[2], model[1]])
     with record() as log:
@@ -106,7 +110,7 @@ def a_root_without_parameters_of_its_own_gathers_what_it_was_told_to() -> list[s
     return [e.owner for e in log.select("all_gather")][:3]
 
 
-def test_a_manual_unshard_leaves_no_buffer_and_checks_what_a_forward_would() -> None:
+def test_a_manual_unshard_leaves_no_buffer_and_checks_the_same_as_a_forward() -> None:
     def unshard() -> int:
         with torch.device("meta"):
             on_meta = fully_shard(nn.Linear(4, 4))
@@ -163,7 +167,7 @@ def gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of
 
 
 def cut_twice(*layers: nn.Module, **plan: Any) -> nn.Module:
-    """Over two ranks by tensor parallelism, over one by fully_shard."""
+    """Shard over two ranks by tensor parallelism, and over one by fully_shard."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(*layers)
     parallelize_module(model, mesh["tp"], plan)
@@ -230,7 +234,7 @@ def transforms_of_functions_see_through_a_sharded_model() -> list[str]:
     x, wrong = torch.randn(4, 8), []
     for name, apply in TRANSFORMS.items():
         model, plain = build(), build(lambda module: module)
-        for _ in range(2):  # the second finds what the first left
+        for _ in range(2):  # the second round shows leftovers of the first
             same = torch.allclose(apply(model, x), apply(plain, x), atol=1e-6)
         run(model, 1)
         run(plain, 1)

@@ -1,8 +1,8 @@
-"""How long parameters stay whole: resharding over fewer ranks, flags that change at run time, gathers by hand.
+"""How long parameters stay unsharded: resharding over fewer ranks, flags that change at run time, gathers by hand.
 
-The oracle is torch's FSDP2 in the same processes: numbers, the form that is registered at every turn, collectives.
-The one place where torch 2.13 is no oracle is the local part of a parameter that is resharded over fewer ranks and
-whose rows do not divide evenly; there `torch.chunk` is.
+The oracle is torch's FSDP2 in the same processes: numbers, the registered form at every turn, collectives. There is one exception:
+the local part of a parameter resharded over fewer ranks whose rows do not divide evenly. torch 2.13 is wrong there, so `torch.chunk` is
+the oracle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FSDP_MODULES = (hwfsdp.FSDPModule, fsdp.FSDPModule)
 
 
 def kind(param: nn.Parameter) -> str:
-    """Which form of a parameter is registered, and over how many ranks it is sharded."""
+    """Return the registered form of a parameter, and the number of ranks over which it is sharded."""
     if not isinstance(param, DTensor):
         return "whole"
     return f"{param.device_mesh.ndim}D, sharded over {param.device_mesh.size(-1)}"
@@ -68,7 +68,7 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def change_between_forward_and_backward(training: Training) -> None:
-    """The next step runs with another value; backward finds the parameters as they were left by forward."""
+    """Change the value for the next step. The backward finds the parameters as the forward left them."""
     for seed, reshard in enumerate([True, False, True]):
         loss = training.loss(seed)
         training.call("set_reshard_after_forward", reshard)
@@ -78,7 +78,7 @@ def change_between_forward_and_backward(training: Training) -> None:
 
 
 def no_unshard_in_backward(training: Training) -> None:
-    """The embedding's gradient needs no parameters."""
+    """Skip the gather in the embedding's backward, which needs no parameters."""
     if training.is_sharded:
         training.model.blocks[0].set_unshard_in_backward(False)
     training.steps()
@@ -116,7 +116,7 @@ PROMISES.trains(
         *("even, over 2", "uneven, accumulated, stay whole", "uneven, changed between forward and backward"),
         "cut by columns",
     ),
-    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather those from the smaller mesh
+    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather columns from the smaller mesh
 )
 PROMISES.trains(
     "larger shards are in the param dtype",
@@ -127,13 +127,13 @@ PROMISES.trains(
 )
 
 
-# --- Over fewer ranks: what is registered ------------------------------------------------------------------
+# --- Over fewer ranks: registered forms --------------------------------------------------------------------
 
 
 def check_registered(build: Callable[[], models.Model]) -> dict[str, list[str]]:
-    """What is found after a step and another forward, so that the values are not those that the model was made with.
+    """Check the registered parameters after a step and another forward, so that the values differ from the initial ones.
 
-    Its rows are the chunk of the updated whole; torch 2.13 keeps other rows where they do not divide evenly.
+    Their rows are the chunk of the updated whole. torch 2.13 keeps other rows where they do not divide evenly.
     """
     trainings, wholes, wrong = [], [], []
     for library in LIBRARIES:
@@ -170,11 +170,11 @@ PROMISES.add(
 test_a_promise_is_kept = PROMISES.test()
 
 
-# --- Over fewer ranks: what is moved -----------------------------------------------------------------------
+# --- Over fewer ranks: traffic -----------------------------------------------------------------------------
 
 
 def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[list[int]]:
-    """The bytes that the first block gathers in the forward and in the backward of the second step."""
+    """Return the bytes that the first block gathers in the forward and in the backward of the second step."""
     training = Training(build, ours, reshard_after_forward=2)
     training.model.blocks[0].set_unshard_in_backward(unshard_in_backward)
     training.loss(0).backward()
@@ -209,8 +209,8 @@ def test_after_a_change_of_the_setting_shards_are_gathered_over_all_ranks_again(
     assert first == second
 
 
-def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all():
-    """But not an embedding without unshard in backward."""
+def test_backward_gathers_over_the_smaller_group_and_forward_over_all_ranks():
+    """An embedding without unshard in backward gathers nothing there."""
 
     def whole(build: Callable[[], models.Model], ranks: int) -> list[int]:
         shapes = [param.shape for param in build().blocks[0].parameters()]
@@ -233,7 +233,7 @@ def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all(
 
 
 def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]:
-    """What is registered after each thing that one may do, and whether the whole parameters of a part have memory."""
+    """Return the registered forms after each possible action, and whether a part's unsharded parameters have memory."""
     build, how = (models.Grouped, "blocks") if how == "lists" else (models.stem, how)
     training = Training(build, library, how, reshard_after_forward=reshard)
     model, turns = training.model, {}
@@ -308,7 +308,7 @@ def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]
 
 @functools.cache
 def all_forms(world_size: int) -> Any:
-    """By (wrap, reshard_after_forward as text, since 1 equals True): the turns of both libraries, by rank."""
+    """Return (wrap, reshard_after_forward as text, since 1 equals True) → the turns of both libraries on each rank."""
 
     def on_a_rank() -> Any:
         return {
@@ -353,7 +353,7 @@ OPERATIONS = ("unshard", "start", "wait", "reshard")
 
 
 def act(module: Any, operation: str, handles: list[Any]) -> None:
-    """`wait` waits for every handle so far, again and again."""
+    """Apply an operation to a module. `wait` waits for every handle so far, again and again."""
     if operation == "start":
         handles.append(module.unshard(async_op=True))
     elif operation == "wait":
@@ -364,10 +364,10 @@ def act(module: Any, operation: str, handles: list[Any]) -> None:
 
 
 def by_hand(training: Training, sequence: Iterable[str], in_between: bool = False) -> list[Any]:
-    """What is registered after each operation on a block and after a forward and backward, and the gradients.
+    """Return the registered forms after each operation on a block and after a forward and backward, and the gradients.
 
-    The operations come before the forward, or `in_between` forward and backward. Whatever is whole is compared with
-    the parameter that it stands for.
+    The operations come before the forward, or `in_between` forward and backward. Each unsharded parameter is compared with the full
+    tensor of its shards.
     """
     block, handles, found = training.model.blocks[1], [], []
     values = [param.detach().full_tensor() for param in block.parameters()]
@@ -391,7 +391,7 @@ def sequences(longest: int) -> list[tuple[str, ...]]:
 def differing(
     runs: dict[tuple[str, ...], list[list[Any]]], tolerance: Tolerance = BITS
 ) -> list[tuple[str, ...]]:
-    """The sequences after which something else is registered, or other gradients are found, than in FSDP2."""
+    """Return the sequences after which registered forms or gradients differ from FSDP2's."""
     return [
         sequence
         for sequence, (mine, reference) in runs.items()
@@ -401,7 +401,7 @@ def differing(
 
 
 def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
-    """A gather over the smaller mesh is in flight when the shards are put back."""
+    """Return True if the shards are put back while a gather over the smaller mesh is in flight."""
     return "start" in sequence and "reshard" in sequence[sequence.index("start") :]
 
 
@@ -409,8 +409,8 @@ def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
     "in_between, world_size, reshard_after_forward",
     [(False, 2, True), (True, 2, True), suites.long(True, 4, 2)],
 )
-def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(in_between, world_size, reshard_after_forward):
-    """Before the first forward, or in between a forward and its backward."""
+def test_gathering_and_freeing_by_hand_works_as_in_fsdp2(in_between, world_size, reshard_after_forward):
+    """The operations come before the first forward, or between a forward and its backward."""
 
     def new(library: Library) -> Training:
         build = models.even if in_between else models.uneven
@@ -430,7 +430,7 @@ def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(in_between, world_si
 
 
 def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_flight():
-    """torch 2.13 fails there; the oracle is a step without anything by hand."""
+    """torch 2.13 fails there. The oracle is a step without operations by hand."""
 
     def on_a_rank() -> Any:
         warnings.simplefilter("error")
@@ -444,7 +444,7 @@ def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_fligh
 
 
 def test_a_group_that_is_whole_or_being_gathered_is_not_gathered_again():
-    """And a gather that is only started is finished by the forward."""
+    """The forward finishes a gather that has only started."""
 
     def on_a_rank() -> Any:
         counts = []

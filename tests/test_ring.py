@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter from send and receive: the backend's own are the oracle.
+"""All-gather and reduce-scatter from send and receive. The oracle is the backend's own collectives.
 
 The numbers are small integers, so that floating-point sums are exact in any order.
 """
@@ -24,14 +24,14 @@ SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def integers(n: int, dtype: torch.dtype) -> Tensor:
-    """Different on every rank."""
+    """Return integers that differ on every rank."""
     generator = torch.Generator().manual_seed(1000 * n + dist.get_rank())
     return torch.randint(-50, 50, (n,), generator=generator).to(dtype)
 
 
 @contextmanager
 def one_block_per_step(block: Tensor) -> Iterator[None]:
-    """Sends and receives no more than that, which is the least that is possible, and calls no other collective."""
+    """Check that the `with` block sends and receives one block per step, which is the minimum, and calls no other collective."""
     world_size = dist.get_world_size()
     with record() as log:
         yield
@@ -90,7 +90,7 @@ def test_the_ring_equals_the_backend_keeps_its_input_and_sends_the_fewest_bytes(
 
 
 def test_a_ring_over_some_of_the_ranks_leaves_the_others_out() -> None:
-    """Given ranks 0 and 2 of three, as a group of their own; and an exchange in the ring of all."""
+    """Ranks 0 and 2 of three are a group. Then all ranks exchange in their ring."""
 
     def gather_and_reduce() -> tuple[float, list[float], list[float]]:
         group, rank = dist.new_group([0, 2]), dist.get_rank()

@@ -1,7 +1,7 @@
 """Which collectives run, in which order, how often: read from the event log.
 
-A gather of group g is written "+g", the reduction of its gradients "-g". Groups are numbered by their block; the
-root's own is "root".
+"+g" is a gather of group g, "-g" is the reduction of its gradients. A group's number is the number of its block; the root's group is
+"root".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIGNS = {"all_gather": "+", "reduce_scatter": "-"}
 
 
 def traffic(log: EventLog) -> str:
-    """The collectives in order of issue, and a bar between forward and backward."""
+    """Return the collectives in order of issue, with a bar between forward and backward."""
     words, phase = [], "forward"
     for event in log.collectives():
         if event.phase != phase:
@@ -46,7 +46,7 @@ def traffic(log: EventLog) -> str:
 
 
 def recorded(training: Training, seed: int = 0) -> EventLog:
-    """The log of one forward and backward."""
+    """Return the log of one forward and backward."""
     with record() as log:
         training.loss(seed).backward()
     training.model.zero_grad()
@@ -61,7 +61,7 @@ def logs_of(
     library: Library = ours,
     **options: Any,
 ) -> list[EventLog]:
-    """On a rank: the logs of several training steps. `prepare` sees the training first, `before` each step."""
+    """On a rank: return the logs of several training steps. `prepare` runs once at the start, `before` before each step."""
     training = Training(build, library, **options)
     prepare(training)
     logs = []
@@ -72,7 +72,7 @@ def logs_of(
 
 
 def steps(*args: Any, **kwargs: Any) -> list[str]:
-    """What `logs_of` logs, in words."""
+    """Return the logs of `logs_of` in words."""
     return [traffic(log) for log in logs_of(*args, **kwargs)]
 
 
@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[[], models.Model]] = {
 }
 
 
-# ranks are checked against each other, so that what one of them moves all of them move
+# torch compares the ranks' collectives, so one rank stands for all
 for _name, _how in zip(MODELS, itertools.cycle(("blocks", "nested"))):
     moved = functools.partial(compare_traffic, Case(MODELS[_name], how=_how))
     two.add(f"{_name}, {_how}, moves in the first step what it moves under FSDP2", moved, {"FSDP2": []})
@@ -146,7 +146,7 @@ for _name, _how in zip(MODELS, itertools.cycle(("blocks", "nested"))):
 
 
 def early_gathers(log: EventLog) -> list[str]:
-    """The groups whose gather was issued before the forward of the block before them began."""
+    """Return the groups whose gather was issued before the forward of the previous block began."""
     early = []
     for index in range(1, 3):
         [gather] = log.select("all_gather", phase="forward", owner=f"blocks.{index}")
@@ -186,7 +186,7 @@ def listed_modules_are_gathered_ahead_in_backward() -> list[str]:
 
 
 def list_wrongly(training: Training) -> None:
-    """Lists that are of little use: not the next module, and oneself."""
+    """Set bad lists: a module that is not next, and the module itself."""
     first, second, third = training.model.blocks
     first.set_modules_to_forward_prefetch([third])
     second.set_modules_to_forward_prefetch([second])
@@ -211,7 +211,7 @@ PATHS: dict[str, list[tuple[int, ...]]] = {
 
 
 def walk_with_lists_and_detours(training: Training, path: list[tuple[int, ...]]) -> None:
-    """Lists that are wrong; before each step, a forward without gradients that leaves the path after its first block."""
+    """Train with wrong lists. After each backward, a forward without gradients leaves the path after its first block."""
     if training.is_sharded:
         list_wrongly(training)
     for step, whole in enumerate(path):

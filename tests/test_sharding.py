@@ -22,7 +22,7 @@ from hwfsdp.core.sharding import (
 
 
 def chunks_of_torch(n: int, world_size: int) -> list[list[int]]:
-    """The rows of each rank; `torch.chunk` leaves out the chunks of ranks for which nothing is left."""
+    """Return the rows of each rank. `torch.chunk` leaves out ranks without rows."""
     chunks = [chunk.tolist() for chunk in torch.arange(n).chunk(world_size)]
     return chunks + [[]] * (world_size - len(chunks))
 

@@ -1,6 +1,6 @@
-"""Collectives in shared memory give what gloo gives, in every bit, and say which rank is gone, late or elsewhere.
+"""Collectives in shared memory give gloo's results in every bit, and name the rank that is gone, late or elsewhere.
 
-Most checks run in a process group and with memory of their own; those of one number of ranks share a launch.
+Most checks have their own process group and memory. Checks with the same number of ranks share a launch.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def random(length: int, dtype: torch.dtype) -> Tensor:
-    """Different on every rank and at every call, the same in every run."""
+    """Return numbers that differ on every rank and at every call, the same in every run."""
     return torch.randn(length, dtype=torch.float64).to(dtype)
 
 
 def gather(output: Tensor, input: Tensor, group: Group) -> dist.Work:
-    """Issues an all-gather in shared memory."""
+    """Issue an all-gather in shared memory."""
     return issued(dist.all_gather_single(output, input, shared(group), True))
 
 
 def reduce(output: Tensor, input: Tensor, op: Any, group: Group) -> dist.Work:
-    """Issues a reduce-scatter in shared memory."""
+    """Issue a reduce-scatter in shared memory."""
     return issued(dist.reduce_scatter_single(output, input, op, shared(group), True))
 
 
@@ -63,7 +63,7 @@ def issued(work: dist.Work | None) -> dist.Work:
 
 
 def fresh_group() -> Group:
-    """A group of all ranks that has no memory yet."""
+    """Make a group of all ranks that has no memory yet."""
     torch.manual_seed(dist.get_rank())
     shared_memory._pool = shared_memory._Pool()
     return dist.new_group()
@@ -77,7 +77,7 @@ def blocks() -> int:
 
 
 def unequal_reductions() -> list[str]:
-    """Where this rank's part of a sum is not that of gloo."""
+    """Return the cases in which this rank's part of a sum differs from gloo's."""
     group = fresh_group()
     world_size, wrong = dist.get_world_size(), []
     for dtype in DTYPES:
@@ -94,7 +94,7 @@ def unequal_reductions() -> list[str]:
 
 
 def unequal_gathers() -> list[str]:
-    """Where a gather is not that of gloo, wherever its tensors lie."""
+    """Return the cases in which a gather differs from gloo's, in place and elsewhere."""
     group = fresh_group()
     world_size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for dtype in (*DTYPES, torch.uint8, torch.int64):
@@ -116,7 +116,7 @@ def unequal_gathers() -> list[str]:
 
 
 def blocks_written_before_all_have_read_them() -> list[str]:
-    """Everything is issued, and the buffers given up, before anything is waited for."""
+    """Issue everything and release the buffers before the first wait. Return wrong results."""
     group = fresh_group()
     world_size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     in_flight = []
@@ -139,7 +139,7 @@ def blocks_written_before_all_have_read_them() -> list[str]:
 
 
 def groups_that_mix() -> list[str]:
-    """The first and the last rank, and all of them, in turn."""
+    """Use the group of the first and the last rank and the group of all ranks, in turn."""
     group = fresh_group()
     rank, found = dist.get_rank(), []
     ends = [0, dist.get_world_size() - 1]
@@ -178,7 +178,7 @@ two = Together(2)
 
 @two.finds((True, {8192}, 16384))
 def blocks_are_used_again_and_small_ones_make_room_for_large_ones() -> tuple[bool, set[int], int]:
-    """Two blocks are enough: what was told with the second collective is that the first was read."""
+    """Two blocks are enough: the second collective tells that the first was read."""
     group = fresh_group()
     sizes = []
     for length in [1024] * 10 + [2048] * 10 + [1024, 2048] * 5:
@@ -248,15 +248,15 @@ def nothing_is_left_in_the_file_system_and_sockets_are_closed_with_the_group() -
         del group
         gc.collect()
         dist.barrier()  # the other rank has left, too
-        shared_memory.allocate((1,), torch.uint8)  # looks which blocks are free
+        shared_memory.allocate((1,), torch.uint8)  # looks for free blocks
         return os.listdir(directory), neighbors() is not None
 
 
-# --- What can go wrong -------------------------------------------------------------------------------------
+# --- Failures ----------------------------------------------------------------------------------------------
 
 
 def error_of(action: Callable[[], Any]) -> str:
-    """What it raises."""
+    """Return the message of the error that an action raises."""
     try:
         action()
     except RuntimeError as error:
@@ -264,7 +264,7 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-CALLED = [  # on rank 0 and on rank 1, both ranks being told of both
+CALLED = [  # the calls of rank 0 and of rank 1; both ranks hear of both
     (f"all_gather of 32 bytes of {FP32}", f"reduce_scatter by sum of 32 bytes of {FP32}"),
     ("all_gather of 16 bytes of torch.float16", "all_gather of 16 bytes of torch.bfloat16"),
     (f"all_gather of 32 bytes of {FP32}", f"all_gather of 40 bytes of {FP32}"),
@@ -272,7 +272,7 @@ CALLED = [  # on rank 0 and on rank 1, both ranks being told of both
 
 
 @two.finds(*([f"{pair[r]} on rank {r}, {pair[1 - r]} on rank {1 - r}" for pair in CALLED] for r in (0, 1)))
-def ranks_that_call_something_else_are_told_what() -> list[str]:
+def ranks_that_call_different_collectives_get_both_named() -> list[str]:
     """Another collective, another dtype, another size."""
     rank, said = dist.get_rank(), []
     for length, dtypes in (
@@ -305,7 +305,7 @@ def after_an_error_and_a_collective_nobody_waits_for_blocks_are_used_again() -> 
 
 @two.finds(3000)
 def any_number_of_collectives_may_be_issued_before_the_first_wait() -> int:
-    """More records than sockets hold, from both ranks, before either listens."""
+    """Both ranks send more records than sockets hold, before either one reads."""
     group = fresh_group()
     output, own = torch.zeros(2), shared_memory.allocate((1,), torch.float32).fill_(dist.get_rank() + 1)
     in_flight = [gather(output.clone(), own, group) for _ in range(3000)]
@@ -314,7 +314,7 @@ def any_number_of_collectives_may_be_issued_before_the_first_wait() -> int:
 
 @two.finds([1] * 5)
 def a_group_that_is_not_used_any_more_keeps_no_block() -> list[int]:
-    """How many blocks there are after reductions in one group after the other, each used once."""
+    """Count the blocks after reductions in one group after the other, each used once."""
     fresh_group()
     counts = []
     for _ in range(5):
@@ -328,7 +328,7 @@ def a_group_that_is_not_used_any_more_keeps_no_block() -> list[int]:
 
 @two.finds("Timed out after 2 s waiting for rank 1 of the group", "nothing")
 def a_rank_that_is_too_late_is_named() -> str:
-    """Rank 1 takes part in nothing after the first collective, until rank 0 has given up."""
+    """After the first collective, rank 1 takes part in nothing until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     output, own, said = torch.zeros(2), torch.zeros(1), "nothing"
     gather(output, own, group).wait()
@@ -362,7 +362,7 @@ def dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives() -> Any
 
 @two.finds("Connection closed by peer: rank 1 of the group is gone", "gone")
 def a_rank_that_is_gone_is_named() -> str:
-    """The last check, since memory that it may still read cannot be asked for."""
+    """This check is the last one, because memory that rank 1 may still read cannot be reclaimed."""
     group = fresh_group()
     output, own = torch.zeros(2), torch.zeros(1)
     gather(output, own, group).wait()

@@ -1,4 +1,4 @@
-"""`simulate`: against steps that can be worked out by hand, and against published figures."""
+"""`simulate`: against steps computed by hand, and against published figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STARTS, PRODUCT_US = 50.0, 2 * ROWS * WIDTH * WIDTH / 1e8  # µs of a collective
 
 
 def ideal(collective_us: float) -> Device:
-    """A device on which nothing takes time but products, and collectives the same whatever they move."""
+    """Make a device on which only products take time, and each collective takes `collective_us`."""
     return replace(
         H100,
         flops={"float32": 1e14},
@@ -55,7 +55,7 @@ def ideal(collective_us: float) -> Device:
 
 
 def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any]:
-    """A step of linear layers one after the other, in groups of their own or in one."""
+    """Make a step of linear layers one after the other, in separate groups or in one."""
 
     def build_and_shard() -> Callable[[], None]:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -79,7 +79,7 @@ def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: int) -> None:
-    """A forward has a product per layer; a backward two, but for the first layer, whose input needs no gradient."""
+    """A forward has a product per layer. A backward has two, except for the first layer, whose input needs no gradient."""
     found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
     us = 2 * STARTS + 5 * PRODUCT_US
     assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
@@ -90,9 +90,9 @@ def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: i
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_several_groups_expose_only_the_first_gather_and_the_last_reduction(layers: int) -> None:
-    """The first gather and the last reduction; the others hide behind products.
+    """The other collectives hide behind products.
 
-    That of the backward's first group hides, too: the host is ahead, and asks for it while the forward still runs.
+    The gather of the backward's first group hides, too: the host is ahead, and issues it while the forward still runs.
     """
     found = simulate(chain(layers, True), 4, ideal(0.5 * PRODUCT_US), batch=ROWS, seq=1)
     us = (3 * layers - 1 + 2 * 0.5) * PRODUCT_US
@@ -125,7 +125,7 @@ def test_a_step_of_unknown_tokens_has_no_rate() -> None:
     assert found.step_seconds > 0
 
 
-# --- What is simulated -------------------------------------------------------------------------------------
+# --- Simulated steps ---------------------------------------------------------------------------------------
 
 
 def on_meta() -> GPT:
@@ -186,7 +186,7 @@ def test_parameters_are_gathered_in_float32_if_the_host_computes() -> None:
     assert simulate(SMALL, 2).plan.param_dtype is torch.bfloat16
 
 
-# --- What cannot be simulated ------------------------------------------------------------------------------
+# --- Refusals ----------------------------------------------------------------------------------------------
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -219,7 +219,7 @@ def test_gpus_fill_their_nodes() -> None:
     assert [placed(H100, *place).per_node for place in per_node] == list(per_node.values())
 
 
-# --- What fits ---------------------------------------------------------------------------------------------
+# --- Memory limits -----------------------------------------------------------------------------------------
 
 
 def of_memory(nbytes: float) -> Device:
@@ -291,7 +291,7 @@ def test_no_suggestion_is_made_if_one_row_and_one_block_are_too_large() -> None:
 # --- Published figures -------------------------------------------------------------------------------------
 
 
-QUICK = {  # whose figures nothing was fitted to, and that take a second each
+QUICK = {  # nothing was fitted to these figures; each takes a second
     f"{row.model} on {row.gpus}": row
     for row in published.ROWS
     if not row.is_fitted and (row.model, row.gpus) in {("llama3-8b", 128), ("llama2-13b", 64)}

@@ -1,4 +1,4 @@
-"""`hwfsdp simulate`: what it prints, what it refuses, and how it ends."""
+"""`hwfsdp simulate`: its output, its refusals, and its exit status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hwfsdp import EventLog
 from hwfsdp.virtual import DEVICES
 from hwfsdp.virtual.devices import GIB, THIS_MACHINE, calibration_file, save_calibration
 
-VERB = "simulate"  # of the fixture `run`
+VERB = "simulate"  # the command that the fixture `run` runs
 TINY = ("--model", "gpt-tiny", "--gpus", "2")
 PNG = b"\x89PNG"
 
@@ -80,7 +80,7 @@ MINE = """
 
 @pytest.fixture(autouse=True)
 def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With a module of the user's, on a machine that nobody has measured."""
+    """Work in a folder with a user's module, on a machine without measurements."""
     (tmp_path / "mine_to_simulate.py").write_text(textwrap.dedent(MINE))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -90,11 +90,11 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def measured(**changes: Any) -> None:
-    """This machine, as if it had been measured: an H100, but for the changes."""
+    """Save measurements for this machine: an H100 with these changes."""
     save_calibration(replace(DEVICES["h100"], name=THIS_MACHINE, **changes))
 
 
-# --- What it prints ----------------------------------------------------------------------------------------
+# --- Output ------------------------------------------------------------------------------------------------
 
 
 def test_json_has_the_keys_that_others_read(run: Run) -> None:
@@ -111,7 +111,7 @@ def test_json_has_the_keys_that_others_read(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
+def test_the_text_has_the_same_figures_and_the_limits_of_the_model(run: Run) -> None:
     text, found = run(*TINY).out, run(*TINY, "--json").found
     assert "gpt-tiny on 2 × h100; per GPU 1 × 128 tokens, checkpointing: none" in text
     assert f"{found['step_seconds']:.4g} s" in text
@@ -183,7 +183,9 @@ def test_a_step_that_raises_is_one_line_that_says_where(
 
 
 @pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
-def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq: tuple[str, ...]) -> None:
+def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(
+    run: Run, seq: tuple[str, ...]
+) -> None:
     said = run("--model", "mine_to_simulate:trains", *seq, "--json")
     assert said.status == 0
     rate = 6 / said.found["step_seconds"] if seq else None
@@ -199,7 +201,7 @@ def test_the_error_of_a_step_that_needs_values_names_the_line(run: Run) -> None:
     assert_refused(said, "_local_scalar_dense", "mine_to_simulate.py", str(number), ".item()")
 
 
-# --- What it refuses ---------------------------------------------------------------------------------------
+# --- Refusals ----------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -250,7 +252,7 @@ def test_a_broken_calibration_file_is_refused(run: Run, text: str | None) -> Non
     )
 
 
-# --- What does not fit -------------------------------------------------------------------------------------
+# --- Out of memory -----------------------------------------------------------------------------------------
 
 
 def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(run: Run) -> None:

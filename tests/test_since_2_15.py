@@ -1,6 +1,6 @@
-"""What FSDP2 has since torch 2.15, and hwfsdp with every torch.
+"""Features of FSDP2 since torch 2.15. hwfsdp has them with every torch.
 
-With 2.15 the oracle is FSDP2 in the same processes, bit for bit. With an older one it is hwfsdp without the new call, where the
+With 2.15, the oracle is FSDP2 in the same processes, bit for bit. With an older torch, it is hwfsdp without the new call, where the
 arithmetic is the same.
 """
 
@@ -40,7 +40,7 @@ Run = Callable[[Library], Trace]
 
 
 def same(run: Run, otherwise: Run | None = None) -> list[str]:
-    """Where hwfsdp differs from torch's FSDP2; with an older torch, which lacks the call, from `otherwise`."""
+    """Return the differences from torch's FSDP2. With an older torch, which lacks the call, compare with `otherwise`."""
     assert IS_NEW or otherwise, "nothing to compare with"
     expected = run(theirs) if IS_NEW or not otherwise else otherwise(ours)
     return differences(run(ours), expected, *BITS)
@@ -61,7 +61,7 @@ def keep_grads(model: nn.Module, trace: Trace) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer whose vector is meant to stay in fp32."""
+    """A layer whose vector must stay in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def with_vectors_in_fp32(library: Library, micros: int = 3, **policy: Any) -> Tr
 
 
 def with_vectors_apart(library: Library) -> Trace:
-    """The vectors are in groups of their own, whose policy does not cast."""
+    """Train with the vectors in separate groups, whose policy does not cast."""
 
     class Vector(nn.Module):
         def __init__(self, scale: nn.Parameter) -> None:
@@ -164,7 +164,7 @@ GRAD_DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, dict[str, Any]]] =
 def with_grad_dtype(
     library: Library, orig: torch.dtype, grad: torch.dtype | None, policy: dict[str, Any], late: bool = False
 ) -> Trace:
-    """Every second parameter has a `grad_dtype`, set before sharding or after; the model is cast in between."""
+    """Give every second parameter a `grad_dtype`, before sharding or after. Cast the model in between."""
     model, trace = fresh(models.uneven).to(orig), Trace()
 
     def ask() -> None:
@@ -181,7 +181,7 @@ def with_grad_dtype(
         (rows,) = model.inputs(12, micro)
         objective(model(rank_rows(rows).to(orig))).backward()
     keep_grads(model, trace)
-    model.to(torch.float64)  # those that have a dtype of their own keep it
+    model.to(torch.float64)  # parameters with their own dtype keep it
     keep_grads(model, trace)
     return trace
 
@@ -201,7 +201,7 @@ if REDUCES_IN_GRAD_DTYPE:
 def finalized(
     library: Library, pattern: str, manual: bool = True, async_op: bool = False, **options: Any
 ) -> Trace:
-    """Two iterations of micro-batches: "n" does not reduce, "a" reduces."""
+    """Train two iterations of micro-batches: "n" does not reduce, "a" reduces."""
     training = Training(models.stem, library, **options)
     model, trace = training.model, training.trace
     if manual:
@@ -242,7 +242,7 @@ for _name, _options in MANUAL.items():
 
 
 def started(mode: bool = True) -> Any:
-    """A sharded model after a forward and a backward."""
+    """Return a sharded model after a forward and a backward."""
     model: Any = wrap(fresh(models.stem), ours)
     model.set_manual_backward_finalization(mode)
     micro_batch(model, Trace(), 0).backward()
@@ -321,7 +321,7 @@ def another_model_on_the_same_context_is_in_the_way() -> str:
 
 
 def break_backward(model: Any) -> None:
-    """A forward, and a backward that an exception ends."""
+    """Run a forward, and a backward that an exception ends."""
     hook = model.blocks[0].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         micro_batch(model, Trace(), 5).backward()

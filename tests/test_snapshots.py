@@ -1,6 +1,6 @@
-"""Runs that are interrupted, and go on as if they had not been.
+"""Interrupted runs go on as if nothing had happened.
 
-The oracle is the run that nobody interrupted: equality of losses at the same number of ranks.
+The oracle is the uninterrupted run: losses are equal at the same number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def saving(path: Path, **options: Any) -> TrainConfig:
 
 
 class Interruption:
-    """Called after each step on rank 0: ends the rank, or asks it to stop, after so many of this process."""
+    """A callback after each step on rank 0. After `after` steps it kills the rank, or asks it to stop."""
 
     def __init__(self, after: int, how: str) -> None:
         self.left, self.how = after, how
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_with_fewer_steps_left_than_are_recorded_records_those(tmp_path, capsys):
+def test_a_run_with_fewer_steps_left_than_requested_records_them(tmp_path, capsys):
     arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
     trace = ["--trace", str(tmp_path / "trace.json")]
     assert main([*arguments, "--steps", "3"]) == 0
@@ -126,7 +126,7 @@ OTHER = [
 
 
 def refusals(config: TrainConfig) -> list[str]:
-    """Why a run with each of the other settings does not go on."""
+    """Return the errors of going on with each of the other settings."""
     found = []
     for other in OTHER:
         with pytest.raises(UsageError) as caught:
@@ -145,7 +145,7 @@ def test_another_setting_is_refused_by_name_and_ranks_that_cannot_share_the_batc
 
 
 def draw_and_save(path: Path) -> list[float]:
-    """Random numbers that each rank draws, saved in between."""
+    """Draw random numbers on each rank. A save comes before."""
     torch.manual_seed(int(os.environ["RANK"]))
     result = train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path)))
     assert not result.stopped

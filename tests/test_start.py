@@ -1,7 +1,7 @@
 """From a model without weights to one that trains: the meta device, `init_shards`, and `explain`.
 
-What a row is filled with depends on the seed, the parameter's name and the row's number alone, so the oracle of every
-world size is another world size, and what has been drawn is seen by the initializing function itself.
+The values of a row depend only on the seed, the parameter's name and the row's number. So the oracle of every world size is another
+world size, and the initializing function itself sees which rows are drawn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def noise(fqn: str, row: Tensor, generator: torch.Generator) -> None:
 
 
 class Start(NamedTuple):
-    """A model on the meta device, and how it is sharded; `mesh`: (replicas, shards), None for all ranks in one."""
+    """A model on the meta device, and the way to shard it. `mesh`: (replicas, shards); None: all ranks share one copy."""
 
     build: Callable[[], models.Model]
     mesh: tuple[int, int] | None = None
@@ -59,7 +59,7 @@ class Start(NamedTuple):
     options: dict[str, Any] = {}
 
     def model(self) -> models.Model:
-        """Sharded, with memory, without weights."""
+        """Return the sharded model with memory, but without weights."""
         mesh = cpu_mesh()
         if self.mesh:
             mesh = init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
@@ -94,7 +94,7 @@ START_CASES = [(world_size, name) for world_size in STARTS_OF for name in STARTS
 
 
 class Started(NamedTuple):
-    """What a rank has after `init_shards`: whole parameters, and for each what `init` was called with."""
+    """The results of a rank after `init_shards`: whole parameters, and the arguments of `init` for each."""
 
     whole: Whole
     local: Whole
@@ -131,7 +131,7 @@ def start(how: Start) -> Started:
 
 @functools.cache
 def found(world_size: int) -> list[tuple[dict[str, Started], dict[str, Any]]]:
-    """On each rank, by case: how it started, and what `explain` says."""
+    """Return for each rank: case → its start, and the output of `explain`."""
 
     def on_a_rank() -> tuple[dict[str, Started], dict[str, Any]]:
         cases = STARTS_OF[world_size]
@@ -160,7 +160,7 @@ def test_the_whole_model_is_the_same_at_any_world_size_however_it_is_wrapped_and
 
 @pytest.mark.parametrize("world_size, case", START_CASES)
 def test_init_is_called_for_each_row_of_the_rank_with_that_row_in_whole(world_size, case):
-    """Of a parameter cut along another dimension than the first, a rank has a part of every row."""
+    """If a parameter is cut along another dimension than the first, a rank has a part of every row."""
     plain = {name: tuple(p.shape) for name, p in STARTS_OF[world_size][case].build().named_parameters()}
     for rank in started(world_size):
         found = rank[case]
@@ -206,7 +206,7 @@ def whole_parameters_that_a_forward_or_a_gather_left_behind_are_not_taken_for_th
     for before in (lambda: model(*inputs), lambda: model(*inputs).sum().backward(), model.blocks[0].unshard):
         before()
         init_shards(model, noise, 3)
-        model.reshard()  # what the shards do not have is lost now
+        model.reshard()  # values outside the shards are lost now
         same.append(torch.equal(model(*inputs), expected(*inputs)))
         init_shards(model, noise, 4)
         same.append(not torch.equal(model(*inputs), expected(*inputs)))
@@ -236,7 +236,7 @@ def fill_all_but_a_weight(model: models.Model) -> None:
     model.blocks[1].down.weight = nn.Parameter(model.blocks[1].down.weight.to("meta"))
 
 
-FILLED = [  # and what is named then, and what is not
+FILLED = [  # a function, the names in its error, and names that must not be there
     (fill_nothing, ["blocks.0.up.weight", "blocks.0.down.bias"], []),
     (fill_the_first_block, ["blocks.1.up.weight", "blocks.1.down.bias"], ["blocks.0."]),
     (fill_all_but_a_weight, ["blocks.1.down.weight"], ["blocks.0.", "blocks.1.up", "blocks.1.down.bias"]),
@@ -266,7 +266,7 @@ def parameters_without_memory_are_named_at_forward_and_by_init_shards() -> list[
 
 
 def start_and_train(training: Training) -> None:
-    """The same start for every library, since shards are DTensors in all of them."""
+    """Start the model in the same way with every library, since all shards are DTensors."""
     training.model = wrap(on_meta(training.build), training.library, training.how, **training.options)
     training.model.to_empty(device="cpu")
     for buffer in training.model.buffers():
@@ -302,7 +302,7 @@ EXPLAINED_CASES = [(world_size, name) for world_size in EXPLAINED for name in EX
 
 
 def explanations(how: Start) -> dict[str, Any]:
-    """The rows of the table at every turn, and the placements that a row must show."""
+    """Return the rows of the table at every turn, and the expected placements."""
     model = how.model()
     init_shards(model, noise, 0)
     found: dict[str, Any] = {"placements": {name: p.placements for name, p in model.named_parameters()}}
@@ -387,7 +387,7 @@ def test_ranks_of_gloo_shard_on_the_cpu_even_beside_an_accelerator(monkeypatch: 
 
 
 def built_for(check_available: bool = False) -> torch.device | None:
-    """`current_accelerator` of a torch that is built for CUDA, on a machine without a GPU."""
+    """Return `current_accelerator` as a torch built for CUDA does on a machine without a GPU."""
     return None if check_available else torch.device("cuda")
 
 
@@ -399,7 +399,7 @@ def test_a_torch_that_is_built_for_gpus_shards_on_the_cpu_where_there_is_none(
         assert default_mesh().device_type == "cpu"
 
 
-def test_what_is_worked_out_on_paper_is_on_the_cpu_even_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paper_runs_stay_on_the_cpu_even_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with on_paper(0, 2, "a test", ""):
         assert default_mesh().device_type == "cpu"

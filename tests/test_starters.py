@@ -1,6 +1,6 @@
-"""Starters differ from their solutions in bodies only, and what they name of the package is described as it is.
+"""Starters differ from their solutions only in bodies, and their descriptions of the package are right.
 
-What is made of the course's own manifests is held against the files of the course: tests/course/test_workbook.py.
+tests/course/test_workbook.py compares the files of the course with its manifests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = Path(hwfsdp.__file__).parent
 
 
 def hole(name: str) -> Definition:
-    """`module.function`, or `module.Class.method`, of the package."""
+    """Return a hole: `module.function` or `module.Class.method` of the package."""
     module, _, function = name.removeprefix("core.").partition(".")
     folder = "core." if name.startswith("core.") else ""
     source = PACKAGE / f"{folder}{module}".replace(".", "/")
@@ -74,8 +74,8 @@ def test_a_name_that_is_not_in_the_module_is_refused(name, remedy):
         described(Definition("hwfsdp.given", GIVEN, name))
 
 
-def test_signatures_of_the_course_say_what_python_says():
-    """Of functions: parameters in order; of properties, that they are some."""
+def test_signatures_of_the_course_match_python():
+    """Functions have their parameters in order; properties are called properties."""
     for exercise in find_course(PACKAGE).exercises:
         for name in exercise.provided:
             kind, _, text = described(name).partition(" ")

@@ -1,8 +1,8 @@
-"""State dicts of sharded models: what they hold, what they cost, and where they can go.
+"""State dicts of sharded models: their contents, their cost, and the places that can load them.
 
-A state dict holds the shards themselves, so taking one is free and it stays up to date. Everything torch builds on
-that (its state-dict helpers, distributed checkpoints, optimizers) is run over hwfsdp and over FSDP2; the tensors, and
-what training makes of them afterwards, are the same. Each check runs over every way a model can lie over the ranks.
+A state dict holds the shards themselves, so it costs nothing and stays up to date. Everything that torch builds on it (state-dict
+helpers, distributed checkpoints, optimizers) runs over hwfsdp and over FSDP2: the tensors, and training from them, are the same.
+Each check runs over every layout of a model over the ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How a model lies over the ranks."""
+    """A layout of a model over the ranks."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...] = ("shard",)
@@ -61,7 +61,7 @@ class Place:
 
     @property
     def replicas(self) -> int:
-        """Ranks that get the same rows of a batch."""
+        """Count the ranks that get the same rows of a batch."""
         return self.shape[-1] if "tp" in self.axes else 1
 
     def shard(self, library: ModuleType, model: models.Model, **options: Any) -> models.Model:
@@ -92,7 +92,7 @@ adam = functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
 
 
 class PlacedTraining(Training):
-    """A model in its place, with the same values everywhere; `seed` makes other values."""
+    """A model in its place, with the same values everywhere. Another `seed` makes other values."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PlacedTraining(Training):
 
 
 def locals_of(state: State) -> dict[str, Tensor]:
-    """Copies of what this rank holds."""
+    """Copy this rank's parts."""
     return {name: local_part(t).detach().clone() for name, t in state.items()}
 
 
@@ -125,7 +125,7 @@ PROMISES = Promises()
 
 
 def over(runs: Iterable[Any], fast: Iterable[str] | None = None) -> Callable[[PlaceCheck], PlaceCheck]:
-    """Makes a function a promise, which its name says; a run is the name of a place, maybe with further arguments."""
+    """Register a function as a promise with the function's name. A run is the name of a place, perhaps with further arguments."""
 
     def remember(check: PlaceCheck) -> PlaceCheck:
         every = [run if isinstance(run, tuple) else (run,) for run in runs]
@@ -145,7 +145,7 @@ def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
 
 @over(PLACES, fast=FEW)
 def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
-    """Against the model without sharding: names, order, kinds, shapes, values."""
+    """Compare names, order, kinds, shapes and values."""
     plain, training = fresh(place.build), PlacedTraining(place, hwfsdp)
     state, expected = training.model.state_dict(), plain.state_dict()
     params = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
@@ -163,7 +163,7 @@ def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place)
 
 @over(PLACES, fast=FAST)
 def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place) -> list[str]:
-    """With `keep_vars`, also while whole parameters are registered."""
+    """With `keep_vars`, this also holds while unsharded parameters are registered."""
     training = PlacedTraining(place, hwfsdp)
     params = dict(training.model.named_parameters(remove_duplicate=False))
     training.loss(0)
@@ -172,8 +172,8 @@ def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place)
 
 
 @over(PLACES, fast=FEW)
-def it_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place: Place) -> list[str]:
-    """After two steps, and in the middle of a step."""
+def it_equals_fsdp2s_state_dict_also_between_forward_and_backward(place: Place) -> list[str]:
+    """Compare after two steps, and in the middle of a step."""
     wrong = []
     trainings = [PlacedTraining(place, library) for library in LIBRARIES]
     for training in trainings:
@@ -190,7 +190,7 @@ def it_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place: P
 
 
 def storages(state: State) -> dict[str, int]:
-    """Where the memory of each tensor begins; shards without elements are left out."""
+    """Return the address of each tensor's memory. Leave out shards without elements."""
     found = {}
     for name, tensor in state.items():
         local = local_part(tensor)
@@ -201,7 +201,7 @@ def storages(state: State) -> dict[str, int]:
 
 @over(PLACES, fast=FAST)
 def taken_early_it_shares_memory_with_the_parameters_and_sees_later_steps(place: Place) -> list[str]:
-    """A state dict taken first sees every later step, and what is loaded later."""
+    """It also sees values that are loaded later."""
     training = PlacedTraining(place, hwfsdp)
     state = training.model.state_dict()
     before = locals_of(state)
@@ -243,7 +243,7 @@ LOADED = [
 
 @over(LOADED, fast=[", ".join(map(str, run)) for run in LOADED[::3]])
 def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
-    """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
+    """Load one model's state into another, new or used, which trains on. Both libraries must agree."""
     traces, wrong = [], []
     for library in LIBRARIES:
         source = PlacedTraining(place, library)
@@ -269,7 +269,7 @@ def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: b
 
 @over(PLACES, fast=FAST)
 def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[str]:
-    """What was being gathered when a state was loaded is gathered anew."""
+    """Load a state while gathers are in flight. They must run again."""
     source, target = PlacedTraining(place, hwfsdp, seed=1), PlacedTraining(place, hwfsdp)
     wrong = []
     for assign in (False, True):
@@ -283,11 +283,11 @@ def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[st
     return wrong
 
 
-# --- What it costs -----------------------------------------------------------------------------------------
+# --- Cost --------------------------------------------------------------------------------------------------
 
 
 def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
-    """What an action communicates, seen by the event log and by torch, and what it returns."""
+    """Return the collectives of an action, as seen by the event log and by torch, and its result."""
     with record() as log, CommDebugMode() as counted:
         result = action()
     logged = [f"{event.op} of {event.owner}" for event in log.collectives()]
@@ -296,7 +296,7 @@ def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
 
 @over(itertools.product(PLACES, (True, False)), fast=[f"{place}, True" for place in FAST])
 def taking_and_loading_communicate_nothing(place: Place, reshard_after_forward: bool) -> list[str]:
-    """At every turn of a training."""
+    """Check this at every turn of a training."""
     training = PlacedTraining(place, hwfsdp, reshard_after_forward=reshard_after_forward)
     model, wrong = training.model, []
 
@@ -338,7 +338,7 @@ MISTAKES = ("missing", "unexpected", "another shape", "plain tensors")
 
 
 def spoil(state: State, how: str) -> State:
-    """A state dict with a mistake."""
+    """Return a state dict with a mistake."""
     state = dict(state)
     first, *_, last = (name for name, tensor in state.items() if isinstance(tensor, DTensor))
     if how == "missing":
@@ -356,7 +356,7 @@ def spoil(state: State, how: str) -> State:
 
 @over(itertools.product(("rows", "tensor parallel"), MISTAKES))
 def one_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place: Place, how: str) -> list[str]:
-    """The error of each library, and of the strict and the lenient way."""
+    """Compare the errors of both libraries, strict and lenient."""
     said = []
     for library in LIBRARIES:
         training = PlacedTraining(place, library)
@@ -387,7 +387,7 @@ FUSED = "without helpers, fused"
 
 
 def wholes(state: State) -> State:
-    """Copies of whole tensors."""
+    """Copy whole tensors."""
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
 
 
@@ -399,7 +399,7 @@ BOTH_WAYS = itertools.product(FEW, ("sharded", "full, from rank 0"))
     fast=("rows, full, from rank 0", "tensor parallel, sharded", f"rows, {FUSED}"),
 )
 def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(place: Place, how: str) -> list[str]:
-    """Model and optimizer state of one training go into another, whose values were others."""
+    """Load model and optimizer state of one training into another with different values."""
     wrong, taken, traces = [], [], []
     make = functools.partial(adam, fused=True) if how == FUSED else functools.partial(adam, foreach=False)
     for library in LIBRARIES:
@@ -420,7 +420,7 @@ def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(place: P
 
 
 def through_a_file(states: State) -> State:
-    """What torch.load makes of what torch.save has written; in memory of its own."""
+    """Save by torch.save and load by torch.load, so that the states have their own memory."""
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
@@ -429,7 +429,7 @@ def through_a_file(states: State) -> State:
 
 
 def taken_from(training: PlacedTraining, how: str) -> State:
-    """What torch's helpers return for the model and its optimizer, or what these say themselves."""
+    """Return the states from torch's helpers, or from the model and its optimizer themselves."""
     model, optimizer = training.model, training.optimizer
     if how == FUSED:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -441,7 +441,7 @@ def taken_from(training: PlacedTraining, how: str) -> State:
 
 
 def given_to(training: PlacedTraining, how: str, states: State) -> None:
-    """Hands the states to torch's helpers; broadcasts leave all ranks but the first without."""
+    """Give the states to torch's helpers. For a broadcast, only the first rank has them."""
     if how == FUSED:
         training.model.load_state_dict(states["model"])
         training.optimizer.load_state_dict(states["optimizer"])

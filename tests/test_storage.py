@@ -1,4 +1,4 @@
-"""Memory under a tensor comes and goes in one resizing each. That autograd and aliases see it, every training shows."""
+"""One resize allocates or frees a tensor's memory. Every training shows that autograd and aliases see it."""
 
 from __future__ import annotations
 

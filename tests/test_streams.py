@@ -1,6 +1,6 @@
-"""Streams: what is issued in order ends in order, what is waited for is done, what fails says so once.
+"""Streams: work ends in its order of issue, a wait finishes the work, and a failure is reported once.
 
-The host's streams are tested with works that keep a diary instead of communicating.
+The tests of host streams use works that write a diary instead of communicating.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 
 @pytest.fixture(autouse=True)
 def the_clock_and_backends_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New streams set the clock; a test's must not stay."""
+    """Restore the clock after a test, because new streams set it."""
     monkeypatch.setattr(events, "_clock", events._clock)
     monkeypatch.setattr(events, "_host_now", events._host_now)
     monkeypatch.setattr(StreamSet, "newest", StreamSet.newest)
@@ -42,10 +42,10 @@ def recorder() -> Iterator[Recorder]:
 
 
 class Diary(list[str]):
-    """What happened, in order."""
+    """A list of events, in order."""
 
     def collective(self, stream: Stream, name: str, error: Exception | None = None) -> None:
-        """Issues a work on the stream; waiting for it is noted, and fails if there is an error."""
+        """Issue a work on the stream. A wait for it is noted, and raises `error` if there is one."""
         diary = self
 
         class Work:
@@ -102,7 +102,7 @@ def test_waiting_for_an_event_finishes_only_work_issued_before_it(gathers, compu
     assert diary == ["waited for a", "waited for b", "waited for c"]
 
 
-def test_deferred_work_runs_after_the_collectives_before_it_and_before_those_after(gathers, compute, diary):
+def test_deferred_work_runs_in_the_order_of_collectives(gathers, compute, diary):
     diary.collective(gathers, "a")
     diary.then(gathers, "cast a")
     first = gathers.record()
@@ -154,7 +154,7 @@ def test_a_work_that_fails_is_not_waited_for_again_and_nothing_follows_it(gather
     assert diary[2:] == ["waited for a", "waited for next"]
 
 
-# --- What the log sees -------------------------------------------------------------------------------------
+# --- Events in the log -------------------------------------------------------------------------------------
 
 
 def after(recorder: Recorder) -> dict[str, tuple[int, ...]]:
@@ -176,7 +176,7 @@ def test_memory_that_grows_after_a_wait_is_ordered_after_the_awaited_event(recor
 
 
 def test_waits_of_a_stream_are_passed_on_and_do_not_pile_up(recorder, gathers, compute):
-    """Given many steps on one rank, where nothing is gathered: the copy-out comes after the last copy-in."""
+    """In many steps on one rank, where nothing is gathered, the copy-out comes after the last copy-in."""
     copies = gathers.streams.copy
     for _ in range(5):
         recorder.begin("copy_in", "copy", follows_stream=True).close()
@@ -186,7 +186,7 @@ def test_waits_of_a_stream_are_passed_on_and_do_not_pile_up(recorder, gathers, c
 
 
 def test_a_point_inside_a_span_is_not_the_end_of_it(recorder, gathers, compute):
-    """Given a gather for an inner module, issued while the outer one computes: neither waits for the other."""
+    """A gather for an inner module is issued while the outer one computes. Neither waits for the other."""
     recorder.instant("copy_out", "compute")
     with events.span("forward", "compute"):
         gathers.wait(compute.record())
@@ -220,7 +220,7 @@ def test_events_inside_run_belong_to_that_stream_and_afterwards_to_the_outer_one
 
 
 class Pretended(HostStream):
-    """It is always the same time."""
+    """A stream whose time stands still."""
 
     us: float
 
@@ -255,7 +255,7 @@ def test_a_block_can_replace_the_streams_of_a_device_and_restores_them() -> None
 
 
 def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> None:
-    """Given two sets, of the same names: each one's events by its own clock, all others by that of the last one."""
+    """There are two sets with the same names. Each set's events use its own clock, all others the clock of the last set."""
     recorder.origin = HostMark(0.0)
     first, _ = pretended(3.0), pretended(8.0)
     stream_clocks.use_newest()
@@ -376,7 +376,7 @@ def test_device_times_of_one_stream_follow_each_other() -> None:
 
 
 def go_on(diary: Diary, scatters: Stream, reduces: Stream, name: str) -> StreamEvent:
-    """A reduce-scatter, an all-reduce of its result on another stream, and what is done with that."""
+    """Issue a reduce-scatter, an all-reduce of its result on another stream, and work on that result."""
 
     def reduce() -> None:
         reduces.wait(scattered)

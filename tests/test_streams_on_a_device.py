@@ -1,9 +1,8 @@
-"""Races: whatever stream of a device is late, every loss and every gradient keeps its bits.
+"""Races: every loss and every gradient keeps its bits, no matter which stream of a device is late.
 
-One rank communicates nothing, and NCCL refuses two ranks on one GPU. So each training here is rank 0 of a fake world,
-with collectives of its own that make up what the other ranks would send, on the stream that they are called on. To be
-late means, on a GPU, that a stream sleeps at a `Place`; on the CPU, that a collective moves its bytes no sooner than
-somebody waits for it. All buffers begin as NaNs, so that what is read too early does not look right by chance.
+One rank communicates nothing, and NCCL refuses two ranks on one GPU. So each training here is rank 0 of a fake world. Its collectives
+make up the data of the other ranks, on the stream that calls them. Late means: on a GPU, a stream sleeps at a `Place`; on the CPU, a
+collective moves its bytes only at the wait for it. All buffers begin as NaNs, so that data read too early never look right.
 
 Oracles: torch's FSDP2 with the same collectives, and the same training with no stream asleep.
 """
@@ -43,7 +42,7 @@ COMPUTE = (Place.FORWARD, Place.BACKWARD, Place.UPDATE)
 
 
 class Delays:
-    """Puts the current stream to sleep at some places, each time for another while; the host goes on."""
+    """Put the current stream to sleep at some places, each time for another period. The host goes on."""
 
     def __init__(self, device: str, places: Collection[Place] = ()) -> None:
         self.device, self.places, self.random = device, places, random.Random(0)
@@ -56,7 +55,7 @@ class Delays:
 
 
 class Collective:
-    """What both libraries call, with the stream current that it belongs to."""
+    """A collective for both libraries. The caller makes its stream current."""
 
     move: Callable[..., None]
 
@@ -90,7 +89,7 @@ class Reduction(Collective):
 
 
 class Sleep(torch.autograd.Function):
-    """The identity; compute may sleep in its forward and in its backward."""
+    """The identity. Compute may sleep in its forward and in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, delays: Delays) -> Tensor:
@@ -117,7 +116,7 @@ class Block(nn.Sequential):
 
 @dataclass(frozen=True)
 class Case:
-    """Blocks with these hidden sizes between two linear layers of the root's own, and how they are sharded."""
+    """Blocks with these hidden sizes between two linear layers of the root, and the way to shard them."""
 
     width: int = 16
     hidden: tuple[int, ...] = (32, 64, 32, 16)
@@ -127,7 +126,7 @@ class Case:
     offload: bool = False
 
     def build(self, library: str, delays: Delays, gather: Gather, reduction: Reduction) -> nn.Module:
-        """The same weights each time, on the device, each block and the root sharded."""
+        """Build the model on the device with the same weights each time. Shard each block and the root."""
         torch.manual_seed(0)
         blocks = [Block(self.width, hidden, delays) for hidden in self.hidden]
         model = nn.Sequential(nn.Linear(self.width, self.width), *blocks, nn.Linear(self.width, 3))
@@ -157,10 +156,10 @@ CASES = {
 
 
 def train(case: Case, delays: Delays, library: str = "hwfsdp", litters: bool = False) -> Trace:
-    """Every loss and this rank's part of every gradient; the host does not wait for the device, save to offload.
+    """Return every loss and this rank's part of every gradient. The host waits for the device only to offload.
 
-    If it `litters`, each stream is given memory that the library gave back, and writes to it. That is before the update:
-    after `zero_grad` the gradients' memory belongs to a stream that has yet to wait for the update.
+    If it `litters`, each stream takes memory that the library has freed, and writes to it. This happens before the update: after
+    `zero_grad`, the gradients' memory belongs to a stream that has not waited for the update yet.
     """
     torch.set_num_threads(1)
     sizes: set[tuple[int, torch.dtype]] = set()
@@ -203,7 +202,7 @@ def found_on(device: str) -> dict[str, Any]:
 
 
 def with_a_deaf_stream(name: str, places: Collection[Place], device: str) -> list[str]:
-    """The stream of this name waits for nobody."""
+    """Train while the stream of this name waits for nothing. Return the differences."""
     kind: Any = HostStream if device == "cpu" else DeviceStream
     expected, wait = train(Case(), Delays(device)), kind.wait
     with mock.patch.object(kind, "wait", lambda s, event: None if s.name == name else wait(s, event)):
@@ -215,7 +214,7 @@ gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reaso
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake store has nothing to check collectives with."""
+    """Turn off torch's checks of collectives, which need a real store."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 

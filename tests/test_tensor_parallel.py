@@ -1,9 +1,9 @@
 """Sharding over the data-parallel axes of a mesh whose last axis is tensor parallel.
 
-Three runs of the same task are compared: hwfsdp over a model cut by torch's tensor parallelism, FSDP2 over the same,
-and the model as it is on the whole batch. Along an axis of two ranks sums have one order, so where no axis is longer
-the bits are compared with FSDP2. Each rank compares what it holds; which part of a whole tensor that should be is
-said here, not by DTensor: chunks of chunks, the last axis of the mesh cut first.
+Three runs of the same task are compared: hwfsdp over a model cut by torch's tensor parallelism, FSDP2 over the same, and the original
+model on the whole batch. Along an axis of two ranks, sums have one order; so where no axis is longer, bits are compared with FSDP2.
+Each rank compares its own part. The tests compute which part this is without DTensor: chunks of chunks, the last axis of the mesh
+first.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from oracles import (
 
 @pytest.fixture(autouse=True)
 def without_checks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functional collectives of DTensors, under torch's checks of collectives, rarely end a rank with a damaged heap."""
+    """Turn off torch's checks of collectives: with them, functional collectives of DTensors sometimes corrupt the heap of a rank."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 
 @functools.cache
 def mesh_of(shape: Shape) -> DeviceMesh:
-    """All ranks as (dp, tp), or as (replicate, shard, tp). Made once, because process groups take their time."""
+    """Return all ranks as (dp, tp), or as (replicate, shard, tp). Make the mesh once, because process groups take time to make."""
     names = ("dp", "tp") if len(shape) == 2 else ("replicate", "shard", "tp")
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """What fully_shard is given."""
+    """Return the axes for fully_shard."""
     return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "shard"]
 
 
@@ -77,13 +77,13 @@ def is_cut(placement: Placement) -> bool:
 
 
 def chunk(tensor: Tensor, parts: int, index: int, dim: int) -> Tensor:
-    """The part that `torch.chunk` makes for this index, without elements where it makes none."""
+    """Return the chunk of `torch.chunk` with this index, or an empty one."""
     chunks = tensor.chunk(parts, dim)
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def part_of(whole: Tensor, sizes: Shape, placements: tuple[Placement, ...], coordinate: Shape) -> Tensor:
-    """What the rank at `coordinate` holds of a tensor: chunks of chunks, cut along the last axis first."""
+    """Return the part of a tensor for the rank at `coordinate`: chunks of chunks, cut along the last axis first."""
     for size, placement, index in reversed(list(zip(sizes, placements, coordinate, strict=True))):
         if is_cut(placement):
             whole = chunk(whole, size, index, placement.dim)
@@ -91,7 +91,7 @@ def part_of(whole: Tensor, sizes: Shape, placements: tuple[Placement, ...], coor
 
 
 class Layout(NamedTuple):
-    """Which part of a tensor a rank holds."""
+    """The part of a tensor that a rank holds."""
 
     sizes: Shape
     placements: tuple[Placement, ...]
@@ -108,7 +108,7 @@ def layout_of(tensor: DTensor) -> Layout:
 
 
 class LocalTrace(Trace):
-    """Local parts, and which they are."""
+    """A trace of local parts and their layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class LocalTrace(Trace):
         super().keep(name, tensor)
 
     def parts(self, whole: Trace) -> Trace:
-        """What a trace of whole tensors comes to on this rank."""
+        """Return this rank's parts of a trace of whole tensors."""
         trace = Trace()
         for name, tensor in whole.tensors.items():
             is_part = tensor is not None and name in self.layouts
@@ -136,7 +136,7 @@ PLAN = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()
 
 
 def cut_blocks(model: models.Model, tp: DeviceMesh) -> None:
-    """The first linear of each block is cut along its outputs, the second along its inputs."""
+    """Cut the first linear of each block along its outputs, and the second along its inputs."""
     for block in model.blocks:
         parallelize_module(block, tp, PLAN)
 
@@ -154,7 +154,7 @@ class Norm(nn.Module):
 
 
 class Sequence(models.Stem):
-    """Four vectors per row."""
+    """A model with four vectors per row."""
 
     def __init__(self) -> None:
         super().__init__([Norm() for _ in range(2)])
@@ -164,13 +164,13 @@ class Sequence(models.Stem):
 
 
 def cut_mlps(model: models.Model, tp: DeviceMesh) -> None:
-    """Norms, stem and head stay plain, the norms in one group with what is cut."""
+    """Cut only the MLPs. Norms, stem and head stay plain; each norm is in one group with a cut MLP."""
     for block in model.blocks:
         parallelize_module(block.mlp, tp, PLAN)
 
 
 def cut_sequence(model: models.Model, tp: DeviceMesh) -> None:
-    """Between the blocks the sequence is cut, and so is what the norms see: their gradients are sums over tp."""
+    """Cut the sequence between the blocks. So norms see a part of it, and their gradients are sums over tp."""
     parallelize_module(
         model,
         tp,
@@ -190,7 +190,7 @@ def cut_sequence(model: models.Model, tp: DeviceMesh) -> None:
 
 
 class Tied(models.Model):
-    """The embedding is the head, too."""
+    """A model whose embedding is also the head."""
 
     def __init__(self) -> None:
         super().__init__([models.Block(6, 8, 6)])
@@ -205,7 +205,7 @@ class Tied(models.Model):
 
 
 def cut_tied(model: models.Model, tp: DeviceMesh) -> None:
-    """By words; cutting makes two parameters of one, so they are tied again."""
+    """Cut embedding and head along the vocabulary. This makes two parameters of one, so tie them again."""
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -220,7 +220,7 @@ def cut_tied(model: models.Model, tp: DeviceMesh) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, how it is cut and wrapped, and what is done with it."""
+    """A model, the way to cut and wrap it, and the scenario that trains it."""
 
     build: Callable[[], models.Model] = models.even
     cut: Cut = cut_blocks
@@ -247,7 +247,7 @@ class Task:
 
 
 class ParallelTraining(Training):
-    """Ranks of one tensor-parallel group get the same rows. No library: not sharded, not cut, all rows."""
+    """A training in which the ranks of a tensor-parallel group get the same rows. Without a library: not sharded, not cut, all rows."""
 
     def __init__(self, task: Task, library: ModuleType | None, shape: Shape) -> None:
         self.library = library or unsharded
@@ -294,7 +294,7 @@ WHERE: dict[Shape, tuple[str, ...]] = {
 
 
 def compare(task: str, shape: Shape) -> dict[str, list[str]]:
-    """What differs from FSDP2, and from the model that is neither sharded nor cut."""
+    """Return the differences from FSDP2, and from the model that is neither sharded nor cut."""
     todo = (TASKS | LOW_PRECISION)[task]
     got = todo.run(hwfsdp, shape)
     found = {"FSDP2": differences(got, todo.run(fsdp, shape), *against_fsdp2(max(shape)))}
@@ -339,7 +339,7 @@ AXES_CUT: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "nothin
 
 
 class Rows(nn.Module):
-    """Parameters of 1 to 9 rows."""
+    """A module with parameters of 1 to 9 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Rows(nn.Module):
 
 
 def cut_rows(model: nn.Module, tp: DeviceMesh) -> None:
-    """Along rows, columns or not at all, as the parameter's name says."""
+    """Cut along rows, along columns or not at all, as the parameter's name says."""
     for name, param in list(model.named_parameters()):
         placement = AXES_CUT[name.split("_")[0]]
         local = part_of(param.detach(), (tp.size(),), (placement,), (tp.get_local_rank(),))
@@ -358,12 +358,13 @@ def cut_rows(model: nn.Module, tp: DeviceMesh) -> None:
 
 
 def fake_layouts(shape: Shape) -> list[str]:
-    """Plays every rank of a mesh in turn, in one process: sharding needs no communication."""
+    """Play every rank of a mesh in turn, in one process. Sharding needs no communication."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     wrong = []
     dist.destroy_process_group()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # it would check the collectives of a group that has none
+    # the check would need collectives, which a fake group does not have
+    dist.set_debug_level(dist.DebugLevel.OFF)
     plain = fresh(Rows)
     for rank in range(world_size(shape)):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(shape))
@@ -383,6 +384,6 @@ def fake_layouts(shape: Shape) -> list[str]:
 
 
 def test_ranks_hold_the_chunks_of_their_tensor_parallel_chunks():
-    """torch 2.13 says that 7 rows on (3, 2) give the rank at (2, 0) one row. There is none left for it."""
+    """torch 2.13 gives the rank at (2, 0) one of 7 rows on (3, 2), but no row is left for it."""
     for shape in ((2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (5, 2)):
         assert launch(fake_layouts, 1, shape, timeout=60) == [[]]

@@ -1,6 +1,6 @@
-"""Programs that read a sharded module by torch's private names run on ours after `hwfsdp.install()`.
+"""Programs that read a sharded module by torch's private names run on hwfsdp after `hwfsdp.install()`.
 
-Each program is a small one that does what a program of others does. The oracle is FSDP2 in the same processes, before `install`.
+Each program is a small copy of another project's code. The oracle is FSDP2 in the same processes, before `install`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kept(model: nn.Module) -> Trace:
 
 
 def chunked_cross_entropy(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The loss of a head, in chunks of rows, without its logits as a whole; the head itself is not called."""
+    """Compute the loss of a head in chunks of rows, without all logits at once. The head itself is not called."""
     dtype = head.weight.dtype
     if isinstance(head, fsdp.FSDPModule):
         dtype = head._get_fsdp_state()._mp_policy.param_dtype or dtype
@@ -66,7 +66,7 @@ def chunked() -> Trace:
 
 
 class Tiled(torch.autograd.Function):
-    """A module's forward by tiles of rows, each computed again in backward, by a backward of its own."""
+    """A module's forward by tiles of rows. Its own backward computes each tile again."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[Tensor], Tensor], params: list[Tensor], x: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def add(total: Tensor, last: bool, grad: Tensor) -> Tensor:
-        """Autograd gets the sum of all tiles with the last one."""
+        """Add up the tiles' gradients. Autograd gets the sum with the last tile."""
         total += grad
         return total if last else torch.zeros_like(grad)
 
 
 class TiledBlock(models.Block):
-    """Keeps the parameters that it saw in its first forward: they have to be the same objects later."""
+    """A block that keeps the parameters of its first forward. They must be the same objects later."""
 
     params: list[Tensor] = []
 
@@ -121,7 +121,7 @@ def tiled() -> Trace:
 
 # --- torch's memory tracker ------------------------------------------------------------------------------------
 
-SEEN = {  # what a module holds at these moments is the schedule's own, whatever the transport
+SEEN = {  # at these moments, the schedule decides what a module holds, not the transport
     "AFT_PRE_FW": "UNSHARDED_PARAM",
     "AFT_POST_FW": "UNSHARDED_PARAM",
     "BEF_POST_BW": "UNSHARDED_GRAD",
@@ -130,7 +130,7 @@ SEEN = {  # what a module holds at these moments is the schedule's own, whatever
 
 
 def tracked() -> tuple[Trace, dict[str, Any]]:
-    """Three steps, the second of them tracked: gradients, and what each module held when."""
+    """Take three steps, and track the second. Return the gradients, and the memory of each module by moment."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     model = fresh(models.even)
@@ -157,7 +157,7 @@ def tracked() -> tuple[Trace, dict[str, Any]]:
 
 
 def seen(moment: str, snapshot: dict[Any, Any]) -> int | None:
-    """Bytes of the kind that matters at this moment."""
+    """Return the bytes of the kind that matters at this moment."""
     held = {getattr(kind, "name", kind): size for of in snapshot.values() for kind, size in of.items()}
     return held.get(SEEN[moment], 0) if moment in SEEN else None
 
@@ -169,7 +169,7 @@ PROGRAMS = {"chunked": chunked, "tiled": tiled}
 
 @functools.cache
 def theirs() -> dict[str, Any]:
-    """What the programs do on FSDP2; afterwards torch's names are ours, in this process."""
+    """Run the programs on FSDP2. Then install hwfsdp in this process."""
     found = {name: program() for name, program in (*PROGRAMS.items(), ("tracked", tracked))}
     hwfsdp.install()
     return found
@@ -185,7 +185,7 @@ for _name in PROGRAMS:
 
 
 @two.finds(([], [], 6))
-def a_memory_tracker_sees_what_it_sees_of_fsdp2_and_disturbs_nothing() -> tuple[list[str], list[Any], int]:
+def a_memory_tracker_sees_the_same_as_with_fsdp2_and_disturbs_nothing() -> tuple[list[str], list[Any], int]:
     expected_trace, expected = theirs()["tracked"]
     trace, found = tracked()
     others = [
@@ -195,7 +195,7 @@ def a_memory_tracker_sees_what_it_sees_of_fsdp2_and_disturbs_nothing() -> tuple[
 
 
 @two.finds([True] * 4)
-def the_view_says_what_the_state_knows() -> list[bool]:
+def the_view_agrees_with_the_state() -> list[bool]:
     theirs()
     model: Any = fsdp.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
     model(torch.ones(2, 4)).sum().backward()

@@ -1,6 +1,6 @@
-"""`hwfsdp trace`: what is recorded of a script, what is found in a log, what two logs have in common.
+"""`hwfsdp trace`: the recording of a script, the findings in a log, the comparison of two logs.
 
-Closed forms of `accounting` are the oracle of what real runs moved; logs made by hand are that of what is said about them.
+Closed forms of `accounting` are the oracle for the traffic of real runs. Logs made by hand are the oracle for statements about logs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hwfsdp.plot.export import PICTURES, View, draw, part_of
 from hwfsdp.train import traced_run
 from hwfsdp.train.traced_run import Target, trace_run
 
-VERB = "trace"  # of the fixture `run`
+VERB = "trace"  # the command that the fixture `run` runs
 
 # --- Which steps -------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ def test_impossible_steps_are_refused_in_one_line(text: str) -> None:
 
 
 def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) -> None:
-    """Trains a model that is not sharded at all, in this process."""
+    """Train an unsharded model in this process."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     found = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[:optimizers])]
     for _ in range(steps):
@@ -198,11 +198,11 @@ def test_a_run_inside_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         traced(script(tmp_path, "train()"))
 
 
-# --- What real runs moved ----------------------------------------------------------------------------------
+# --- Traffic of real runs ----------------------------------------------------------------------------------
 
 
 def sharded(build: Callable[[], Model], **options: Any) -> Model:
-    """The model, each of its blocks a group, and the rest."""
+    """Shard each block as a group, then the rest."""
     model = build()
     for block in model.blocks:
         fully_shard(block, **options)
@@ -236,14 +236,14 @@ def run_step(model: Model, micro_batches: int = 1) -> EventLog:
 
 
 def run_all() -> dict[str, EventLog]:
-    """Every model's log on this rank, and that of one that accumulates."""
+    """Return the log of every model on this rank, and the log of a model that accumulates."""
     logs = {name: run_step(build()) for name, (build, _) in MODELS.items()}
     return {**logs, "accumulated": run_step(sharded(even), micro_batches=3)}
 
 
 @pytest.fixture(scope="module")
 def logs() -> dict[str, EventLog]:
-    """Logs of four ranks, through their files' JSON."""
+    """Return the logs of four ranks, read from the JSON of their files."""
     ranks = launch(run_all, 4, timeout=120)
     return {name: EventLog.merge(each[name] for each in ranks) for name in ranks[0]}
 
@@ -310,7 +310,7 @@ def test_a_log_keeps_its_description_of_the_run_in_its_file(
     assert set(frozen_params) == {True, False}
 
 
-# --- What is said of logs made by hand -----------------------------------------------------------------------
+# --- Statements about logs made by hand ----------------------------------------------------------------------
 
 
 def by_hand(ranks: int = 2, steps: int = 2) -> EventLog:
@@ -340,7 +340,7 @@ def test_a_log_that_does_not_describe_its_run_has_no_closed_form() -> None:
 
 
 def changed(log: EventLog, change: Callable[[Event], Event | None]) -> EventLog:
-    """The log with its events as `change` makes them, without those it makes None of."""
+    """Apply `change` to each event of the log. None removes the event."""
     return EventLog([e for event in log.events if (e := change(event)) is not None], log.samples, log.about)
 
 
@@ -541,7 +541,7 @@ def test_a_trace_file_appears_only_when_its_script_has_ended(
     before = out.read_bytes()
     monkeypatch.undo()
     assert_refused(run("run", "nowhere.py", "--out", out))
-    assert out.read_bytes() == before  # what was there stays if the next run fails
+    assert out.read_bytes() == before  # the old file stays if the next run fails
 
 
 LIMITED = """

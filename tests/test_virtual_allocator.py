@@ -1,4 +1,4 @@
-"""What is alive on a device that is not there: against adding up the storages that there are."""
+"""Live memory of a virtual device, against the sum over its storages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_storage_counts_once_from_when_it_is_seen_to_when_its_last_view_is_gon
 
 
 def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
-    """Addresses come back soon, if storages of one size are made and let go."""
+    """Addresses return soon if storages of one size are made and released."""
     allocator = Allocator()
     for number in range(1, 50):
         tensor = seen(allocator, 64 * number)
@@ -73,10 +73,10 @@ def test_the_peak_is_looked_for_from_the_reset_on() -> None:
         max_size=40,
     )
 )
-def test_sums_and_the_peak_equal_those_of_the_live_storages(
+def test_sums_and_the_peak_equal_the_live_storages(
     program: list[tuple[int, int] | int],
 ) -> None:
-    """Ten names; each step resizes what has one, makes it if it is not there, or lets go of it."""
+    """There are ten names. Each step makes the name's storage, resizes it, or releases it."""
     allocator, alive, peak = Allocator(), dict[int, Tensor](), 0
     kinds = ("sharded_param", "sharded_grad", ACTIVATION)
     with fake_tensors():

@@ -1,4 +1,4 @@
-"""Virtual time: against a longest path through the graph of what has to be over before what."""
+"""Virtual time, against the longest path through the graph of dependencies."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PROGRAMS = st.lists(
 
 @pytest.fixture(autouse=True, scope="module")
 def clock_kept() -> Iterator[None]:
-    """What other tests record is in the time of the host."""
+    """Restore the host's clock for other tests."""
     with events.keeping_clock():
         yield
 
 
 class Virtual:
-    """The package's streams in a clock of their own."""
+    """The package's streams with their own clock."""
 
     def __init__(self, device: Any = GPU) -> None:
         self.clock = Clock(device)
@@ -57,7 +57,7 @@ class Virtual:
 
 @dataclass(eq=False)
 class Node:
-    """A kernel, or a point between kernels (0 µs): when it was issued, and what it comes after."""
+    """A kernel, or a point between kernels (0 µs): its time of issue, and the nodes that it waits for."""
 
     us: float = 0.0
     issued: float = 0.0
@@ -72,7 +72,7 @@ class Node:
 
 
 def longest_paths(program: list[tuple[str, str, int]]) -> tuple[float, dict[str, float]]:
-    """The host's time, and when the last kernel of each stream ends."""
+    """Return the host's time, and the end of the last kernel of each stream."""
     host, last, marks, kernels = 0.0, {name: Node() for name in THREE}, list[Node](), dict[str, Node]()
     for what, stream, number in program:
         if what == "kernel":

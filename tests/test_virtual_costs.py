@@ -1,4 +1,4 @@
-"""What an operator costs: FLOPs against torch's counter, bytes in closed form."""
+"""The cost of an operator: FLOPs against torch's counter, bytes in closed form."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hwfsdp.compat import DispatchMode, fake_tensors
 from hwfsdp.virtual.costs import Cost, cost_of, extent
 from hwfsdp.virtual.devices import DEVICES
 
-N = 24  # elements of what `vector` gives
+N = 24  # elements of a `vector`
 
 
 class Meter(DispatchMode):
-    """Keeps the cost of every operator that is called."""
+    """Collect the cost of every operator that is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def costs(run: Callable[[], Any]) -> list[tuple[str, Cost]]:
 
 
 def cost(run: Callable[[], Any]) -> Cost:
-    """Of the one operator that is called."""
+    """Return the cost of the only operator that is called."""
     ((_, found),) = costs(run)
     return found
 
 
 def bytes_of(name: str, run: Callable[[], Any]) -> int:
-    """Of all calls of the operator of this name; there is at least one."""
+    """Add up the bytes of all calls of this operator. There must be at least one."""
     found = [c.nbytes for called, c in costs(run) if called == name]
     assert found
     return sum(found)
@@ -93,7 +93,7 @@ SHAPES = [(2, 3, 8, 8, 4), (1, 2, 5, 9, 6)]  # batch, heads, queries, keys, widt
 
 
 def attend_on_device(shape: tuple[int, ...], causal: bool) -> None:
-    """The operators of a device, forward and backward, over tensors that have no values."""
+    """Run a device's attention operators, forward and backward, over tensors without values."""
     batch, heads, queries, keys, width = shape
     q, k, v = (torch.empty(batch, heads, n, width, device="meta") for n in (queries, keys, keys))
     aten = torch.ops.aten
@@ -132,7 +132,7 @@ def test_attention_counts_as_torch_does_and_half_if_causal(
     assert [c.unmasked for c in found] == [0.0, backward]
 
 
-def test_fake_tensors_cost_what_real_ones_do() -> None:
+def test_fake_tensors_cost_the_same_as_real_ones() -> None:
     real = costs(lambda: attend_on_host(SHAPES[0], True))
     with fake_tensors():
         fake = costs(lambda: attend_on_host(SHAPES[0], True))
@@ -143,7 +143,7 @@ def test_fake_tensors_cost_what_real_ones_do() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_read_and_those_written_in_their_dtype(dtype: torch.dtype) -> None:
+def test_bytes_count_reads_and_writes_in_their_dtype(dtype: torch.dtype) -> None:
     a, b, size = vector(dtype), vector(dtype), N * dtype.itemsize
     assert cost(lambda: a + b).nbytes == 3 * size
     assert cost(lambda: a + 1).nbytes == 2 * size

@@ -1,4 +1,4 @@
-"""How storages lie in segments: properties of any program, and the documented rules by example."""
+"""The places of storages in segments: properties of any program, and the documented rules by example."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SIZES = st.one_of(
     st.just(10 * MIB),
 )
 STREAMS = ("compute", "all_gather", "reduce_scatter")
-# An allocation of so many bytes on a stream, or the release of one of those alive.
+# A step allocates bytes on a stream, or frees one of the live blocks.
 PROGRAMS = st.lists(
     st.one_of(st.tuples(SIZES, st.sampled_from(STREAMS)), st.integers(0, 1 << 16)), max_size=60
 )
 
 
 class Machine:
-    """Runs a program, and keeps by itself what is alive."""
+    """Run a program, and keep its own list of live blocks."""
 
     def __init__(self) -> None:
         self.pools = Pools()
@@ -68,7 +68,7 @@ def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_agai
 
 @given(PROGRAMS)
 def test_streams_and_kinds_of_segments_never_share_a_segment(program: list[tuple[int, str] | int]) -> None:
-    """Each address belongs to the stream, and to small or to large blocks, that first had it."""
+    """The first use of an address fixes its stream, and its kind: small or large blocks."""
     machine, owners = Machine(), dict[int, tuple[str, bool]]()
     for step in program:
         machine.run([step])

@@ -1,4 +1,4 @@
-"""How long a collective takes: against closed forms over bytes, links and starts."""
+"""The time of a collective, against closed forms over bytes, links and starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 4)])
-def test_across_nodes_the_ports_of_all_ranks_of_a_node_share_what_the_node_lacks(
+def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks(
     nodes: int, per_node: int
 ) -> None:
     nbytes = 1 << 30
@@ -41,7 +41,7 @@ def test_across_nodes_the_ports_of_all_ranks_of_a_node_share_what_the_node_lacks
 
 
 def test_the_slower_of_link_and_network_decides() -> None:
-    """Where the network is the faster one, the link does."""
+    """If the network is faster, the link decides."""
     device = replace(PLAIN, network=1e15)
     us = collective_us("all_gather", 1 << 30, Span(16, 2, 8), device)
     assert us == pytest.approx(20 + 14 * 1.0 + 7.0 + 15 / 16 * (1 << 30) / 50e9 * 1e6)

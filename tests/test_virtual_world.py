@@ -1,4 +1,4 @@
-"""A virtual world, against real ranks: the same step is run on both, and the events have to be the same."""
+"""A virtual world against real ranks: the same step runs on both, and must give the same events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def training(
     build: Callable[[], Model], how: str = "blocks", batches: int = 1, optimize: Any = adamw, **options: Any
 ) -> Program:
-    """Builds and shards a model; a step of it is so many batches, of which only the last reduces gradients."""
+    """Return a program that shards a model and trains on `batches` batches per step. Only the last batch reduces gradients."""
 
     def build_and_shard() -> Callable[[], None]:
         torch.manual_seed(0)
@@ -133,15 +133,15 @@ def virtual_and_real(name: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, 
 
 
 @pytest.mark.parametrize("name", suites.fast_are(FAST, [*PROGRAMS, *ON_FOUR]))
-def test_virtual_ranks_do_what_real_ones_do(name: str) -> None:
+def test_virtual_ranks_act_as_real_ones(name: str) -> None:
     virtual, real = virtual_and_real(name)
     assert virtual == real
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID)
-def test_hybrid_sharding_does_on_each_stream_what_it_does_on_real_ranks(name: str) -> None:
-    """Across streams the order differs: without a device, all-reduces wait until somebody waits for them."""
+def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks(name: str) -> None:
+    """The order across streams differs: without a device, an all-reduce runs only at the first wait for it."""
     virtual, real = virtual_and_real(name)
     for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
         assert [e for e in virtual if e[1] == stream] == [e for e in real if e[1] == stream]
@@ -152,11 +152,11 @@ def test_hybrid_sharding_does_on_each_stream_what_it_does_on_real_ranks(name: st
 
 GPT_SIZES = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
 LLAMA_SIZES = LlamaConfig(dim=32, layers=3, heads=4, kv_heads=2, hidden=40, seq_len=16, vocab=50)
-PLAIN_HOST = replace(H100, host=True)  # steps without clipping, whose all-reduce is none of FSDP's
+PLAIN_HOST = replace(H100, host=True)  # steps without clipping, because its all-reduce is not FSDP's
 
 
 def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> list[GroupSizes]:
-    """The blocks, of which the last stays whole, and the rest of the model, which does, too."""
+    """Return the groups of the blocks, and the root's. The last block and the root stay unsharded."""
     with torch.device("meta"):
         model = build(config)
     blocks = list(model.blocks.children())  # type: ignore[union-attr]
@@ -207,7 +207,7 @@ def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
     assert sum(allocated.values()) == round(simulated.peak_allocated_gib * (1 << 30))
 
 
-# --- What is left behind -----------------------------------------------------------------------------------
+# --- Leftovers ---------------------------------------------------------------------------------------------
 
 
 def environment() -> list[Any]:
@@ -298,7 +298,7 @@ def world_of(gpus: int) -> Iterator[World]:
 
 
 class Products(DispatchMode):
-    """Counts matrix products and attentions that are computed."""
+    """Count the matrix products and attentions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,8 +314,8 @@ class Products(DispatchMode):
 
 
 BLOCKS, HEAD = 3, 1
-# Products of a block's forward, and those of them that are computed again in the backward. Recomputation ends when
-# all that the backward needs is there, so a block's last product never is.
+# The products of a block's forward, and how many of them the backward computes again. Recomputation ends when
+# all that the backward needs is there, so a block's last product is never computed again.
 COMPUTED_AGAIN = {
     ("gpt", "none"): (4, 0, 0),
     ("gpt", "full"): (4, 3, 1),
@@ -329,7 +329,7 @@ COMPUTED_AGAIN = {
 @pytest.mark.parametrize(
     ("name", "how"), suites.fast_are([("gpt", "full"), ("llama", "selective")], COMPUTED_AGAIN)
 )
-def test_checkpointing_computes_again_what_it_does_not_keep(name: str, how: str) -> None:
+def test_checkpointing_recomputes_everything_that_it_does_not_keep(name: str, how: str) -> None:
     forward, again, attentions = COMPUTED_AGAIN[name, how]
     with world_of(2):
         run = program(CONFIGS[name], Plan(seq=16, checkpoint=how), 2)
@@ -355,7 +355,7 @@ def test_dtensors_are_computed_and_moved_by_their_local_parts() -> None:
         assert [(e.op, e.bytes) for e in log.collectives()] == [("all_gather", 4 * 8 * 5)]
 
 
-def test_real_tensors_stay_real_and_may_meet_those_of_the_world() -> None:
+def test_real_tensors_stay_real_and_may_meet_virtual_ones() -> None:
     outside = torch.arange(6.0)
     with world_of(2) as world:
         assert (outside * 2).tolist() == [0, 2, 4, 6, 8, 10]
@@ -419,7 +419,7 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
 
 
 def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
-    """µs, FLOPs and peak bytes of what a function does in a world of its own."""
+    """Return µs, FLOPs and peak bytes of a function in its own world."""
     with world_of(8) as world:
         world.allocator.reset_peak()
         function()

@@ -1,6 +1,6 @@
-"""Mistakes that run without an error, but train nothing, or something else: each is warned of once, and only then.
+"""Mistakes that raise no error, but train nothing, or something else. Each gets one warning; correct code gets none.
 
-A check makes a mistake on a rank, or something close to one, and returns what is wrong with the warnings that came.
+A check makes a mistake on a rank, or something close to a mistake. It returns the problems with the warnings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ two, with_detail = Together(2, TORCH_DISTRIBUTED_DEBUG="INFO"), Together(2, TORC
 
 @contextmanager
 def caught() -> Iterator[Messages]:
-    """The messages of all UserWarnings of the block, once it has ended."""
+    """Collect the messages of all UserWarnings in the block. They are available at its end."""
     messages: Messages = []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -34,19 +34,19 @@ def caught() -> Iterator[Messages]:
 
 
 def other_than(messages: Messages, *expected: tuple[str, ...]) -> Messages:
-    """The messages, unless there is one for each of `expected`, with all of its words."""
+    """Return [] if there is one message for each of `expected`, with all of its words. Else return the messages."""
     pairs = zip(messages, expected, strict=False)
     right = all(word in message for message, words in pairs for word in words)
     return [] if right and len(messages) == len(expected) else [f"{len(messages)} warnings", *messages]
 
 
 def run(model: models.Model, seed: int = 0) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     objective(model(*map(rank_rows, model.inputs(4, seed)))).backward()
 
 
 def steps_of(model: models.Model, *optimizers: Optimizer, number: int = 2) -> Messages:
-    """Training steps with all of these optimizers."""
+    """Take training steps with all of these optimizers. Return the warnings."""
     with caught() as messages:
         for seed in range(number):
             run(model, seed)
@@ -66,14 +66,14 @@ def an_optimizer_built_before_warns_once() -> Messages:
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
     messages = steps_of(wrap(model, ours), optimizer, number=3)
-    wrap(models.stem(), ours)  # other claims are no reason to warn again
+    wrap(models.stem(), ours)  # a new `fully_shard` must not repeat the warning
     messages += steps_of(model, optimizer)
     return other_than(messages, (*STALE, "SGD", "up.weight"))
 
 
 @two.finds([])
 def one_that_has_trained_the_plain_model_warns_from_then_on() -> Messages:
-    """While another one was sharded."""
+    """Another model is sharded before."""
     wrap(models.stem(), ours)
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -112,7 +112,7 @@ def models_sharded_by_torch_do_not_warn() -> Messages:
 
 @two.finds([])
 def one_over_assigned_parameters_is_up_to_date() -> Messages:
-    """They are other objects."""
+    """The assigned parameters are other objects."""
     model, other = wrap(models.stem(), ours), wrap(models.stem(), ours)
     model.load_state_dict(other.state_dict(), assign=True)
     return steps_of(model, SGD(model.parameters(), lr=0.1))
@@ -127,7 +127,7 @@ def sharded(**options: Any) -> tuple[models.Stem, Optimizer]:
 
 
 def step_after(prepare: Callable[[models.Stem], Any], **options: Any) -> Messages:
-    """The messages of an optimizer step; nothing may be said before it."""
+    """Return the messages of an optimizer step. No message may come before it."""
     model, optimizer = sharded(**options)
     with caught() as early:
         prepare(model)
@@ -216,7 +216,7 @@ def rename_a_layer(model: models.Stem) -> None:
 
 
 class Wrapped(nn.Module):
-    """A module with one inside, which has all its parameters."""
+    """A module with an inner module that has all its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Wrapped(nn.Module):
 
 
 def first_forward(model: models.Stem, *words: str) -> Messages:
-    """What is wrong: with the messages of a forward, those of two steps after that, and parameters without a gradient."""
+    """Return the problems: wrong messages of a forward, messages of two later steps, and parameters without a gradient."""
     with caught() as first:
         run(model)
     with caught() as later:
@@ -251,7 +251,7 @@ def a_layer_has_another_name(*words: str) -> Messages:
 
 
 def sharded_one_level_deeper(*words: str) -> Messages:
-    """The same parameters in the same groups; only the module that is given to `fully_shard` differs."""
+    """Shard the same parameters in the same groups. Only the argument of `fully_shard` differs between ranks."""
     torch.manual_seed(0)
     model = models.Stem([Wrapped(), Wrapped()])
     first, second = model.blocks

@@ -1,4 +1,4 @@
-"""Where autograd calls: for modules that hand their input on, change it, or take several."""
+"""The points where autograd calls hwfsdp: modules that return their input, change it, or take several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from together import Together
 
 
 class HandingOn(nn.Module):
-    """Returns its input beside what it made of it."""
+    """A block that returns its input and its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class HandingOn(nn.Module):
 
 
 class Identity(nn.Module):
-    """Returns its input as it is, and uses its parameter beside."""
+    """A block that returns its input unchanged, and a result of its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Identity(nn.Module):
 
 
 class ChangingInPlace(nn.Module):
-    """Begins with an operation on its input in place."""
+    """A block that first changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ChangingInPlace(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks one after the other, each given what the one before returned."""
+    """Blocks in sequence. Each takes the outputs of the one before."""
 
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Chain(nn.Module):
 
 
 def trained(block: type[nn.Module], library: Any) -> tuple[list[Tensor], list[tuple[str, str]]]:
-    """Gradients after two steps; and the collectives of the backward of the second, with their groups if known."""
+    """Return the gradients after two steps, and the collectives of the second backward, with their groups if known."""
     torch.manual_seed(0)
     model = Chain(block)
     if library is not None:
@@ -82,7 +82,7 @@ def trained(block: type[nn.Module], library: Any) -> tuple[list[Tensor], list[tu
 
 
 def check(block: type[nn.Module]) -> None:
-    """The gradients are right, and each group is gathered before it is reduced, once."""
+    """Check that the gradients are right, and that each group is gathered before it is reduced, once."""
     plain, _ = trained(block, None)
     ours, called = trained(block, hwfsdp)
     assert all(torch.allclose(a, b) for a, b in zip(ours, plain, strict=True))

@@ -80,6 +80,6 @@ def run_all(checks: dict[str, Check]) -> dict[str, Any]:
     for name, check in checks.items():
         try:
             found[name] = check()
-        except BaseException:  # a failed `pytest.raises` raises one that is not an `Exception`
+        except BaseException:  # a failed `pytest.raises` raises no `Exception`
             found[name] = traceback.format_exc()
     return found

@@ -1,7 +1,7 @@
-"""The rules of Chrome trace JSON that ui.perfetto.dev relies on, each as a function that says what breaks it.
+"""Check the rules of Chrome trace JSON that ui.perfetto.dev relies on. Each rule is a function that yields violations.
 
-They were held against the viewer itself (v52): it has no complaint about a file that keeps them, and shows as many
-slices, arrows and tracks as the file has. What it does with a file that breaks one is in the rule's docstring.
+The rules were tested with the viewer itself (v52). It accepts a file that keeps them, and shows as many slices, arrows and tracks as
+the file has. Each docstring says how the viewer treats a file that breaks the rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def of_phase(trace: dict[str, Any], *phases: str) -> list[Entry]:
 
 
 def document(trace: dict[str, Any]) -> Iterator[str]:
-    """One object with a list of events and a unit, in strict JSON. Else the file is not opened."""
+    """Require one object with a list of events and a unit, in strict JSON. Else the viewer does not open the file."""
     if not isinstance(trace.get("traceEvents"), list) or trace.get("displayTimeUnit") not in ("ms", "ns"):
         yield "no traceEvents, or no displayTimeUnit"
     try:
@@ -37,7 +37,7 @@ def document(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def fields(trace: dict[str, Any]) -> Iterator[str]:
-    """Every entry has a phase, a name, a process from 1 on and a thread; what has a time has a finite one. Else dropped."""
+    """Require a phase, a name, a process number of 1 or more, a thread number, and finite times. The viewer drops other entries."""
     for e in trace["traceEvents"]:
         if e.get("ph") not in (*"MXsfCbe",) or not isinstance(e.get("name"), str):
             yield f"phase or name: {e}"
@@ -50,12 +50,12 @@ def fields(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def threads(trace: dict[str, Any]) -> Iterator[str]:
-    """Slices are on threads from 1 on, 0 being the process itself."""
+    """Require a thread number of 1 or more for slices, because thread 0 is the process itself."""
     yield from (f"slice on thread 0: {e['name']}" for e in of_phase(trace, "X") if e["tid"] < 1)
 
 
 def names(trace: dict[str, Any]) -> Iterator[str]:
-    """Every process and track has one name and one place, and no two of a process share one. Else they are numbers."""
+    """Require one name and one place for each process and each track, unique in its process. Else the viewer shows numbers."""
     slices = of_phase(trace, "X")
     for kind, key in (("process", lambda e: e["pid"]), ("thread", track)):
         for what, argument in (("name", "name"), ("sort_index", "sort_index")):
@@ -69,7 +69,7 @@ def names(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def nesting(trace: dict[str, Any]) -> Iterator[str]:
-    """Slices of one track lie inside each other or apart, in whole ns. The viewer drops one that partly overlaps another."""
+    """Require slices of one track to be nested or apart, in whole ns. The viewer drops a slice that partly overlaps another one."""
     tracks: dict[Track, list[tuple[int, int]]] = {}
     for e in of_phase(trace, "X"):
         begin, length = int(e["ts"] * 1000), int(e["dur"] * 1000)
@@ -85,8 +85,10 @@ def nesting(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def arrows(trace: dict[str, Any]) -> Iterator[str]:
-    """An arrow has one begin and one end, not earlier, both inside a slice, the end bound to what is around it. Else
-    it is not drawn, or hangs on another slice."""
+    """Require that an arrow has one begin and a later end, each inside a slice, and that the end is bound to the slice around it.
+
+    Else the viewer does not draw the arrow, or ties it to another slice.
+    """
     slices: dict[Track, list[tuple[float, float]]] = {}
     for e in of_phase(trace, "X"):
         slices.setdefault(track(e), []).append((e["ts"], e["ts"] + e["dur"]))
@@ -106,7 +108,7 @@ def arrows(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def lifetimes(trace: dict[str, Any]) -> Iterator[str]:
-    """What `b` opens, an `e` of its name and id closes, innermost first, in order of time; ids are local to a process."""
+    """Require that an `e` with the same name and id closes each `b`, innermost first, in order of time. Ids are local to a process."""
     stacks: dict[Any, list[Entry]] = {}
     last: dict[Any, float] = {}
     for e in of_phase(trace, "b", "e"):
@@ -127,7 +129,7 @@ def lifetimes(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def counters(trace: dict[str, Any]) -> Iterator[str]:
-    """A counter has one number: each further one would be a track of its own, never a stack."""
+    """Require one number per counter. The viewer makes a separate track of each further number, and never a stack."""
     for e in of_phase(trace, "C"):
         values = list(e.get("args", {}).values())
         if len(values) != 1 or type(values[0]) not in (int, float):
@@ -147,7 +149,7 @@ RULES: tuple[Callable[[dict[str, Any]], Iterator[str]], ...] = (
 
 
 def broken_rules(trace: dict[str, Any]) -> dict[str, list[str]]:
-    """By rule, what breaks it; empty for a good trace. A trace that breaks the first two is looked at no further."""
+    """Return rule → violations; empty for a good trace. Check the other rules only if the trace keeps the first two."""
     for rules in (RULES[:2], RULES[2:]):
         found = {rule.__name__: complaints for rule in rules if (complaints := list(rule(trace)))}
         if found:

@@ -37,7 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "worth.json"
-FAILURES = 2  # a run on one mistake ends after so many
+FAILURES = 2  # a run on one mistake ends after so many failures
 TOGETHER = 12  # a run on several mistakes ends after so many failures
 NO_TESTS = 5  # pytest's exit status if it ran no test
 HANGS = 90.0  # seconds; a test that takes this much longer than usual counts as hanging

@@ -1,6 +1,6 @@
-"""What the tests of damage, kills, failures and refusals share: checkpoints to spoil, and ways to do it.
+"""Helpers of the tests of damage, kills, failures and refusals: checkpoints to damage, and ways to do it.
 
-Expectations about a save come from its manifest, read here as plain JSON, and not from the code under test.
+Expected values come from the manifest of a save. This module reads it as plain JSON, without the code under test.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hwfsdp.layout import shard_of
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
 
 
-# --- A checkpoint, read as what it is ------------------------------------------------------------------------
+# --- A checkpoint, read as plain files -----------------------------------------------------------------------
 
 
 def folder_of(path: Path) -> Path:
-    """The directory of the save that counts."""
+    """Return the directory of the current save."""
     folder: Path = path / json.loads((path / CURRENT).read_text())["save"]
     return folder
 
@@ -53,13 +53,13 @@ def saves_in(path: Path) -> list[str]:
 
 
 def contents_of(path: Path) -> dict[str, bytes | None]:
-    """Every name below a path, and the bytes of every file."""
+    """Return every path below `path` → the bytes of the file; None for a directory."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in found}
 
 
 def chunks_in(folder: Path, name: str) -> list[tuple[str, int, int]]:
-    """(key, first byte, byte after the last) of every chunk in a file, in its order."""
+    """List (key, first byte, byte after the last) of every chunk in a file, in the order of the file."""
     tree, found = json.loads((folder / MANIFEST).read_text()), []
     for entry in tree["entries"]:
         for chunk in entry.get("chunks", ()):
@@ -75,15 +75,14 @@ def chunks_in(folder: Path, name: str) -> list[tuple[str, int, int]]:
 
 
 def seal_manifest(path: Path, text: bytes) -> None:
-    """Writes a manifest, an object in JSON but for its closing brace, with hashes that are right: its own and that of
-    `CURRENT`."""
+    """Write a manifest and its right hashes, here and in `CURRENT`. `text` is a JSON object without its closing brace."""
     digest = hashlib.sha256(text).hexdigest()
     (folder_of(path) / MANIFEST).write_bytes(text + f',"sha256":"{digest}"}}\n'.encode())
     edit_current(path, lambda tree: tree.update(manifest_sha256=digest))
 
 
 def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the manifest as someone would who knows the format."""
+    """Change the manifest, and make all hashes right again, as someone would who knows the format."""
     tree = json.loads((folder_of(path) / MANIFEST).read_bytes())
     del tree["sha256"]
     edit(tree)
@@ -91,7 +90,7 @@ def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def edit_current(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes `CURRENT`, with a checksum that is right."""
+    """Change `CURRENT`, and make its checksum right again."""
     tree = json.loads((path / CURRENT).read_bytes())
     del tree["crc32"]
     edit(tree)
@@ -108,7 +107,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def exactly(state_dict: Any) -> list[Any]:
-    """Every leaf of a state dict, in an order of its own, as something that is equal only if it is the same."""
+    """List the leaves of a state dict, in its order. Two lists are equal only if all types, dtypes, shapes and bits are the same."""
 
     def as_it_is(leaf: Any) -> Any:
         return (str(leaf.dtype), leaf.shape, bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
@@ -117,7 +116,7 @@ def exactly(state_dict: Any) -> list[Any]:
 
 
 def emptied(state_dict: Any) -> Any:
-    """The same keys with other values: a target whose every leaf a load changes."""
+    """Return the same keys with other values: a target in which a load changes every leaf."""
 
     def other(_: Any, leaf: Any, __: Any) -> Any:
         return torch.full_like(leaf, 77) if isinstance(leaf, Tensor) else "not loaded"
@@ -126,7 +125,7 @@ def emptied(state_dict: Any) -> Any:
 
 
 def error_of(call: Callable[[], Any]) -> FSDPError | None:
-    """The error of this package that a call raises. Of whatever kind, its message is one line."""
+    """Return the error of this package that a call raises, or None. Check that its message is one line."""
     try:
         call()
     except FSDPError as error:
@@ -136,7 +135,7 @@ def error_of(call: Callable[[], Any]) -> FSDPError | None:
 
 
 class Damage:
-    """What `load` and `verify` say about a checkpoint of a state dict, each checked for what holds whatever the damage."""
+    """A damaged checkpoint of a state dict. `load` and `verify` also check what must hold for every damage."""
 
     def __init__(self, path: Path, state_dict: Any) -> None:
         self.path = path
@@ -159,7 +158,7 @@ class Damage:
 
 
 def state_dict_of(seed: int) -> dict[str, Any]:
-    """Random tensors and their seed. On several ranks one tensor is cut, without any communication."""
+    """Make random tensors and their seed. On several ranks, shard one tensor without communication."""
     draw = torch.Generator().manual_seed(seed)
     whole, other = torch.randn(7, 5, generator=draw), torch.randn(40, generator=draw, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -170,7 +169,7 @@ def state_dict_of(seed: int) -> dict[str, Any]:
 
 
 def loaded_from(path: Path) -> int | None:
-    """Which seed's state dict a checkpoint holds; None if it is not exactly one of them."""
+    """Return the seed whose state dict a checkpoint holds; None if it is not exactly one of them."""
     target = emptied(state_dict_of(0))
     load(target, path)
     seed: int = target["step"]
@@ -187,14 +186,14 @@ MESSAGES = ("send_bytes", "receive_bytes")
 def tripwire(
     at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
 ) -> Iterator[list[str]]:
-    """Counts the calls of functions of `os` and of messages between ranks, in all threads; at one of them, acts.
+    """Count the calls of functions of `os` and of messages between ranks, in all threads. Replace one of the calls.
 
     Args:
-        at: the number of the call, counted from 0; None: only count.
-        act: called with the function and its arguments, instead of it; returns what the function should.
+        at: the number of the call to replace, counted from 0; None: only count.
+        act: called with the function and its arguments in place of the function; returns the function's result.
 
     Yields:
-        The names of the functions that were called, in this order.
+        The names of the functions that were called, in order.
     """
     from hwfsdp.checkpoint import links
 
@@ -221,17 +220,17 @@ def tripwire(
 
 
 class Ended(NamedTuple):
-    """How a rank ended: by which signal (0: none), and what it reported, if it got that far."""
+    """The end of a rank: the signal that killed it (0: none), and its report, if it wrote one."""
 
     signal: int
     report: Any
 
 
 def fork_ranks(world_size: int, directory: Path, main: Callable[[int], Any]) -> list[Ended]:
-    """Calls `main(rank)` on forks of this process, which must not have threads, and waits for all of them.
+    """Call `main(rank)` on forks of this process, and wait for all of them. This process must have no threads.
 
-    Unlike `launch`, it ends no rank because another has died. Each is in a process group; what `main` returns, as JSON,
-    is its report.
+    Unlike `launch`, it kills no rank when another rank has died. All ranks are in one process group. The report of a rank is the result
+    of `main`, as JSON.
     """
     directory.mkdir(exist_ok=True)
     pids = []
@@ -263,13 +262,13 @@ def _be_rank(rank: int, world_size: int, directory: Path, main: Callable[[int], 
 
 
 def _die_with_parent() -> None:
-    """No rank outlives a test that was interrupted."""
+    """Kill this rank when its parent dies, so that no rank outlives an interrupted test."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def in_a_fresh_process(main: Callable[..., list[Any]], *args: Any, timeout: float) -> list[Any]:
-    """What `main(*args)`, a function of a module, returns in a process without threads that has imported torch."""
+    """Return the result of `main(*args)` in a process that has imported torch and has no threads. A module must define `main`."""
     start_server()
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)

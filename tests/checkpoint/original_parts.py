@@ -1,7 +1,7 @@
-"""A second reader and writer of the PART format, written from its description alone, in the simplest way there is.
+"""A second reader and writer of the PART format, written from its description alone, in the simplest way.
 
-They check nothing, and trust every file. The writer plays all ranks, one after the other, and deals entries out in turn
-instead of by size: readers must not care. Like writers before it, it knows no save id, and cuts with `torch.chunk`.
+They check nothing, and trust every file. The writer plays all ranks, one after the other. It deals out entries in turn, not by size:
+a reader must accept both. Like earlier writers, it writes no save id, and cuts with `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_large(value: Any, large_bytes: int) -> bool:
 
 
 def cut(value: Tensor, rank: int, count: int, omit_empty: bool) -> list[tuple[torch.Size, Tensor]]:
-    """The rank's chunk, in a list that is empty if there is none."""
+    """Return a list with the rank's chunk; an empty list if the rank has none."""
     chunks = value.reshape(-1).chunk(count)
     if rank < len(chunks):
         return [(value.shape, chunks[rank].clone())]
@@ -38,7 +38,7 @@ def write(
     large_bytes: int = 256 * 2**20,
     omit_empty: bool = True,
 ) -> None:
-    """Writes `count` parts. Models and optimizers are state dicts of whole tensors."""
+    """Write `count` parts. Models and optimizers are state dicts of whole tensors."""
     directory.mkdir(exist_ok=True)
     for rank in range(count):
         part: dict[str, Any] = {"__nshards__": count, "__version__": "2.0.0", "model": [], "optimizer": []}
@@ -63,7 +63,7 @@ def write(
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """ "model", "optimizer" and the others, and whatever else part 0 has at its top."""
+    """Return "model", "optimizer", and all other keys at the top of part 0."""
     parts = [torch.load(path, weights_only=True) for path in sorted(directory.glob("PART_*.pt"))]
     assert all(part["__nshards__"] == len(parts) and part["__version__"] == "2.0.0" for part in parts)
     models, optimizers = [], []
@@ -85,7 +85,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def joined(parts: list[dict[Any, Any]]) -> dict[Any, Tensor]:
-    """Tensors from their chunks, in the order of the parts."""
+    """Join tensors from their chunks, in the order of the parts."""
     keys = {key: None for chunks in parts for key in chunks}
     pairs = {key: [chunks[key] for chunks in parts if key in chunks] for key in keys}
     return {key: torch.cat([values for _, values in both]).view(both[0][0]) for key, both in pairs.items()}

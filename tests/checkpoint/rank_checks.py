@@ -1,6 +1,6 @@
-"""Checks that run on ranks: all those of a file one after the other, on ranks that are started once for each world size.
+"""Run the checks of a file on ranks, one after the other. The ranks start once for each world size.
 
-So a check that leaves ranks diverged fails the next one, too.
+So a check that leaves the ranks at different places makes the next check fail, too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def pass_on(_: str, *args: Any) -> tuple[Any, ...]:
 
 
 class RankChecks(dict[str, Check]):
-    """Checks by name. As a decorator, it adds a function. Results are kept, so ranks start only once.
+    """Checks by name. As a decorator, it adds a function. It keeps the results, so that ranks start only once.
 
     Args:
-        prepare: called on the ranks before each check, with its name and the arguments of `assert_holds`; returns those of
-            the check.
+        prepare: called on the ranks before each check, with its name and the arguments of `assert_holds`; returns the arguments
+            of the check.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]] = pass_on) -> None:
@@ -40,7 +40,7 @@ class RankChecks(dict[str, Check]):
         return check
 
     def assert_holds(self, name: str, world_size: int, *args: Any) -> None:
-        """That this check held on every rank, like all others called with these arguments."""
+        """Assert that this check holds on every rank. All checks run together, with the same arguments."""
         if (world_size, args) not in self.found:
             self.found[world_size, args] = self._run(world_size, args)
         complaints = [
@@ -54,7 +54,7 @@ class RankChecks(dict[str, Check]):
         return run_together({name: functools.partial(self._call, name, *args) for name in self}, world_size)
 
     def _call(self, name: str, *args: Any) -> None:
-        """On a rank."""
+        """Run a check on a rank."""
         self[name](*self.prepare(name, *args))
 
 
@@ -65,7 +65,7 @@ def every_rank_says(value: Any) -> list[Any]:
 
 
 def raised(go: Callable[[], Any], kind: type[FSDPError] | tuple[type[FSDPError], ...] = UsageError) -> str:
-    """The message, which is the same on all ranks, and one line."""
+    """Return the message of the error that `go` raises. Check that it is one line, and the same on all ranks."""
     with pytest.raises(kind) as info:
         go()
     messages = every_rank_says(str(info.value))

@@ -1,4 +1,4 @@
-"""What several tests of checkpoints put into them, and how they compare what comes out."""
+"""Values that several tests save in checkpoints, and a way to compare the loaded values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
 
 
 class Bomb:
-    """Makes a directory when it is unpickled."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,18 +45,18 @@ def line() -> DeviceMesh:
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every element has a value of its own, and none is 0."""
+    """Make a tensor whose elements are all different and not 0."""
     return (torch.arange(torch.Size(shape).numel()) + 1).view(shape).to(dtype)
 
 
 def cut(whole: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
-    """This rank's part, by nested chunking, which is right also where torch is not; with memory of its own."""
+    """Return this rank's part in its own memory. Nested chunking makes it, which is right even where torch is wrong."""
     local = shard_of(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
     return dtensor(local, mesh, placements, whole.shape, whole.stride())
 
 
 def assert_same(mine: Any, theirs: Any, at: str = "", exact: bool = False) -> None:
-    """The same keys, values and types, plain tensors by dtype, shape and element. Exactly: also the order and type of dicts."""
+    """Assert the same keys, values and types; of plain tensors, dtype, shape and elements. `exact`: also the order and type of dicts."""
     if isinstance(theirs, Tensor):
         assert type(mine) is Tensor and mine.dtype == theirs.dtype and mine.shape == theirs.shape, at
         assert torch.equal(mine, theirs), at

@@ -1,4 +1,4 @@
-"""Ranks that fail, die, or hang in a step; what the others hear of it."""
+"""Tests of ranks that fail, die or hang in a step, and of what the other ranks learn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PLACES = [(0, "work"), (1, "work"), (2, "work"), (0, "decide")]
 
 @on_ranks
 def the_error_of_one_is_the_error_of_all() -> None:
-    """Whether one rank raises it in its work, or the leader in its decision."""
+    """Raise the error on one rank, in its work or in the leader's decision."""
     for (rank, where), error in product(PLACES, ERRORS):
         agreement = Agreement(None, "test")
 
@@ -70,14 +70,14 @@ def the_error_of_one_is_the_error_of_all() -> None:
         cause, message = info.value.__cause__, str(info.value)
         assert agreement.rank != rank or cause is error or str(cause) == str(error)
         assert every_rank_says(message) == [message] * 3 and "\n" not in message
-        told = not isinstance(error, FSDPError) or rank > 0  # what rank 0 meets, all may
+        told = not isinstance(error, FSDPError) or rank > 0  # any rank may meet an error of rank 0
         assert (f", rank {rank}:" in message) == told
         assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
 
 
 @on_ranks
 def ranks_that_still_work_are_stopped() -> None:
-    """The others stop as soon as one has failed; otherwise they would wait until the launch is over."""
+    """Check that the other ranks stop as soon as one has failed. Else they would run until the launch is over."""
     agreement = Agreement(None, "test")
 
     def work() -> None:
@@ -123,7 +123,7 @@ def test_a_process_alone_needs_no_group():
 
 
 def go_on_after_a_failure(fifo: Path) -> Any:
-    """The leader fails at once; the others end their part of that step when the leader is in the next."""
+    """Let the leader fail at once. The others end their part of this step when the leader is in the next step."""
     agreement = Agreement(None, "test")
 
     def fail_or_wait() -> None:
@@ -179,7 +179,7 @@ def die(victim: int, point: str, path: Path) -> None:
         agreement.step("dying later", lambda: None)
     except CheckpointError as error:
         (path / str(agreement.rank)).write_text(str(error))
-        LATER.wait(5)  # until launch ends this rank, so that its own end is not taken for the first
+        LATER.wait(5)  # until launch ends this rank, so that launch does not take it for the first to end
         raise
 
 
@@ -197,11 +197,11 @@ def test_all_survivors_name_the_dead(victim, point, tmp_path):
 
 
 def die_unanswered(path: Path) -> None:
-    """Rank 2 dies when it has reported. The leader's answer to it is one of those sends that gloo forgets."""
+    """Let rank 2 die after its report. The leader's answer to it is one of the sends that gloo forgets."""
 
     def send_bytes_or_die(group: dist.ProcessGroup, data: torch.Tensor, rank: int, tag: int) -> None:
         if dying and dist.get_rank() == 0 and rank == 2:
-            with pytest.raises(RuntimeError):  # as soon as its end is known
+            with pytest.raises(RuntimeError):  # raised as soon as rank 0 knows of the end
                 receive_bytes(group, torch.empty(1, dtype=torch.uint8), rank, 7)
             threading.Event().wait()
         send_bytes(group, data, rank, tag)
@@ -221,7 +221,7 @@ def die_unanswered(path: Path) -> None:
 
 
 def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(caller, "_GRACE", 60.0)  # the others are waited for
+    monkeypatch.setattr(caller, "_GRACE", 60.0)  # time to wait for the other ranks
     with pytest.raises(RankError):
         launch(die_unanswered, 3, tmp_path, timeout=20)
     for rank in (0, 1):
@@ -229,7 +229,7 @@ def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
 
 
 def hang(base: Path) -> list[str]:
-    """What this rank raises, if rank 0 is the one that hangs, if it is rank 1, if it is rank 2."""
+    """Return the errors of this rank when rank 0 hangs, when rank 1 hangs, and when rank 2 hangs."""
     found = []
     for sleeper in range(3):
         group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
@@ -265,5 +265,5 @@ def agree_on_gpus(base: Path) -> Any:
 
 
 def test_ranks_agree_where_their_group_moves_tensors_of_gpus_only(tmp_path):
-    """As NCCL's does. The group beside it, for what ranks tell each other, has the same time limit."""
+    """NCCL's group is such a group. The second group, for messages between ranks, has the same time limit."""
     assert launch(agree_on_gpus, 2, tmp_path, timeout=60) == [[0, 1]] * 2

@@ -1,4 +1,4 @@
-"""Whatever bit is flipped in a file of `torch.save`: it is found, or torch loads what was saved all the same."""
+"""Flip any bit in a file of `torch.save`: either it is found, or torch still loads the saved values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def saved() -> bytes:
 
 
 def loads_as_saved(data: bytes) -> bool:
-    """Whether torch loads the right values; what it refuses cannot be mistaken for something else."""
+    """Return True if torch loads the right values, or refuses the file: a refused file misleads nobody."""
     try:
         found = torch.load(io.BytesIO(data), weights_only=True)
     except Exception:

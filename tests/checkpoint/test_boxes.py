@@ -1,4 +1,4 @@
-"""Boxes against what indexing a tensor says."""
+"""Compare boxes with the indexing of tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn, boxes: int = 2) -> tuple[tuple[int, ...], list[Box]]:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, cut again and again at random places."""
+    """Draw a shape that is cut again and again at random places."""
     shape = draw(shapes)
     boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
@@ -56,7 +56,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 def counts(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
-    """How many of the boxes have each element."""
+    """Count for each element the boxes that have it."""
     found = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         found[box.slices] += 1

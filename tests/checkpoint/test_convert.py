@@ -1,4 +1,4 @@
-"""Every format into every other; what comes out is what went in, also for the formats' own readers."""
+"""Convert every format into every other. The values stay the same, also for the formats' own readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hwfsdp.cli import main
 
 
 def training_state() -> dict[Any, Any]:
-    """A model's and an optimizer's state after a step, and what else a run saves."""
+    """Return the state of a model and an optimizer after a step, and other values that a run saves."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -39,7 +39,7 @@ def place(directory: Path, name: str) -> Path:
 
 
 def loaded(path: Path) -> Any:
-    """What a store holds."""
+    """Load a store."""
     target = training_state()
     for leaf in leaves_of(target):
         if isinstance(leaf.value, torch.Tensor):
@@ -50,7 +50,7 @@ def loaded(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same checkpoint in every format, each made from the store."""
+    """Write the same checkpoint in every format, each made from the store."""
     directory = tmp_path_factory.mktemp("originals")
     checkpoint.save(training_state(), directory / "store")
     for name in FORMATS:

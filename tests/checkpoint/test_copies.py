@@ -1,7 +1,7 @@
-"""State dicts copied, offloaded and compared in one process, and what is refused there.
+"""State dicts copied, offloaded and compared in one process, and the refusals.
 
-The oracles are torch's private helpers where they are right, and the tensors themselves where they are not: each of
-their traps that has to do with copying has a test of its own here.
+Where torch's private helpers are right, they are the oracle. Where they are wrong, the tensors themselves are: each trap of the
+helpers that has to do with copying has its own test here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hwfsdp.errors import StateError, UsageError
 
 
 def plain() -> dict[str, Any]:
-    """What torch's helpers handle well: dicts, lists and tuples of dense tensors and scalars."""
+    """Return a state dict that torch's helpers handle well: dicts, lists and tuples of dense tensors and scalars."""
     return {
         "w": torch.arange(6.0).view(2, 3),
         "scalar": torch.tensor(3),
@@ -41,7 +41,7 @@ def plain() -> dict[str, Any]:
 
 
 def rich() -> dict[str, Any]:
-    """What they turn into plain dicts and tuples, or refuse."""
+    """Return a state dict that torch's helpers refuse, or turn into plain dicts and tuples."""
     return {
         "pair": Pair(torch.ones(2), [torch.zeros(1)]),
         "ordered": OrderedDict(b=torch.ones(1), a=2),
@@ -68,7 +68,7 @@ def zeroed(state_dict: dict[str, Any]) -> dict[str, Any]:
 # --- Iterate -----------------------------------------------------------------------------------------------
 
 
-def test_iterating_gives_what_torch_gives() -> None:
+def test_iterating_gives_the_same_as_torch() -> None:
     def double(tensor: Tensor, *_: Any) -> Tensor:
         return tensor + tensor
 
@@ -117,7 +117,7 @@ def test_without_the_type_check_other_leaves_are_deep_copies() -> None:
 # --- Copy --------------------------------------------------------------------------------------------------
 
 
-def test_copying_gives_what_torch_gives() -> None:
+def test_copying_gives_the_same_as_torch() -> None:
     mine, theirs = zeroed(plain()), zeroed(plain())
     result = copy_state_dict(plain(), mine)
     assert_equal(result, torchs._copy_state_dict(plain(), theirs))
@@ -246,7 +246,7 @@ def test_pinning_without_a_device_is_refused() -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> None:
     on_device = {"w": torch.arange(1000.0, device="cuda"), "empty": torch.empty(0, device="cuda")}
-    for _ in range(3):  # registered memory is given back, or the next one could not be had
+    for _ in range(3):  # each round must give back its registered memory for the next
         room = create_cpu_state_dict(on_device, pin_memory=True, share_memory=share)
         assert room["w"].is_pinned() and room["w"].is_shared() == share
         copy_state_dict(on_device, room, non_blocking=True)
@@ -256,12 +256,12 @@ def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloading_from_a_device_gives_what_torch_gives() -> None:
+def test_offloading_from_a_device_gives_the_same_as_torch() -> None:
     on_device = {"w": torch.arange(4.0, device="cuda"), "n": [1, torch.ones(2)]}
     assert_equal(offload_state_dict_to_cpu(on_device), torchs._offload_state_dict_to_cpu(on_device))
 
 
-def test_offloading_leaves_what_is_on_the_cpu_where_it_is() -> None:
+def test_offloading_does_not_move_tensors_on_the_cpu() -> None:
     state_dict = rich()
     offloaded = offload_state_dict_to_cpu(state_dict)
     assert_equal(offloaded, state_dict)

@@ -1,7 +1,7 @@
 """Damage of every sort, to every file of a checkpoint: flipped bits, zeroed blocks, files cut short or grown.
 
-Whatever happened to the files, a load gives exactly what was saved, or an error that names the place, and then the
-target is as it was. `verify` finds all of it, that in padding, too. Three ranks save once; the rest is files.
+After any damage, a load gives exactly the saved values, or it raises an error that names the place and leaves the target unchanged.
+`verify` finds every damage, also in padding. Three ranks save once; the rest only handles files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER = 64
 
 
 def state_dict_of(seed: int = 0) -> dict[str, Any]:
-    """Whole tensors, whose chunks are of one byte to four blocks."""
+    """Return whole tensors. Their chunks have one byte to four blocks."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "model": {
@@ -72,7 +72,7 @@ def saved_in(base: Path) -> Path:
 
 @pytest.fixture
 def path(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
-    """A checkpoint of three ranks to be spoiled."""
+    """Make a checkpoint of three ranks to damage."""
     shutil.copytree(saved_in(tmp_path_factory.getbasetemp()), tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -83,7 +83,7 @@ def all_files(path: Path) -> list[Path]:
 
 
 def edges_of(file: Path) -> set[int]:
-    """The bytes of a data file that are special: header, padding, the ends of chunks and of blocks."""
+    """Return the special bytes of a data file: header, padding, the ends of chunks and of blocks."""
     edges, end = set(range(HEADER)), HEADER
     for _, start, stop in chunks_in(file.parent, file.name):
         edges |= set(range(end, start))
@@ -94,7 +94,7 @@ def edges_of(file: Path) -> set[int]:
 
 
 def flips_of(path: Path) -> Iterator[tuple[Path, int, int]]:
-    """(file, byte, bit)"""
+    """Yield (file, byte, bit)."""
     draw = random.Random(0)
     for file in all_files(path):
         size = file.stat().st_size
@@ -188,7 +188,7 @@ def test_a_block_in_another_ones_place_is_found(path: Path) -> None:
 
 
 def load_with_one_bad_rank(path: Path) -> tuple[list[str | None], bool]:
-    """On each of three ranks: what it raised for damage in each rank's own part, and whether the target is untouched."""
+    """Damage each rank's own part in turn. On each rank, return the errors, and whether the target is unchanged."""
     errors: list[str | None] = []
     target = sharded(emptied(state_dict_of()))
     before = exactly(target)

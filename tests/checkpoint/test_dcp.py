@@ -1,7 +1,7 @@
-"""Checkpoints of torch's DCP, in both directions and across world sizes; what DCP does silently is an error.
+"""Checkpoints of torch's DCP, in both directions and across world sizes. Where DCP is silent about a mistake, hwfsdp raises an error.
 
-The oracle is torch: FSDP2 models, saved and loaded by torch.distributed.checkpoint itself, and whole tensors cut by
-nested chunking. Checkpoints are written by three ranks, and read by four.
+The oracle is torch: FSDP2 models that torch.distributed.checkpoint itself saves and loads, and whole tensors cut by nested chunking.
+Three ranks write the checkpoints, and four ranks read them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ on_ranks = RankChecks()
 
 
 def put_metadata(path: Path, data: bytes) -> None:
-    """Writes metadata as torch would, with nothing that vouches for it."""
+    """Write metadata as torch would, without a checksum."""
     (path / ".metadata").write_bytes(data)
     (path / ".metadata.sha256").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With checkpoints of one training: by torch and by us."""
+    """Make a folder with two checkpoints of one training: one by torch, one by hwfsdp."""
     path = tmp_path_factory.mktemp("checkpoints")
     launch(write_checkpoints, WRITERS, path, timeout=60)
     return path
@@ -84,7 +84,7 @@ def trained(library: Any) -> tuple[nn.Module, optim.Optimizer]:
 
 
 def fresh(library: Any) -> tuple[nn.Module, optim.Optimizer]:
-    """Other values than the trained one's."""
+    """Make a model and an optimizer whose values differ from the trained ones."""
     model = model_of(library)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -93,7 +93,7 @@ def fresh(library: Any) -> tuple[nn.Module, optim.Optimizer]:
 
 
 def state_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
-    """As torch recommends to save both: by names of parameters, whatever the number of ranks."""
+    """Return the state of both as torch recommends to save it: by names of parameters, for any number of ranks."""
     model_state, optimizer_state = api.get_state_dict(model, optimizer)
     return {"model": model_state, "optim": optimizer_state, "epoch": 3, "notes": ["a", (1, 2.5)]}
 
@@ -148,7 +148,7 @@ def grids() -> list[DeviceMesh]:
 
 
 def layouts(fill: bool) -> dict[str, DTensor]:
-    """Tensors of awkward shapes, cut in every way; with their values, or with zeros."""
+    """Cut tensors of awkward shapes in every way. `fill`: they have values; else zeros."""
     found = {}
     for mesh in grids():
         ways: list[list[Placement]] = [
@@ -313,7 +313,7 @@ def test_everything_comes_back_where_it_was_and_tensors_are_the_same_objects(tmp
     assert got["weights"]["a"] is kept and list(got["state"]) == [0, 1]
 
 
-def test_keys_are_those_that_torch_gives(tmp_path: Path) -> None:
+def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
     dcp.save(everything(), tmp_path / "ours")
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torchs.save(everything(), checkpoint_id=tmp_path / "theirs")
@@ -396,7 +396,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(
 
 
 def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
-    """The metadata of a checkpoint, changed."""
+    """Change the metadata of a checkpoint."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     put_metadata(path, pickle.dumps(change(metadata) or metadata))
 
@@ -415,7 +415,7 @@ def saved(path: Path) -> Path:
 
 
 def moved(**fields: Any) -> Callable[[Any], None]:
-    """The place of a part, with other fields."""
+    """Return a change that gives the place of a part other fields."""
     return lambda metadata: some_info(metadata).__dict__.update(fields)
 
 

@@ -1,7 +1,6 @@
 """State dicts gathered from ranks, broadcast to them and distributed among them.
 
-The oracle is the whole tensor that the shards were cut from. Where torch's private helpers are right, they have to
-agree.
+The oracle is the whole tensor from which the shards were cut. torch's private helpers must agree where they are right.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ WORLD_SIZE = 4  # uneven parts, ranks without a part, and a mesh of 2 x 2
 on_ranks = RankChecks()
 
 
-# --- What is moved -----------------------------------------------------------------------------------------
+# --- State dicts -------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def grids() -> list[DeviceMesh]:
-    """Meshes of two and three dims over all ranks."""
+    """Return meshes of two and three dims over all ranks."""
     return [init_device_mesh("cpu", shape) for shape in ((1, 4), (4, 1), (2, 2), (2, 1, 2))]
 
 
@@ -76,12 +75,12 @@ SHAPES = [(7, 5), (2, 3), (0, 3), (5, 1, 2)]
 
 
 def wholes() -> dict[str, Tensor]:
-    """For every layout a whole tensor of every shape."""
+    """Return a whole tensor for every layout and every shape."""
     return {f"{name} {shape}": numbered(*shape) for name in layouts() for shape in SHAPES}
 
 
 def sharded(fill: float | None = None) -> dict[str, DTensor]:
-    """The same, cut as the layout says; with this value everywhere, if there is one."""
+    """Cut the tensors of `wholes` as their layouts say. `fill`: one value for all elements."""
     found = {}
     for name, (mesh, placements) in layouts().items():
         for shape in SHAPES:
@@ -91,7 +90,7 @@ def sharded(fill: float | None = None) -> dict[str, DTensor]:
 
 
 def model_like() -> dict[str, Any]:
-    """A full state dict with a bit of everything."""
+    """Return a full state dict with a bit of everything."""
     base = numbered(12)
     return {
         "weight": numbered(7, 3),
@@ -114,7 +113,7 @@ def model_like() -> dict[str, Any]:
 
 
 def local_like() -> dict[str, Any]:
-    """The same before it is filled: zeros, other scalars, sharded where it can be."""
+    """Return the state dict of `model_like` before it is filled: zeros, other scalars, sharded where possible."""
     plain = {"view": torch.zeros(14)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
 
     def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
@@ -127,7 +126,7 @@ def local_like() -> dict[str, Any]:
 
 
 def assert_holds(local: Any, whole: Any) -> None:
-    """Types of containers, scalars, and of every tensor this rank's part of the whole one."""
+    """Check types of containers, and scalars. Each tensor must be this rank's part of the whole one."""
 
     def part_as(_: Any, value: Any, place: Any) -> Any:
         return shard_of(value, place.device_mesh, place.placements) if isinstance(place, DTensor) else value
@@ -138,7 +137,7 @@ def assert_holds(local: Any, whole: Any) -> None:
 
 @contextlib.contextmanager
 def data_sent() -> Iterator[list[Tensor]]:
-    """The tensors that the block broadcasts. Tensors that carry objects are left out."""
+    """Collect the tensors that the `with` block broadcasts. Tensors that carry objects are left out."""
     sent: list[Tensor] = []
     broadcast = dist.broadcast
 
@@ -162,7 +161,7 @@ def gathering_gives_the_whole_whatever_the_layout() -> None:
 
 
 @on_ranks
-def gathering_gives_what_torch_gives_without_history() -> None:
+def gathering_gives_the_same_as_torch_without_history() -> None:
     whole = {"a": numbered(7, 3), "b": numbered(8)}
     parameter = nn.Parameter(distribute_tensor(whole["a"], line(), [Shard(0)]))
     state_dict = {"x": [parameter], "y": whole["b"], "z": "s"}
@@ -193,7 +192,7 @@ def only_the_ranks_asked_for_get_the_gathered_dict() -> None:
 
 
 @on_ranks
-def gathering_sums_what_is_still_to_be_summed() -> None:
+def gathering_sums_partial_values() -> None:
     value = DTensor.from_local(numbered(3), line(), [Partial()])
     assert torch.equal(gather_state_dict({"p": value})["p"], numbered(3) * dist.get_world_size())
 
@@ -213,7 +212,7 @@ def gathering_over_a_part_of_a_mesh_asks_only_the_ranks_in_it() -> None:
 
 
 @on_ranks
-def gathering_keeps_containers_and_what_is_shared() -> None:
+def gathering_keeps_containers_and_shared_tensors() -> None:
     weight = cut(numbered(5), line(), Shard(0))
     gathered = gather_state_dict({"p": Pair(weight, OrderedDict(tied=weight)), "state": {0: weight}})
     assert_holds(gathered["p"], Pair(numbered(5), OrderedDict(tied=numbered(5))))
@@ -263,7 +262,7 @@ def dtensors_of_other_shape_placement_or_mesh_are_not_similar() -> None:
 
 
 def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: Any = None) -> Any:
-    """A ShardedTensor of these (offsets, sizes), dealt out in turn among the ranks of the group, the last one first."""
+    """Make a ShardedTensor of (offsets, sizes). The boxes go to the ranks of the group in turn, the last rank first."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -282,7 +281,7 @@ def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: 
 
 
 def chunked(whole: Tensor) -> Any:
-    """What FSDP1 made: one chunk of rows for each rank."""
+    """Make a ShardedTensor as FSDP1 did: one chunk of rows for each rank."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
@@ -460,7 +459,7 @@ for fill in (broadcast, distribute):
 
 
 @on_ranks
-def distributing_adds_what_needs_no_cutting() -> None:
+def distributing_adds_values_that_need_no_cutting() -> None:
     full = {
         "a": numbered(2),
         "lr": 0.5,
@@ -492,7 +491,7 @@ def distributing_adds_what_needs_no_cutting() -> None:
     torchs._distribute_state_dict(flat, theirs, CPU)
     assert_holds(mine, theirs)
     only_filled = {"a": torch.zeros(2)}
-    broadcast(flat, only_filled)  # of which torch's adds nothing either
+    broadcast(flat, only_filled)  # torch's function adds nothing here, either
     assert list(only_filled) == ["a"]
 
 
@@ -536,7 +535,7 @@ def whole_tensors_are_in_memory_one_at_a_time() -> None:
         broadcast(full, local)
     assert_holds(local, full)
     assert len(sent) == len(full)
-    if is_first():  # what lies ready is sent from where it is
+    if is_first():  # contiguous tensors are sent without a copy
         assert [s.data_ptr() for s in sent[:-1]] == [w.data_ptr() for w in list(full.values())[:-1]]
     else:
         assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1
@@ -547,7 +546,7 @@ def whole_tensors_are_in_memory_one_at_a_time() -> None:
 
 
 def refusals() -> dict[str, tuple[Any, Any, str]]:
-    """name: (the source's value, the last rank's place for it, beginning of what the error says)"""
+    """Return name → (value of the source, the last rank's place for it, beginning of the error message)."""
     looped: dict[str, Any] = {}
     looped["again"] = looped
     odd = dtensor(torch.zeros(9), line(), [Shard(0)], (7,), (1,))
@@ -589,7 +588,7 @@ def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
 
 
 @on_ranks
-def distributing_what_does_not_fit_changes_nothing() -> None:
+def distributing_a_wrong_shape_changes_nothing() -> None:
     local = {"first": torch.zeros(2), "k": [torch.zeros(4)]}
     with pytest.raises(UsageError) as info:
         distribute({"first": numbered(2), "k": [numbered(1)]}, local)

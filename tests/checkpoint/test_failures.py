@@ -1,8 +1,8 @@
-"""Saves that fail: full disks, disks with errors, ranks that raise or hang, and what becomes of it in the background.
+"""Saves that fail: full disks, disks with errors, ranks that raise or hang; and failures in the background.
 
-Whatever fails at whichever call on whichever rank: either all ranks raise the same error and what was saved before is
-as it was, or the save counts on all of them. The next save works, and nothing of the failed one is left. Ranks are
-started once for many faults, one after the other, so what a fault leaves broken fails the next, too.
+A fault may hit any call on any rank. Then either all ranks raise the same error and the save before is unchanged, or the save counts
+on all ranks. The next save works, and nothing of the failed one is left. Ranks start once for many faults, one after the other, so
+damage by one fault makes the next one fail, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
 
 class Outcome(NamedTuple):
-    """What came of a save with a fault in it, on one rank."""
+    """The outcome of a save with a fault, on one rank."""
 
     fault: str
     kind: str
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 def save_with(path: Path, victim: int, name: str, fault: Any, seed: int) -> Outcome:
-    """On a rank: saves while `fault` is active on one of them, looks at the outcome, and saves once more."""
+    """On a rank: save while `fault` is active on one rank, look at the outcome, and save once more."""
     with fault if dist.get_rank() == victim else nullcontext():
         error = error_of(lambda: save(state_dict_of(seed), path, overwrite=True))
     holds = loaded_from(path)
@@ -64,12 +64,13 @@ def save_with(path: Path, victim: int, name: str, fault: Any, seed: int) -> Outc
 
 
 def check_outcomes(on_ranks: list[list[Outcome]], least: int) -> list[Outcome]:
-    """Checks that ranks agree and that each fault ended well; returns those of rank 0."""
+    """Check that ranks agree and that each fault ended well. Return the outcomes of rank 0."""
     assert all(outcomes == on_ranks[0] for outcomes in on_ranks), on_ranks
     assert len(on_ranks[0]) >= least
     for i, outcome in enumerate(on_ranks[0]):
         outcome.check(previous=2 * i, attempted=2 * i + 1, following=2 * i + 2)
-        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):  # what rank 0 meets, all may
+        # any rank may meet an error of rank 0
+        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):
             assert outcome.fault.rpartition("on ")[2] in outcome.message, outcome
     return on_ranks[0]
 
@@ -82,7 +83,7 @@ def raising(number: int) -> Callable[..., Any]:
 
 
 def calls_of_a_save(path: Path) -> list[list[str]]:
-    """The system calls that a save makes on each rank."""
+    """Return the system calls of a save on each rank."""
     with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), path, overwrite=True)
     found: list[Any] = [None] * dist.get_world_size()
@@ -91,7 +92,7 @@ def calls_of_a_save(path: Path) -> list[list[str]]:
 
 
 def at_every_call(path: Path, fault: Callable[[int], Any]) -> list[Outcome]:
-    """On a rank: a save for every call of every rank, at which there is a fault."""
+    """On a rank: save once for every call of every rank, with a fault at this call."""
     of_ranks = enumerate(calls_of_a_save(path))
     calls = [(rank, *call) for rank, names in of_ranks for call in enumerate(names)]
     return [
@@ -113,7 +114,7 @@ def test_an_error_of_the_disk_at_any_call_ends_well(tmp_path: Path) -> None:
 
 @contextmanager
 def everything_read_only_from(number: int) -> Iterator[None]:
-    """From a certain call on, nothing can be changed any more, nor cleared away."""
+    """Refuse every change of a file or folder from call number `number` on, also cleaning up."""
 
     def act(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ def test_a_disk_that_becomes_read_only_at_any_call_ends_well(tmp_path: Path) -> 
 
 @contextmanager
 def full_after(nbytes: int) -> Iterator[None]:
-    """Of all that is written, so many bytes fit."""
+    """Let the disk be full after `nbytes` bytes."""
     left = nbytes
     write = os.write
 
@@ -165,7 +166,7 @@ def full_after(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
-    """A function of the package that raises what nobody expected."""
+    """Let a function of the package raise an unexpected error."""
     with mock.patch.object(owner, name, side_effect=error):
         yield
 
@@ -213,7 +214,7 @@ def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_
 
 
 def take_long_together() -> list[str]:
-    """On a rank: a step in which all ranks take far longer than the group waits, then one in which the leader alone does."""
+    """On a rank: run a step in which all ranks need far longer than the group's timeout, then one in which only the leader does."""
     group = dist.new_group(timeout=timedelta(seconds=60))
     leads, late, clock = dist.get_rank() == 0, 0.0, time.monotonic
 
@@ -248,7 +249,7 @@ def test_a_step_may_take_long_if_it_does_on_all_ranks() -> None:
 
 
 def surface(path: Path) -> list[str]:
-    """On a rank: the errors that calls raise after a save in the background failed, or "" for each that does not."""
+    """On a rank: return the errors of calls after a save failed in the background; "" for a call without an error."""
 
     def fail() -> Any:
         with mock.patch.object(saving.blocks, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
@@ -319,7 +320,7 @@ def test_a_failed_save_without_a_wait_is_reported_at_exit(tmp_path: Path) -> Non
 
 
 def change_after_saving(path: Path) -> list[int | None]:
-    """On a rank: saves in the background, training between and during them, all in the same group."""
+    """On a rank: save in the background, and train between and during the saves, all in the same group."""
     found = []
     state_dict = state_dict_of(0)
     handles = []
@@ -350,7 +351,7 @@ def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path)
 
 
 def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_path: Path) -> None:
-    """The first save stops before it writes; the tensor is changed; then it goes on, while the second call waits."""
+    """The first save stops before it writes, and the tensor changes. Then the save goes on while the second call waits."""
     value = torch.zeros(1000)
     may_write, write = threading.Event(), saving.blocks.write_file
 

@@ -1,4 +1,4 @@
-"""Tensors whose memory is gone, or that never had any, are refused by everything that would read or write it."""
+"""Tensors with freed memory, or without any, are refused by everything that would read or write it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-LOADS = [  # which give memory to tensors on meta
+LOADS = [  # these loads give memory to tensors on meta
     lambda t, path: checkpoint.load({"t": t}, path / "store"),
     lambda t, path: parts.load_into(path / "part", {"t": t}),
     lambda t, path: dcp.load({"t": t}, path / "dcp"),

@@ -1,9 +1,8 @@
-"""Ranks that are killed while they save, at every step.
+"""Kill ranks while they save, at every step.
 
-SIGKILL leaves no time to clear up. Wherever it hits whichever rank: a load afterwards gives all of the save before or
-all of the new one, bit for bit; the ranks that live raise an error that names the dead one, unless the save counts by
-then; and the next save works, and leaves what it should. A step is a call of the operating system or a message between
-ranks; the victim is killed before it, in the midst of it (of a write) or after it.
+SIGKILL leaves no time to clean up. It may hit any rank at any step. A load afterwards gives all of the old save or all of the new one,
+bit for bit. The other ranks raise an error that names the dead rank, unless the save already counts. The next save works, and leaves
+the right files. A step is a system call or a message between ranks; the victim dies before it, after it, or in the middle of a write.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Scenario(NamedTuple):
     """A save that is interrupted.
 
     Attributes:
-        before: how many saves there are already. keep: of the save, None: it overwrites.
+        before: number of earlier saves. keep: argument of the save; None: it overwrites.
     """
 
     world_size: int
@@ -59,11 +58,11 @@ SCENARIOS = {
     "two ranks overwrite in the background": Scenario(2, 1, None, in_background=True),
     "two ranks for the first time": Scenario(2, 0, 1),
 }
-LEAST_KILLS = {0: 60, 1: 12, 2: 12}  # of each victim
+LEAST_KILLS = {0: 60, 1: 12, 2: 12}  # victim → number of kills
 
 
 def held_by(path: Path) -> int | None:
-    """Which seed's state dict a checkpoint holds, every bit of it; None if there is no checkpoint."""
+    """Return the seed of the state dict in a checkpoint, checked bit for bit; None if there is no checkpoint."""
     if isinstance(error_of(lambda: inspect(path)), UsageError):
         return None
     seed = loaded_from(path)
@@ -72,7 +71,7 @@ def held_by(path: Path) -> int | None:
 
 
 def kill_around(after: bool) -> Callable[..., Any]:
-    """Kills this process instead of a call, or after it, or, of a write, in the midst of it."""
+    """Kill this process in place of a call (`after` False), after it, or in the middle of a write."""
 
     def act(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -87,7 +86,7 @@ def kill_around(after: bool) -> Callable[..., Any]:
 
 
 def save_once(scenario: Scenario, path: Path, seed: int) -> Any:
-    """On a rank: saves; returns the id of the save, or what it raised."""
+    """On a rank: save. Return the id of the save, or its error."""
     state_dict = state_dict_of(seed)
 
     def call() -> Any:
@@ -102,7 +101,7 @@ def save_once(scenario: Scenario, path: Path, seed: int) -> Any:
 def save_and_die(
     scenario: Scenario, path: Path, victim: int, at: int | None = None, after: bool = False
 ) -> Callable[[int], Any]:
-    """What ranks do: they save, and one is killed at a certain call. Without `at` it reports its calls."""
+    """Return the program of the ranks: they save, and one rank dies at call number `at`. Without `at`, it reports its calls."""
 
     def main(rank: int) -> Any:
         if rank != victim:
@@ -115,11 +114,11 @@ def save_and_die(
 
 
 class Kill(NamedTuple):
-    """One kill and what came of it.
+    """A kill and its outcome.
 
     Attributes:
-        call: that the victim was killed at. holds: the seed that a load gave; None: there was no checkpoint.
-        following, found, others: after the next save, the seed that a load gives, those of all saves, and what else is there.
+        call: the call at which the victim was killed. holds: the seed that a load gave; None: there was no checkpoint.
+        following, found, others: after the next save, the seed that a load gives, the seeds of all saves, and the other files.
     """
 
     call: str
@@ -138,7 +137,8 @@ def kill_once(
     shutil.copytree(template, path)
     ended = fork_ranks(scenario.world_size, directory / "ranks", main(path))
     holds = held_by(path)
-    for name in inspect(path).saves if holds is not None else ():  # what looks finished is
+    # every save that looks finished must be whole
+    for name in inspect(path).saves if holds is not None else ():
         verify(path / name)
     options = scenario.options if holds is not None else {"overwrite": True, **scenario.options}
     save(state_dict_of(200), path, **options)

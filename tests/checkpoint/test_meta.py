@@ -1,6 +1,6 @@
 """From the meta device into shards, on four ranks.
 
-The oracle is the same model built on the CPU and never sharded: equal values, an equal forward, an equal optimizer step.
+The oracle is the same model, built on the CPU and never sharded: equal values, an equal forward, an equal optimizer step.
 Values come by torch's DCP, by the store and by broadcast.
 """
 
@@ -69,7 +69,7 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 @functools.cache
 def grid() -> DeviceMesh:
-    """(data parallel, tensor parallel)."""
+    """Return the mesh (data parallel, tensor parallel)."""
     size = dist.get_world_size()
     return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -82,7 +82,7 @@ def shard(model: GPT, **options: Any) -> GPT:
 
 
 def shard_both(model: GPT) -> GPT:
-    """Tensor parallel, then FSDP: the rows of `up` are cut twice, strided."""
+    """Apply tensor parallelism, then FSDP: the rows of `up` are cut twice, strided."""
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, grid()["tp"], plan)
@@ -92,7 +92,7 @@ def shard_both(model: GPT) -> GPT:
 
 
 def batch() -> Tensor:
-    """Rows of the whole batch, the same on every rank, so that the mean over ranks is the mean of one."""
+    """Return the whole batch on every rank, so that the mean over ranks is the mean of one rank."""
     return torch.randint(0, CONFIG.vocab, (3, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
 
 
@@ -117,7 +117,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_same_model(model: nn.Module, oracle: nn.Module, rtol: float = 0.0) -> None:
-    """Values bit for bit, the forward, too, unless there is a tolerance; one AdamW step up to rounding."""
+    """Compare values bit for bit, the forward within `rtol`, and one AdamW step up to rounding."""
     assert_equal(whole(model), oracle.state_dict())
     optimizers = [optim.AdamW(each.parameters(), lr=0.01, eps=1e-4) for each in (model, oracle)]
     torch.testing.assert_close(model(batch()), oracle(batch()), rtol=rtol, atol=rtol)
@@ -133,14 +133,14 @@ def shared_directory() -> Path:
 
 
 def through_dcp(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
-    """`full` saved and loaded by torch, into the tensors of `state_dict`."""
+    """Let torch save `full`, and load it into the tensors of `state_dict`."""
     path = shared_directory() / "checkpoint"
     torchs.save(full, checkpoint_id=path)
     torchs.load(state_dict, checkpoint_id=path)
 
 
 def through_store(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
-    """`full` saved and loaded by hwfsdp, likewise."""
+    """Let hwfsdp save `full`, and load it into the tensors of `state_dict`."""
     path = shared_directory()
     checkpoint.save(full, path)
     checkpoint.load(state_dict, path)
@@ -177,7 +177,7 @@ def strided_shards_are_loaded_where_they_lie() -> None:
 
 @on_ranks
 def a_model_on_meta_is_initialized_in_other_ways() -> None:
-    """By variables that were kept, which need no model; after a forward that failed; in host memory."""
+    """From kept variables, without a model; after a failed forward; in host memory."""
 
     def keep_vars(model: nn.Module) -> dict[str, Any]:
         state_dict = model.state_dict(keep_vars=True)
@@ -224,8 +224,8 @@ def every_entry_is_the_memory_that_the_model_computes_with() -> None:
 
 
 @on_ranks
-def local_shapes_are_those_of_the_layout_not_of_torch() -> None:
-    """DTensors as torch makes them on meta: the whole tensor's part by torch's own arithmetic."""
+def local_shapes_follow_the_layout_not_torch() -> None:
+    """DTensors have the wrong local shape that torch's own arithmetic gives them on meta."""
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
     wrong = dtensor(torch.empty(5, 3, device="meta"), grid(), placements, (7, 3), (3, 1))
     state_dict = init_state_dict({"w": [wrong]})
@@ -245,7 +245,7 @@ def outside_the_mesh_nothing_is_needed() -> None:
 
 @on_ranks
 def an_optimizer_of_other_parameters_than_the_shards_is_reported() -> None:
-    """The optimizer has the parameters from before sharding, or the model's parameters while they are whole."""
+    """The optimizer has the parameters from before sharding, or the model's unsharded parameters."""
     model = gpt()
     before = optim.SGD([{"params": list(model.norm.parameters())}, {"params": [model.head.weight]}])
     shard(model)
@@ -318,7 +318,7 @@ def a_fresh_optimizer_gets_the_state_that_a_trained_one_has_and_trains_on_like_i
 
 
 def torch_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
-    """The tensors of the optimizer's state, flat, by the names of parameters; views of them."""
+    """Return the tensors of the optimizer's state, flat, by the names of parameters. They are views."""
     return {
         f"{name}.{key}": value
         for name, param in model.named_parameters()
@@ -336,7 +336,7 @@ def adamw(model: nn.Module) -> optim.Optimizer:
 
 @functools.cache
 def save_trained() -> str:
-    """A tied model and its optimizer after a step, on one rank, in three formats."""
+    """On one rank, save a tied model and its optimizer after a step, in three formats."""
     directory = Path(tempfile.mkdtemp())
     model = gpt(tied=True)
     optimizer = optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
@@ -350,7 +350,7 @@ def save_trained() -> str:
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of each new storage with memory."""
+    """Collect the bytes of each new storage with memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class Allocated(TorchDispatchMode):
 
 
 def load_all(kind: str, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Model and optimizer, by one of the three."""
+    """Load model and optimizer from one of the three formats."""
     if kind == "parts":
         parts.load_into(SAVED[0] / kind, model, optimizer)
         return
@@ -380,7 +380,7 @@ def load_all(kind: str, model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 
 def shard_bytes(model: nn.Module) -> int:
-    """With padding, if this rank has fewer rows than others."""
+    """Count the bytes of this rank's shards, with padding."""
     return sum(-(-p.shape[0] // dist.get_world_size()) * p[:1].numel() * 4 for p in model.parameters())
 
 
@@ -496,7 +496,7 @@ def test_a_state_dict_on_meta_is_loaded_into_new_memory_which_is_shared_as_befor
     assert target["columns"].data_ptr() == target["matrix"].data_ptr() + 4
 
 
-def test_a_damaged_checkpoint_leaves_meta_tensors_what_they_were(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_leaves_meta_tensors_unchanged(tmp_path: Path) -> None:
     save_as("store", tmp_path / "c", some_state())
     (file,) = (tmp_path / "c").glob("*/*.bin")
     data = bytearray(file.read_bytes())
@@ -526,7 +526,7 @@ class Special(nn.Parameter):
 
 
 class Odd(nn.Module):
-    """A parameter of a class of its own, buffers that are saved and one that is not, an attribute, and something else."""
+    """A module with a parameter of its own class, a buffer that no state dict has, an attribute, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,7 +544,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["store", "dcp", "parts"])
-def test_a_module_on_meta_is_filled_except_for_what_no_checkpoint_has(kind: str, tmp_path: Path) -> None:
+def test_a_module_on_meta_is_filled_with_all_that_checkpoints_have(kind: str, tmp_path: Path) -> None:
     source, target = Odd(), on_meta(Odd)
     source.inner(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
     source.extra = 3
@@ -613,7 +613,7 @@ def test_a_tensor_that_cannot_get_memory_is_refused_before_anything_has_changed(
 
 
 @pytest.mark.parametrize("name", optimizers(optim))
-def test_init_optimizer_state_changes_nothing_but_the_state_and_that_is_what_training_starts_from(
+def test_init_optimizer_state_changes_only_the_state_and_training_starts_from_it(
     name: str,
 ) -> None:
     def run(initialize: bool) -> list[Tensor]:
@@ -640,7 +640,7 @@ def test_init_optimizer_state_changes_nothing_but_the_state_and_that_is_what_tra
             optimizer.step()
         return [model[1].weight.detach().clone()]
 
-    if name in ("NAdam", "ASGD"):  # what they derive from the count of steps counts the one that was made
+    if name in ("NAdam", "ASGD"):  # their state also depends on the number of steps: one more here
         run(True)
     else:
         assert torch.equal(run(True)[0], run(False)[0])
@@ -668,7 +668,7 @@ def test_an_optimizer_that_cannot_step_over_zeros_is_refused(kind: type[optim.Op
 
 
 class Stumbling(optim.Optimizer):
-    """Has made its state when it fails."""
+    """An optimizer that has made its state when it fails."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

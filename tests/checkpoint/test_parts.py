@@ -1,8 +1,7 @@
-"""The PART format: what other readers and writers of it make of ours and the other way round, and each of its traps.
+"""The PART format: other readers read hwfsdp's files, hwfsdp reads other writers' files, and each trap of the format has a test.
 
-The oracles are a reader and a writer written from the format's description alone (`original_parts`), and the tensors
-that were saved. Whatever the writer can do alone, playing all ranks, is tested in this process; what takes ranks is one of
-the `RankChecks`.
+The oracles are a reader and a writer written from the format's description alone (`original_parts`), and the saved tensors. The writer
+can play all ranks alone, and these tests run in this process. A test that needs ranks is one of the `RankChecks`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ def _tensors_of_this_size_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LARGE_BYTES", LARGE)
 
 
-# --- What is saved -----------------------------------------------------------------------------------------
+# --- Models and optimizers ---------------------------------------------------------------------------------
 
 
 class Zoo(nn.Module):
-    """Parameters and buffers of every kind, tied weights among them; some large, some in few elements."""
+    """A model with parameters and buffers of every kind, tied weights among them; some are large, some have few elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,12 +76,12 @@ class Zoo(nn.Module):
 
 
 def small() -> Model:
-    """Two large parameters and two small ones, with rows that do not divide; of some, the last of 3 ranks gets none."""
+    """Make a model with two large and two small parameters, whose rows do not divide. Of some, the last of 3 ranks gets none."""
     return Model([Block(5, 7, 4)])
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """One step, for gradients that have a value of their own everywhere."""
+    """Take one step with gradients whose elements are all different."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             part = local_of(param)
@@ -106,7 +105,7 @@ OPTIMIZERS = [adamw, momentum]
 
 
 def whole(state: Any) -> Any:
-    """The state dict with copies of whole tensors."""
+    """Return the state dict with copies of whole tensors."""
     kept: Any = gather_state_dict({"": state})[""]
     return copy.deepcopy(plain(kept))
 
@@ -116,13 +115,13 @@ def plain(tree: Any) -> Any:
 
 
 def as_read(directory: Path) -> dict[str, Any]:
-    """What the other reader makes of it, without our id of the save, of which it knows nothing."""
+    """Read a checkpoint with the other reader. Leave out the save id, which this reader does not know."""
     found = original_parts.read(directory)
     return {key: value for key, value in found.items() if key != "__save_id__"}
 
 
 def head(count: int) -> dict[str, Any]:
-    """What the format adds to every checkpoint of so many parts."""
+    """Return the entries that the format adds to every checkpoint of `count` parts."""
     return {"__nshards__": count, "__version__": "2.0.0"}
 
 
@@ -138,7 +137,7 @@ def size() -> int:
 
 
 def prepare(name: str, directory: str) -> tuple[Path]:
-    """A directory for each check."""
+    """Make a directory for each check."""
     parts.LARGE_BYTES = LARGE
     own = Path(directory, re.sub(r"\W+", "_", name))
     own.mkdir(exist_ok=True)
@@ -149,7 +148,7 @@ on_ranks = RankChecks(prepare)
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """By hwfsdp, uneven shards and all."""
+    """Shard the model by hwfsdp, with uneven shards."""
     for child in model.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             for block in child:
@@ -346,7 +345,7 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
         text = raised(lambda: parts.save(directory / "c", state), UsageError)
         assert name == "order" or f"rank {size() - 1}" in text, text
         assert names_in(directory) == []
-    norm = nn.BatchNorm1d(3)  # whose buffers only the module itself tells
+    norm = nn.BatchNorm1d(3)  # only the module itself knows its buffers
     text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
     assert text.startswith(f"who writes which entry, rank {size() - 1}: expected ")
     text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
@@ -453,7 +452,7 @@ def zoo_state() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def edit(path: Path, change: Callable[[dict[Any, Any]], Any]) -> None:
-    """Writes what `change` returns, or what it has made of the part, in its place."""
+    """Replace a part by the result of `change`, or by the part that `change` has edited."""
     part = torch.load(path, weights_only=True)
     made = change(part)
     torch.save(part if made is None else made, path)
@@ -468,7 +467,7 @@ def refusal(directory: Path, **options: Any) -> CheckpointError:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """Two parts of a model and an optimizer by another writer, entries large and small in each."""
+    """Write two parts of a model and an optimizer with the other writer, with large and small entries in each."""
     model = {"a": numbered(40), "b": numbered(3), "c": numbered(2)}
     optimizer = {
         "state": {i: {"step": torch.tensor(2.0), "m": numbered(40)} for i in range(3)},
@@ -570,7 +569,7 @@ def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
     assert sorted(call.args[0].name for call in load.call_args_list) == names_in(written)
 
 
-# --- The tests: what cannot be saved -----------------------------------------------------------------------
+# --- The tests: refused saves ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", ["world", 0])
@@ -597,7 +596,7 @@ def test_a_value_that_cannot_be_loaded_is_refused_by_its_key(tmp_path: Path, val
 
 
 def test_objects_are_saved_and_loaded_where_their_class_was_declared_safe(tmp_path: Path) -> None:
-    """What the errors recommend, done: first refused by save, then by load."""
+    """Save refuses the objects first, then load does. The test does what each error recommends."""
     arguments, remedy = argparse.Namespace(lr=0.5, w=numbered(2)), "torch.serialization.safe_globals(["
     with pytest.raises(UsageError) as unsaved:
         parts.save(tmp_path / "c", {"a": numbered(1)}, others={"args": arguments})
@@ -614,7 +613,7 @@ def test_objects_are_saved_and_loaded_where_their_class_was_declared_safe(tmp_pa
 
 
 class Labelled(Tensor):
-    """A subclass that readers would have to know."""
+    """A subclass that a reader would have to know."""
 
 
 REFUSED: list[tuple[Any, Any, Any, str]] = [  # model, optimizer, others, message
@@ -665,7 +664,7 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("one_step", [True, False])
-def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
+def test_a_save_replaces_the_old_checkpoint(tmp_path: Path, one_step: bool) -> None:
     original_parts.write(tmp_path / "c", [{"a": numbered(2)}], count=6)
     with mock.patch.object(archives, "_exchange", archives._exchange if one_step else lambda *_: False):
         for n in (3, 4):
@@ -742,7 +741,7 @@ def test_files_of_other_names_are_not_looked_at(written: Path) -> None:
     parts.load(written)
 
 
-# what is done to the second of two parts
+# changes of the second of two parts
 
 
 def with_top(**entries: Any) -> Callable[[Any], Any]:
@@ -754,7 +753,7 @@ def without_top(key: str) -> Callable[[Any], Any]:
 
 
 def with_whole(entries: dict[Any, Any]) -> Callable[[Any], None]:
-    """Of the model, without chunks."""
+    """Return a change that adds whole tensors to the model."""
     return lambda part: part["model"][0][0].update(entries)
 
 
@@ -767,7 +766,7 @@ def with_optimizer(**entries: Any) -> Callable[[Any], None]:
 
 
 def with_state(entry: Any) -> Callable[[Any], None]:
-    """For the first parameter, of which the other part has a state."""
+    """Return a change that adds a state of the first parameter, which the other part has, too."""
     return lambda part: state_in(part).update({0: entry})
 
 
@@ -906,7 +905,7 @@ def test_a_model_and_its_optimizer_are_loaded_in_one_process(tmp_path: Path) -> 
 
 
 def test_loaded_tensors_do_not_share_memory_with_the_file(tmp_path: Path) -> None:
-    """The file is mapped into memory while it is loaded; who overwrites it in place must not change the model."""
+    """A load maps the file into memory. If the file is overwritten in place, the model must not change."""
     saved, target = (Remembering(4, 4) for _ in range(2))
     saved.extra, target.extra = [numbered(30)], None
     moments = {"state": {0: {"m": numbered(30), "list": [numbered(30)]}}, "more": numbered(30)}
@@ -926,7 +925,7 @@ def test_loaded_tensors_do_not_share_memory_with_the_file(tmp_path: Path) -> Non
 
 
 class Remembering(nn.Linear):
-    """Keeps something in its state dict that is no tensor."""
+    """A module whose state dict has a value that is not a tensor."""
 
     extra: Any = None
 
@@ -981,7 +980,7 @@ def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
     holders = partition.deal(dict(enumerate(sizes)), loads)
     assert holders.keys() == set(range(len(sizes)))
     assert loads == [sum(sizes[i] for i in holders if holders[i] == rank) for rank in range(count)]
-    for rank, load in enumerate(loads):  # the last that a rank got is what it is ahead by, at most
+    for rank, load in enumerate(loads):  # a rank is ahead by at most its last entry
         smallest = min((sizes[i] for i in holders if holders[i] == rank), default=0)
         assert load - smallest <= min(loads)
 

@@ -1,7 +1,7 @@
-"""Bad input of every sort, refused: forged files, targets that do not fit, values that cannot be saved, ranks that differ.
+"""Refusals of bad input: forged files, targets that do not fit, values that cannot be saved, ranks that differ.
 
-Every refusal is an error of this package in one line that names the key and both values. Nothing happens before it: a
-load leaves the target alone and runs nothing from the files, a save creates nothing and leaves what is there.
+Every refusal is an error of this package in one line that names the key and both values. It comes before any change: a load leaves the
+target alone and runs nothing from the files; a save creates nothing and leaves existing files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def saved_in(base: Path) -> Path:
 
 @pytest.fixture
 def path(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
-    """A checkpoint with two saves in two files each; `other` is beside it."""
+    """Make a checkpoint with two saves in two files each, and `other` beside it."""
     shutil.copytree(saved_in(tmp_path_factory.getbasetemp()), tmp_path / "copy")
     return tmp_path / "copy" / "checkpoint"
 
@@ -117,7 +117,7 @@ def replace_by_fifo(file: Path) -> None:
 
 
 def with_text(old: bytes, new: bytes) -> Spoil:
-    """In the manifest, the first time that it is there."""
+    """Return a change of the manifest: the first `old` becomes `new`."""
 
     def replace(path: Path) -> None:
         text = (folder_of(path) / MANIFEST).read_bytes()
@@ -134,7 +134,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "00001.bin": lambda path: folder_of(path) / "00001.bin",
 }
 DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
-# how to spoil a checkpoint, and words that the error has to have
+# a way to damage a checkpoint, and words in the error
 FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a missing file": (lambda path: (folder_of(path) / "00001.bin").unlink(), ["00001.bin", "missing"]),
     "a missing manifest": (lambda path: (folder_of(path) / MANIFEST).unlink(), [MANIFEST, "missing"]),
@@ -203,7 +203,7 @@ def in_chunk(index: int = 0, **fields: Any) -> Edit:
 
 
 def with_chunk(**fields: Any) -> Edit:
-    """Another chunk of the tensor: the first one again, but for these fields."""
+    """Return a change that adds a chunk to the tensor: a copy of the first one with other fields."""
     return lambda tree: entry_of(tree, "a")["chunks"].append({**entry_of(tree, "a")["chunks"][0], **fields})
 
 
@@ -271,7 +271,7 @@ def check_error(error: FSDPError | None, words: list[str]) -> None:
 
 
 def check_refused(path: Path, words: list[str]) -> FSDPError:
-    """By a load, which leaves its target alone, and when it is verified."""
+    """Check that `load` refuses the checkpoint and leaves its target alone, and that `verify` refuses it, too."""
     damage = Damage(path, state_dict_of())
     loaded = damage.load()
     check_error(loaded, words)
@@ -348,7 +348,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     torch.save({"a": Bomb(marker)}, tmp_path / "zipped")
     pickles = [pickle.dumps(Bomb(marker), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
-        # as long as it should be, or the length alone would tell
+        # with the right length, else the length alone would show the damage
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
         damage = Damage(path, state_dict_of())
         for error in (damage.load(), damage.verify()):
@@ -384,7 +384,7 @@ def kind_of(dtype: torch.dtype) -> int:
 
 @pytest.fixture(scope="module")
 def ones(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of every dtype."""
+    """Make a checkpoint with every dtype."""
     path = tmp_path_factory.mktemp("dtypes") / "checkpoint"
     save({str(dtype): torch.ones(3, 2, dtype=dtype) for dtype in DTYPES}, path)
     return path
@@ -545,7 +545,7 @@ def test_memory_that_targets_share_has_to_hold_the_values_of_all(key: str, tmp_p
         values += torch.arange(values.numel()).view(values.shape) if values is not saved["w"] else 3
     spoiled = {name: value.clone() for name, value in saved.items()}
     if key:
-        spoiled[key].view(-1)[2 if key == "y" else 5] += 1  # which another one has, too
+        spoiled[key].view(-1)[2 if key == "y" else 5] += 1  # so that it equals another one
     save(spoiled, tmp_path / "c")
     before = exactly(target)
     error = error_of(lambda: load(target, tmp_path / "c"))
@@ -575,7 +575,7 @@ def test_keys_of_one_side_only_are_left_alone_if_that_is_asked_for(path: Path) -
         assert isinstance(error_of(functools.partial(load, other, path, strict=False)), UsageError)
 
 
-# --- What cannot be saved --------------------------------------------------------------------------------------
+# --- Refused saves ---------------------------------------------------------------------------------------------
 
 
 def cyclic() -> dict[str, Any]:
@@ -658,7 +658,7 @@ def test_an_existing_checkpoint_is_not_overwritten_unless_asked_for(path: Path, 
 
 
 def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
-    """The first save stands still before it writes, while the second tries."""
+    """The first save stops before it writes, and the second one tries."""
     before = folder_of(path)
     entered, done = threading.Event(), threading.Event()
     write = saving.blocks.write_file
@@ -722,7 +722,7 @@ on_ranks = RankChecks()
 
 @functools.cache
 def old_in(base: Path) -> Path:
-    """On a rank: a checkpoint that no case may change."""
+    """On a rank: make a checkpoint that no case may change."""
     save(state_dict_of(), base / "old")
     return base / "old"
 
@@ -771,8 +771,8 @@ for refused, cases in (
 
 
 @on_ranks
-def ranks_may_differ_in_what_is_one_tensor(base: Path) -> None:
-    """One rank has many keys for a tensor, the other has as many tensors of the same values."""
+def ranks_may_differ_in_which_keys_share_a_tensor(base: Path) -> None:
+    """One rank has many keys for one tensor, the other has many tensors with the same values."""
     one = torch.arange(1000.0)
     state_dict = {key: one.clone() if is_last() else one for key in "xyzuvw"}
     save(state_dict, base / "ties")

@@ -1,7 +1,7 @@
-"""State dicts staged on the CPU: what shares memory, what is copied, whose memory it is, and for how long.
+"""State dicts staged on the CPU: shared memory, copies, and how long the memory is lent.
 
-The oracles are `copy.deepcopy`, which keeps what is shared and copies whole storages, and arithmetic on strides. Where
-memory comes from is told by addresses of tensors that live at the same time.
+The oracles are `copy.deepcopy`, which keeps sharing and copies whole storages, and arithmetic on strides. Addresses of tensors that
+live at the same time show where memory comes from.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def addresses(tensor: Tensor) -> Tensor:
-    """Of every element, in the tensor's shape, as int64."""
+    """Return the address of every element, in the tensor's shape, as int64."""
     size, steps = tensor.element_size(), list(tensor.stride())
     result = torch.full(tensor.shape, tensor.data_ptr())
     for dim, step in enumerate(steps):
@@ -51,7 +51,7 @@ def stage(state_dict: Any, **options: Any) -> Any:
     return StateDictStager(**options).stage(state_dict)
 
 
-# --- What is shared stays shared ---------------------------------------------------------------------------
+# --- Shared memory stays shared ----------------------------------------------------------------------------
 
 BASE = torch.arange(24, dtype=torch.float64)
 COMPLEX = torch.view_as_complex(torch.arange(24.0).view(12, 2))
@@ -82,7 +82,7 @@ def test_views_of_one_storage_are_views_of_one_staged_storage(name: str) -> None
 
 
 class Slice(NamedTuple):
-    """`base.as_strided(shape, stride, offset)`."""
+    """The arguments of `base.as_strided(shape, stride, offset)`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -112,7 +112,7 @@ def test_elements_share_memory_in_the_copy_exactly_if_they_do_in_the_source(view
     assert stager.nbytes <= base.nbytes
 
 
-# --- No more than what is asked for ------------------------------------------------------------------------
+# --- No unrequested bytes ----------------------------------------------------------------------------------
 
 WIDE = torch.arange(40_000, dtype=torch.float32).view(100, 400)
 BYTES: dict[str, tuple[list[Tensor], int]] = {
@@ -137,7 +137,7 @@ BYTES: dict[str, tuple[list[Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_the_staged_bytes_are_what_the_views_cover(name: str) -> None:
+def test_the_staged_bytes_equal_the_bytes_that_views_cover(name: str) -> None:
     source, nbytes = BYTES[name]
     stager = StateDictStager()
     staged = stager.stage(source)
@@ -179,7 +179,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def homes(tree: Any) -> list[int]:
-    """Where the storages of all tensors are."""
+    """Return the addresses of the storages of all tensors."""
     return [tensor.untyped_storage().data_ptr() for tensor in tensors_in(tree)]
 
 
@@ -233,7 +233,7 @@ def test_buffers_are_let_go_when_the_stager_is_deleted_or_closed() -> None:
     buffers = [staged.untyped_storage()]
     assert compat.is_referred_to_elsewhere(buffers, 0)
     del staged
-    assert compat.is_referred_to_elsewhere(buffers, 0)  # the pool does
+    assert compat.is_referred_to_elsewhere(buffers, 0)  # the pool refers to it
     stager.close()
     assert not compat.is_referred_to_elsewhere(buffers, 0) and stager.nbytes == 0
     stager.close()
@@ -331,7 +331,7 @@ def test_a_thread_that_stages_meanwhile_gets_memory_of_its_own(monkeypatch: pyte
 
     def look(*args: Any) -> bool | None:
         result = compat.is_referred_to_elsewhere(*args)
-        if not other.ident:  # what is free was found, and not yet taken
+        if not other.ident:  # at this moment, the free buffer is found but not yet taken
             other.start()
             other.join(timeout=0.2)  # it has to wait; an impatient one would have finished by now
         return result
@@ -500,7 +500,7 @@ class Slots:
 
 
 class WithMemo:
-    """Copies itself, and passes the memo on."""
+    """An object that copies itself, and passes the memo on."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first, second
@@ -532,7 +532,7 @@ class Stated:
 
 
 class Views:
-    """Its state is made of tensors that it has not."""
+    """An object whose state has a tensor that the object itself does not have."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self.first, self.second = first, second
@@ -542,7 +542,7 @@ class Views:
 
 
 class Sloppy(WithMemo):
-    """Copies itself, and forgets the memo."""
+    """An object that copies itself, and forgets the memo."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sloppy:
         return Sloppy(copy.deepcopy(self.first, memo), copy.deepcopy(self.second))
@@ -605,7 +605,7 @@ def test_tensors_in_objects_of_any_class_are_staged_and_stay_tied(name: str) -> 
 
 
 class WithoutMemo(WithMemo):
-    """Copies its tensors past the memo."""
+    """An object that copies its tensors without the memo."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithoutMemo:
         first = self.first.detach().clone()
@@ -631,7 +631,7 @@ def test_tensors_that_an_object_copies_by_itself_are_moved_into_staged_memory() 
 
 
 class Unsparse(WithMemo):
-    """Copies all that it holds, but a lock and a sparse tensor."""
+    """An object that copies everything except a lock and a sparse tensor."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__(first, second)
@@ -667,7 +667,7 @@ def test_an_object_that_contains_itself_is_copied_with_its_circles() -> None:
 
 
 class Wrapper(Tensor):
-    """A subclass whose elements are elsewhere."""
+    """A subclass whose elements are in another tensor."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:
@@ -764,7 +764,7 @@ def add_one(staged: dict[str, Any]) -> None:
     staged["a"] += 1
 
 
-def test_shared_memory_is_what_another_process_sees() -> None:
+def test_another_process_sees_shared_memory() -> None:
     base = torch.arange(4.0)
     stager = StateDictStager(share_memory=True)
     staged = stager.stage({"a": base, "view": base[1:3], "lone": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""What is saved by some ranks in some sharding is loaded by others in another, bit for bit.
+"""Save on some ranks in some sharding, load on other ranks in another sharding, and compare bit for bit.
 
 The oracle is the whole tensor, which every rank can compute, and its cut by `distribute_tensor` or nested chunking.
 """
@@ -31,7 +31,7 @@ DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """The whole tensor, random bits of any kind but NaN."""
+    """Return a whole tensor of random bits, without NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 120, shape, generator=generator)
     return torch.complex(values * 1.0, -values * 0.5) if dtype.is_complex else values.float().to(dtype)
@@ -57,7 +57,7 @@ SIZES = [(7, 5), (1, 3), (4, 4), (0, 3), (2, 9)]
 
 
 def state_in(way: Way, seed: int | None) -> dict[str, Any]:
-    """Tensors of all sizes and dtypes cut one way; random ones for a seed, zeros for None."""
+    """Cut tensors of all sizes and dtypes in one way. With a seed they are random, with None they are zeros."""
     wholes = {
         f"{size}": numbers(size, DTYPES[i % len(DTYPES)], seed or 0) for i, size in enumerate(SIZES)
     } | {str(dtype): numbers((5, 3), dtype, seed or 0) for dtype in DTYPES}
@@ -75,7 +75,7 @@ def save_each_way(path: Path) -> None:
 
 
 def load_each_way(paths: list[Path]) -> list[str]:
-    """The keys whose loaded bits are not those saved; objects stay the same."""
+    """Load into each layout. Return the keys whose bits differ from the saved ones, and check that objects stay the same."""
     wrong = []
     for way in WAYS[dist.get_world_size()]:
         expected = state_in(way, 3)
@@ -104,7 +104,7 @@ def sharded_training(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer
 
 
 def save_all(base: Path) -> None:
-    """On ranks: what the tests of several ranks load."""
+    """On ranks: save the checkpoints that tests on several ranks load."""
     save_each_way(base / "each way")
     if dist.get_world_size() == 3:
         model, optimizer = sharded_training(2)
@@ -179,13 +179,13 @@ def test_a_value_comes_back_as_itself(tmp_path):
         assert type(read) is type(value) and repr(read) == repr(value)  # the sign of zero, too
 
 
-def test_subclasses_of_numbers_and_strings_come_back_as_those(tmp_path):
+def test_subclasses_of_numbers_and_strings_come_back_as_numbers_and_strings(tmp_path):
     checkpoint.save({"n": type("Count", (int,), {})(3), "s": type("Name", (str,), {})("x")}, tmp_path)
     found = checkpoint.load({"n": None, "s": None}, tmp_path)
     assert (type(found["n"]), type(found["s"])) == (int, str) and found == {"n": 3, "s": "x"}
 
 
-def test_an_inspection_tells_what_is_in_a_save(tmp_path):
+def test_an_inspection_lists_the_contents_of_a_save(tmp_path):
     tied = torch.ones(4)
     save_id = checkpoint.save({"w": torch.zeros(2, 3), "tied": {1: tied, 2: tied}, "lr": 0.1}, tmp_path)
     found = checkpoint.inspect(tmp_path)
@@ -210,7 +210,7 @@ def load_training(path: Path) -> None:
 
 
 def bytes_read(path: Path) -> int:
-    """How many bytes of data files this rank reads."""
+    """Count the bytes of data files that this rank reads."""
     read = [0]
     preadv = os.preadv
 

@@ -1,6 +1,6 @@
-"""State dicts as leaves at paths: round trips of flattening, and containers that stay what they are.
+"""State dicts as leaves at paths: flattening and back, and containers that keep their types.
 
-The oracles are equality with what went in, and torch's private helpers where those lose nothing.
+The oracles are equality with the input, and torch's private helpers where they lose nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hwfsdp.checkpoint.traverse import (
 )
 from hwfsdp.errors import UsageError
 
-# Hypothesis describes a strategy where it retries a draw; that of nested containers is long, and nobody reads it.
+# If Hypothesis retries a draw, it describes the strategy. The description of nested containers is long.
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 
@@ -71,7 +71,7 @@ STATE_DICTS = st.lists(st.tuples(KEYS, TREES), max_size=4, unique_by=lambda item
 
 
 def types(tree: Any) -> Any:
-    """The tree with types in place of leaves, and with the types of containers, which == does not compare."""
+    """Return the tree with types in place of leaves, and with the types of containers, which == does not compare."""
     if isinstance(tree, dict):
         return type(tree), [(key, types(value)) for key, value in tree.items()]
     if isinstance(tree, list | tuple):
@@ -154,7 +154,7 @@ def test_two_leaves_with_the_same_flat_key_are_refused_by_both_paths(
 
 @given(PLAIN)
 def test_lists_without_a_value_to_visit_are_visited_as_a_whole(state_dict: dict[str, Any]) -> None:
-    """The oracle is the other traversal of torch, that of its checkpoints."""
+    """The oracle is torch's other traversal, which its checkpoints use."""
     for wanted in (str, float, ()):
         visits: list[Any] = []
         expected: list[Any] = []
@@ -166,7 +166,7 @@ def test_lists_without_a_value_to_visit_are_visited_as_a_whole(state_dict: dict[
 
 
 @given(PLAIN, st.data())
-def test_some_of_the_keys_give_what_torch_gives_for_them(state_dict: dict[str, Any], data: Any) -> None:
+def test_some_of_the_keys_give_the_same_as_torch(state_dict: dict[str, Any], data: Any) -> None:
     flat, mapping = flatten_state_dict(state_dict)
     some = {key: value for key, value in flat.items() if data.draw(st.booleans())}
     expected = torchs._unflatten_state_dict(some, mapping)
@@ -231,7 +231,7 @@ def test_paths_that_meet_are_refused(paths: list[Any]) -> None:
 
 
 def cycles() -> dict[str, tuple[Any, str, str]]:
-    """name: (state dict, path at which it starts over, path of the container that is met again)"""
+    """Return name → (state dict, path where it starts over, path of the container that appears again)."""
     as_dict: dict[str, Any] = {"a": {}}
     as_dict["a"]["b"] = as_dict
     as_list: dict[str, Any] = {"a": [1, []]}
@@ -308,7 +308,7 @@ def test_a_read_only_mapping_can_be_visited_but_not_rebuilt() -> None:
 # --- Companions --------------------------------------------------------------------------------------------
 
 
-def test_leaves_meet_those_of_the_companion_whatever_the_order_of_its_keys() -> None:
+def test_leaves_meet_the_companions_leaves_in_any_order_of_keys() -> None:
     pairs = map_leaves(lambda path, a, b: (a, b), {"x": 1, "y": [2, 3]}, OrderedDict(y=(5, 6), x=4))
     assert pairs == {"x": (1, 4), "y": [(2, 5), (3, 6)]}
     assert map_leaves(lambda path, a, b: b, {"x": 1}) == {"x": ABSENT}

@@ -1,7 +1,9 @@
-"""Programs of others on torch's FSDP2 and on ours, compared in every bit. A client is a row of `LAUNCHES` and a module of cases.
+"""Run programs of other projects on torch's FSDP2 and on hwfsdp, and compare every bit.
 
-make clients                          installs the clients, runs the tests, then this:
-python tests/clients/compare.py       writes what the last tests found into docs/comparison.md
+A client is a row of `LAUNCHES` and a module of cases.
+
+make clients                          install the clients, run the tests, then run this:
+python tests/clients/compare.py       write the results of the last tests into docs/comparison.md
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ WHAT = ("losses", "gradients", "parameters")
 
 
 class Launch(NamedTuple):
-    """Cases that share a launch of ranks. `needs`: what has to be installed."""
+    """Cases that share a launch of ranks. `needs`: packages that must be installed."""
 
     module: str
     needs: tuple[str, ...]
@@ -43,12 +45,12 @@ class Launch(NamedTuple):
         return ROOT / "runs" / "clients" / f"{self.module}.{self.ranks}" / library
 
     def watched(self, library: str, case: str) -> list[Watched]:
-        """What each rank saw of a case; nothing if the case did not end."""
+        """Return the record of each rank about a case; an empty list if the case did not end."""
         paths = [self.folder(library) / f"{case}.{rank}.json" for rank in range(self.ranks)]
         return [_read(path) for path in paths] if all(path.exists() for path in paths) else []
 
     def run(self, library: str) -> str:
-        """Runs all cases with a library; the end of what they said."""
+        """Run all cases with a library. Return the end of their output."""
         folder = self.folder(library)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.json"):
@@ -57,7 +59,7 @@ class Launch(NamedTuple):
         ranks = ["--nproc-per-node", str(self.ranks)]
         command = [*torchrun, *ranks, *PROGRAMS[library], str(folder), self.module, *self.cases]
         environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # set for other tests; it changes what is timed
+        environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # set for other tests; it changes the measured times
         torchrun_process = subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -92,7 +94,7 @@ def _read(path: Path) -> Watched:
 
 
 def differences(theirs: list[Watched], ours: list[Watched]) -> Iterator[str]:
-    """Every loss, gradient and parameter that is not the same, rank by rank and step by step."""
+    """Yield every loss, gradient and parameter that differs, rank by rank and step by step."""
     for rank, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         if len(their.steps) != len(our.steps):
             yield f"rank {rank}: {len(their.steps)} steps with torch's FSDP2, {len(our.steps)} with ours"
@@ -103,9 +105,9 @@ def differences(theirs: list[Watched], ours: list[Watched]) -> Iterator[str]:
 
 
 def step_time(watched: Watched) -> float:
-    """Seconds of the fastest step: other programs on the machine, and warming up, only add to them.
+    """Return the seconds of the fastest step. Warm-up and other programs on the machine only add time.
 
-    A step begins with a loss; its optimizer may be called several times, for example for each parameter in backward.
+    A step begins with a loss. Its optimizer may be called several times, for example for each parameter in backward.
     """
     seconds: list[float] = []
     for step in watched.steps:
@@ -116,7 +118,7 @@ def step_time(watched: Watched) -> float:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """The cells of the table: of each case that the last tests ran with both libraries."""
+    """Yield the cells of a row for each case that the last tests ran with both libraries."""
     for launch in LAUNCHES:
         for case in launch.cases:
             theirs, ours = (launch.watched(library, case) for library in PROGRAMS)

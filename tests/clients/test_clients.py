@@ -1,6 +1,6 @@
-"""Programs of others train on hwfsdp as on torch's FSDP2: the same bits of losses, gradients and parameters at every step.
+"""Programs of other projects train on hwfsdp as on torch's FSDP2: the same bits of losses, gradients and parameters at every step.
 
-The oracle is the same program in other processes, without the switch. `make clients` installs what it needs.
+The oracle is the same program in other processes, without the switch. `make clients` installs the programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CASES = [
 
 @functools.cache
 def said(launch: Launch) -> dict[str, str]:
-    """What the launch said with each library."""
+    """Run a launch with each library. Return library → output."""
     return {library: launch.run(library) for library in PROGRAMS}
 
 

@@ -1,11 +1,11 @@
-"""Watches the training loop of another program: losses, gradients and parameters of each step. Runs on each rank.
+"""Watch the training loop of another program on each rank: losses, gradients and parameters of each step.
 
     torchrun --nproc-per-node 2 tests/clients/watch.py FOLDER MODULE CASE…                  on torch's FSDP2
-    torchrun --nproc-per-node 2 -m hwfsdp swap tests/clients/watch.py FOLDER MODULE CASE…   on ours
+    torchrun --nproc-per-node 2 -m hwfsdp swap tests/clients/watch.py FOLDER MODULE CASE…   on hwfsdp
 
-A case is a function of the module, which is called with_CLIENT. It trains, as a user of the client would write it, and knows of no watcher: losses are seen
-where `backward` begins, gradients and parameters in torch's hook after every optimizer step. What each rank saw of a case is
-in FOLDER/CASE.RANK.json afterwards.
+The name of the module is with_CLIENT. A case is a function of this module that trains as a user of the client would. It does not know
+the watcher. The watcher reads losses when `backward` begins, and gradients and parameters in torch's hook after every optimizer step.
+Each rank writes its record of a case to FOLDER/CASE.RANK.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @dataclass
 class Step:
-    """What a rank holds after an optimizer step, as fingerprints, and the seconds since the last one, without the watcher's."""
+    """Fingerprints of a rank's tensors after an optimizer step, and the seconds since the last step, without the watcher's own time."""
 
     losses: list[str]
     gradients: list[str]
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass
 class Watched:
-    """A case on one rank. `says`: what it is. `sharded_by`: the module of the class `FSDPModule` that was used."""
+    """A case on one rank. `says`: its description. `sharded_by`: the module that defines the `FSDPModule` in use."""
 
     client: str
     says: str
@@ -54,7 +54,7 @@ class Watched:
 
 
 def fingerprint(tensor: Tensor | None) -> str:
-    """Tells any two tensors apart that differ in a bit; the norm is for people."""
+    """Return a text that changes with every bit of the tensor. The norm in it is for people."""
     if tensor is None:
         return "none"
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -66,13 +66,13 @@ def fingerprint(tensor: Tensor | None) -> str:
 
 
 def home_of_sharded_modules() -> str:
-    """Where the `FSDPModule` comes from that modules have been made of; nothing if no module was sharded."""
+    """Return the module that defines the `FSDPModule` of the sharded modules; "" if no module was sharded."""
     return FSDPModule.__module__ if FSDPModule.__subclasses__() else ""
 
 
 @contextmanager
 def watching(watched: Watched) -> Iterator[None]:
-    """Notes every loss and every optimizer step of what runs inside."""
+    """Record every loss and every optimizer step in the `with` block."""
     losses: list[str] = []
     ended = time.perf_counter()
     backward = torch.autograd.backward
@@ -99,7 +99,7 @@ def watching(watched: Watched) -> Iterator[None]:
 
 
 def main(folder: str, module: str, *cases: str) -> None:
-    """Runs the cases, one after the other, and writes what was seen of each."""
+    """Run the cases, one after the other, and write the record of each."""
     torch.set_num_threads(1)
     functions = vars(importlib.import_module(module))
     name = module.removeprefix("with_")

@@ -25,7 +25,7 @@ def llama(**options: Any) -> nn.Module:
 
 
 def shard_on_cpus() -> None:
-    """accelerate shards on accelerators only. It is told that these ranks are of such a kind; their device stays the CPU."""
+    """Let accelerate shard on CPUs. It shards only on accelerators, so declare these ranks as such; their device stays the CPU."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState(cpu=True)
@@ -33,7 +33,7 @@ def shard_on_cpus() -> None:
 
 
 def accelerator(**options: Any) -> Accelerator:
-    """A new one; it wraps each decoder layer."""
+    """Make a new Accelerator that wraps each decoder layer."""
     shard_on_cpus()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -45,7 +45,7 @@ def accelerator(**options: Any) -> Accelerator:
 
 
 def batches(of: Accelerator, count: int) -> Iterator[Tensor]:
-    """Other tokens on each rank."""
+    """Yield batches with different tokens on each rank."""
     generator = torch.Generator().manual_seed(of.process_index)
     for _ in range(count):
         yield torch.randint(VOCABULARY, (2, 16), generator=generator)

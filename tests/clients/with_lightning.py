@@ -32,7 +32,7 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 class Model(LightningModule):
-    """What a user of the Trainer writes."""
+    """A model as a user of the Trainer writes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def accumulation() -> None:
 
 
 def batches(count: int) -> Iterator[Tensor]:
-    """Other rows on each rank."""
+    """Yield batches with different rows on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(count):
         yield torch.randn(2, 8, WIDTH, generator=generator)
@@ -84,7 +84,7 @@ def started(**options: Any) -> tuple[Fabric, nn.Module, torch.optim.Optimizer]:
 
 
 def steps(of: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Two micro-batches a step; the first one defers its reduction."""
+    """Take steps of two micro-batches. The first one defers its reduction."""
     for number, rows in enumerate(batches(2 * count)):
         with of.no_backward_sync(model, enabled=number % 2 == 0):
             of.backward(F.mse_loss(model(rows), rows.flip(0)))

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer and debug model. Tokenizer and data, which it takes from a hub, are made up here."""
+"""torchtitan's own trainer and debug models. Tokenizer and data would come from a hub; here they are made up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
-utils.device_type = "cpu"  # before other modules take it from there; of CPUs torchtitan does not know
+utils.device_type = "cpu"  # before other modules import it; torchtitan does not know CPUs
 utils.device_module = SimpleNamespace(
     device_count=lambda: 1,
     current_device=lambda: 0,
@@ -35,11 +35,11 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug  # noqa: E40
 from torchtitan.trainer import Trainer  # noqa: E402
 
 STEPS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 2048
-distributed.set_pg_timeouts = lambda **_: None  # it calls what torch 2.13 does not have yet
+distributed.set_pg_timeouts = lambda **_: None  # it calls a function that torch 2.13 does not have yet
 
 
 class Nothing(BaseTokenizer):
-    """The data are tokens already."""
+    """A tokenizer that does nothing, because the data are tokens already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -59,7 +59,7 @@ class Nothing(BaseTokenizer):
 
 
 class RandomTokens(BaseDataLoader):
-    """Other tokens on each rank."""
+    """Random tokens, different on each rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -82,7 +82,7 @@ class RandomTokens(BaseDataLoader):
 
 
 def train(config: Trainer.Config) -> None:
-    """A debug model. Its flex attention has no backward on CPUs; torchtitan has another kind."""
+    """Train a debug model. Its flex attention has no backward on CPUs, so replace it by torchtitan's other attention."""
     for _, _, layer, name in [*config.model_spec.model.traverse(FlexAttention.Config)]:
         setattr(layer, name, ScaledDotProductAttention.Config())
     config.dump_folder = tempfile.mkdtemp()

@@ -1,4 +1,4 @@
-"""torchtune: what its recipes are made of. The recipes themselves want a tokenizer and weights from a hub."""
+"""The parts of torchtune's recipes. The recipes themselves need a tokenizer and weights from a hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AdamW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def sharded(build: Callable[..., nn.Module], recompute: bool = False, **options: Any) -> nn.Module:
-    """As the recipes do: weights are loaded into a model that is sharded already."""
+    """Build a sharded model and then load its weights, as the recipes do."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     weights = build(**SMALL, **options).state_dict()
@@ -45,7 +45,7 @@ def sharded(build: Callable[..., nn.Module], recompute: bool = False, **options:
 
 
 def losses(model: nn.Module, count: int) -> Iterator[Tensor]:
-    """On other tokens on each rank."""
+    """Yield losses. Each rank has different tokens."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(count):
         tokens = torch.randint(VOCABULARY, (2, 16), generator=generator)

@@ -1,4 +1,4 @@
-"""Ranks in which nothing of the package can be imported but its heart."""
+"""Start ranks that can import only the heart of the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.multiprocessing as multiprocessing
 
 
 class OnlyTheHeart(MetaPathFinder):
-    """Refuses every module of `hwfsdp` that is not in `hwfsdp.core`."""
+    """An import hook that refuses every module of `hwfsdp` outside `hwfsdp.core`, except `hwfsdp.doors`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         package, _, rest = name.partition(".")
@@ -25,7 +25,7 @@ class OnlyTheHeart(MetaPathFinder):
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(*args)` on so many ranks, gloo between them; what each returned, in the order of ranks."""
+    """Run `function(*args)` on `world_size` ranks connected by gloo. Return the results in the order of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

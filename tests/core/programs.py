@@ -1,4 +1,4 @@
-"""What ranks run with the heart alone, and with torch's FSDP2: the same program, given the library."""
+"""The programs that ranks run with the heart alone and with torch's FSDP2. The library is an argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwfsdp import core
 
 
 class Block(nn.Module):
-    """Rows that no number of ranks divides, a bias, and a vector shorter than the ranks are many."""
+    """A block with rows that no number of ranks divides, a bias, and a vector that has fewer elements than there are ranks."""
 
     def __init__(self, width: int, recompute: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, whose input needs no gradient; blocks; a head that may share the embedding's weight."""
+    """An embedding, blocks, and a head that may share the embedding's weight. The input needs no gradient."""
 
     def __init__(self, recompute: bool = False, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -58,10 +58,11 @@ class Model(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and how it is trained.
+    """A model and the way to train it.
 
     Attributes:
-        micro: batches per step; accumulate: only the last of them reduces. keep: parameters stay whole between them.
+        micro: micro-batches per step. accumulate: if True, only the last one reduces.
+        keep: if True, parameters stay unsharded between the micro-batches.
     """
 
     build: Callable[[], Model] = Model
@@ -94,7 +95,7 @@ CASES = {
 
 
 def trained(case: Case, library: Any) -> dict[str, Any]:
-    """Losses of three steps; this rank's rows of gradients and parameters after each."""
+    """Train for three steps. Return the losses, and this rank's rows of gradients and parameters after each step."""
     torch.manual_seed(0)
     model = case.build()
     policy = library.MixedPrecisionPolicy(**case.policy)
@@ -130,7 +131,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What every case gives with the heart, and with torch's FSDP2."""
+    """Return case → its results with the heart, and with torch's FSDP2."""
     return {name: (trained(case, core), trained(case, fsdp)) for name, case in CASES.items()}
 
 
@@ -138,7 +139,7 @@ def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 class Watched:
-    """An instrument in the slot: writes down what the heart says that it does."""
+    """An instrument that writes down what the heart reports."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -160,7 +161,10 @@ class Watched:
 
 
 def observed() -> tuple[list[str], dict[str, int]]:
-    """Gathers, copy-outs and reductions of the second step, in order; and the bytes of whole parameters at five moments."""
+    """Watch the second step. Return its gathers, copy-outs and reductions in order, and the bytes of unsharded parameters.
+
+    The bytes are those alive at several moments, by moment, and those of each group, by fqn.
+    """
     from hwfsdp.core import observer, state
 
     torch.manual_seed(0)
@@ -206,7 +210,7 @@ def observed() -> tuple[list[str], dict[str, int]]:
 
 
 def frames_to_collectives() -> dict[str, list[str]]:
-    """For each collective of the second step, the longest way from torch's hook to it: the functions called, the collective's last."""
+    """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
     import sys
     from unittest import mock
 
@@ -241,5 +245,5 @@ def frames_to_collectives() -> dict[str, list[str]]:
 
 
 def seen() -> tuple[Any, dict[str, list[str]]]:
-    """Both of what is seen from outside."""
+    """Return the results of `observed` and of `frames_to_collectives`."""
     return observed(), frames_to_collectives()

@@ -1,4 +1,4 @@
-"""The heart by itself is a working FSDP2: bit-equal to torch's, with every other part of the package out of reach."""
+"""The heart alone is a working FSDP2: bit-equal to torch's, while no other part of the package can be imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", programs.CASES)
-def test_losses_gradients_and_weights_are_those_of_fsdp2_in_every_bit(compared: list[Any], case: str) -> None:
+def test_losses_gradients_and_weights_equal_fsdp2_in_every_bit(compared: list[Any], case: str) -> None:
     for found in compared:
         ours, theirs = found[case]
         assert ours.keys() == theirs.keys()
@@ -38,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def seen_once() -> Any:
-    """Both of what `programs` sees from outside, in one launch."""
+    """Return the results of `programs.seen`, from one launch."""
     return alone.run(programs.seen, 2)[0]
 
 
@@ -71,7 +71,7 @@ def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once
         assert "Transport" in way[-2] and len(way) <= 9, way
 
 
-def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
+def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
     files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
     assert sorted(CHAPTERS) == files
     for number, chapter in enumerate(CHAPTERS):
@@ -85,7 +85,7 @@ def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
 
 
 def test_station_ten_names_places_that_are_there() -> None:
-    """Its README says where the heart does what the learner's file does."""
+    """The README of the station names the places in the heart that match the learner's file."""
     (page,) = (HEART.parents[1] / "exercises").glob("10_*/README.md")
     cells = re.findall(r"^\| \d\d(?:, \d\d)? \| (.+) \|$", page.read_text(), re.MULTILINE)
     assert len(cells) == 9
@@ -96,6 +96,6 @@ def test_station_ten_names_places_that_are_there() -> None:
 
 
 def checked_only(source: str) -> str:
-    """The imports that only a type checker makes."""
+    """Return the imports for type checkers only."""
     found = re.search(r"^if TYPE_CHECKING:\n(?:    .*\n)+", source, re.MULTILINE)
     return found.group() if found else ""

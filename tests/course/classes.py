@@ -1,4 +1,4 @@
-"""Classes to grade in tests: a course of a station and an elective, submissions, and a worker that grades as it is told."""
+"""Classes of students to grade in tests: a small course, submissions, and a fake worker that obeys them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = find_course(Path(__file__))
 FIRST, SECOND = REPOSITORY.exercise(1), REPOSITORY.exercise(12)
 FILES = {e.number: e.target for e in (FIRST, SECOND)}
 
-# Does what the first line of a submitted file says, and notes in a log when it begins and ends.
+# A worker that does what the first line of a submitted file says. It logs when it begins and when it ends.
 FAKE = """
 import json, os, sys
 from pathlib import Path
@@ -62,7 +62,7 @@ for line in sys.stdin.buffer:
 
 
 def small_course(root: Path) -> Course:
-    """A course of a station and an elective, below a folder."""
+    """Make a course of one station and one elective in a folder."""
     for exercise in (FIRST, SECOND):
         shutil.copytree(
             exercise.folder,
@@ -74,7 +74,7 @@ def small_course(root: Path) -> Course:
 
 
 def hand_in(folder: Path, name: str, **texts: str) -> Path:
-    """A submission, a folder; `first` and `second` are the texts of its files."""
+    """Make a submission: a folder. `first` and `second` are the texts of its files."""
     for which, text in texts.items():
         path = folder / name / FILES[{"first": "01", "second": "12"}[which]]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def hand_in(folder: Path, name: str, **texts: str) -> Path:
 
 
 def hand_in_tar(folder: Path, name: str, text: str, at: float, **pax: str) -> Path:
-    """A submission, a tar with the first exercise; written `at` seconds since 1970; `pax` goes before what the header has."""
+    """Make a submission: a tar with the first exercise, written `at` seconds since 1970. `pax` overrides fields of the header."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / f"{name}.tar", "w") as archive:
         info = tarfile.TarInfo(FILES["01"])
@@ -93,28 +93,28 @@ def hand_in_tar(folder: Path, name: str, text: str, at: float, **pax: str) -> Pa
 
 
 def git(folder: Path, *words: str, **environ: str) -> None:
-    """Runs git in a folder, with no settings but those there."""
+    """Run git in a folder, without the settings of the user or the machine."""
     ours = {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(folder), "PATH": os.environ["PATH"], **environ}
     whose = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *whose, *words], cwd=folder, env=ours, check=True, capture_output=True)
 
 
 def commit(folder: Path, date: str) -> None:
-    """Makes a folder a checkout of one commit, of a time as git takes it."""
+    """Make a folder a checkout of one commit. Its date is in git's format."""
     git(folder, "init", "-q", "-b", "main")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "x", GIT_COMMITTER_DATE=date)
 
 
 def fake_worker(log: Path) -> tuple[str, ...]:
-    """The command of a worker that does as it is told by the first line of what it grades."""
+    """Return the command of a worker that obeys the first line of each file that it grades."""
     return (sys.executable, "-c", FAKE, str(log))
 
 
 def checked(
     number: str, passed: bool | None = True, misconception: str | None = None, **fields: Any
 ) -> dict[str, Any]:
-    """A check as JSON has it."""
+    """Return a check as it is in JSON."""
     found = {
         "id": {"01": "01.padded", "12": "12.order"}[number],
         "passed": passed,
@@ -130,7 +130,7 @@ def checked(
 
 
 def exercised(number: str, *checks: dict[str, Any], status: str = "failed") -> dict[str, Any]:
-    """An exercise as JSON has it."""
+    """Return an exercise as it is in JSON."""
     return {
         "exercise": number,
         "score": sum(check["points"] for check in checks),
@@ -145,7 +145,7 @@ HOSTILE = "<script>alert(1)</script> & \x1b[2J 50%, a:b\nsecond line"
 
 
 def results() -> list[Result]:
-    """A class in which everything happens."""
+    """Return the results of a class with every kind of outcome."""
     good = exercised("01", checked("01"), status="passed")
     none = exercised("12", checked("12", None), status="not_started")
     bad = exercised(

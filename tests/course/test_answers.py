@@ -1,7 +1,8 @@
-"""The grader, graded: wrong answers get the verdict they deserve, right ones all points however they are written.
+"""Grade the grader: a wrong answer gets its misconception, a right one gets all points, however it is written.
 
-A wrong answer is an edit of the reference as it is at its station (`answers.shapes`). A right one is the reference itself, which later
-stations write differently, or an edit that does the same. `make test` has one wrong answer for each check. Right answers there are the solutions, in tests/exercises.
+A wrong answer edits the reference of its station (`answers.shapes`). A right one is the reference itself, which later stations write
+differently, or an edit that does the same. `make test` has one wrong answer for each check. Its right answers are the solutions, in
+tests/exercises.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ RIGHT += [case for case in ANSWERS if case[1].misconception == IS_RIGHT]
 
 
 def text_of(exercise: Exercise, each: Answer) -> str:
-    """What is handed in."""
+    """Return the text of the submitted file."""
     reference = stage(int(exercise.number)) if exercise.is_station else solution(exercise)
     return each.text(reference)
 
 
 def one_for_each_check(found: list[tuple[Exercise, Any]]) -> list[Any]:
-    """The answers; all but the first one for a check are long."""
+    """Return the answers. Mark all but the first one for each check as long."""
     first = {wrong.check: wrong for _, wrong in reversed(found)}
     return [case if first[case[1].check] is case[1] else long(*case) for case in found]
 
@@ -60,7 +61,7 @@ def named(value: object) -> str | None:
 
 @pytest.fixture(scope="module")
 def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]:
-    """By test, the grade that it asks for; several are being made at once."""
+    """Return test → the grade that it needs. Several workers grade at the same time."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # otherwise the other cores have tests of their own
     with grading_pool(WORKERS if alone else 1) as pool:
         chosen = [
@@ -81,7 +82,7 @@ def test_every_answer_is_an_edit_of_the_reference_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("exercise", "wrong"), one_for_each_check(WRONG), ids=named)
-def test_a_wrong_answer_is_told_what_is_wrong(
+def test_a_wrong_answer_gets_its_misconception(
     exercise: Exercise,
     wrong: Answer,
     grades: dict[str, Future[Grade]],

@@ -1,4 +1,4 @@
-"""Whatever is handed in, grading ends soon, says why, leaves nothing running, and grades the rest as usual."""
+"""For any submission, grading ends soon, gives a reason, leaves no process, and grades the other submissions as usual."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COURSE = find_course(Path(__file__))
 ROWS = COURSE.exercise(1)
 RINGS = COURSE.exercise(2)
 CUTS = COURSE.exercise(12)
-SECONDS = 20.0  # that an exercise may take, whatever is in it
+SECONDS = 20.0  # limit for an exercise with any content
 
 
 def with_line(line: str, function: str = "padded_rows", text: str = solution(ROWS)) -> str:
-    """The reference with a line at the beginning of one of its functions, or of the file."""
+    """Insert a line at the beginning of a function of the reference, or of the file."""
     if not function:
         head, _, rest = text.partition("from hwfsdp")
         return f"{head}{line}\nfrom hwfsdp{rest}"
@@ -64,7 +64,7 @@ WORTHLESS = {  # name → (text, misconception, words that the message has)
 }
 
 
-UNUSABLE = {  # of an elective, whose functions the package calls
+UNUSABLE = {  # changes of an elective, whose functions the package calls
     "missing function": ("def cut_after", "def cut_aft", "missing", "cut_after"),
     "other parameters": (", dim: int) -> Placement", ") -> Placement", "wrong-signature", "cut_after"),
     "parameters in another order": (
@@ -76,11 +76,11 @@ UNUSABLE = {  # of an elective, whose functions the package calls
 }
 
 
-QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for what never ends anyway
+QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for code that never ends
 
 
 def is_worthless(result: Grade, misconception: str, words: str) -> None:
-    """Status, score and reason are as they have to be, in time, and nothing is left running."""
+    """Check that status, score and reason are right, that grading ended in time, and that no process is left."""
     assert result.status == "error" and result.score == 0
     assert result.finding is not None
     assert (result.finding.misconception, words in result.finding.message) == (misconception, True), str(

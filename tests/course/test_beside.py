@@ -1,4 +1,4 @@
-"""A failed check of a station leaves a page: the learner's run beside the reference's, opened where the verdict points to."""
+"""A failed check of a station writes a page: the learner's run beside the reference's, opened at the place in the verdict."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ OWN = '"""A learner\'s file."""\n\n\ndef gather():\n    """Gather it."""\n    re
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    """A learner's file, in the current folder."""
+    """Write a learner's file in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_fsdp.py").write_text(OWN)
     return Source(tmp_path / "my_fsdp.py", OWN)
 
 
 def failed(number: str, machine: str, us: float | None, place: str = "") -> Grade:
-    """A verdict whose first check found fault with a run, here the reference's, as if this place had issued its events."""
+    """Make a verdict whose first check fails in a run. The run is the reference's, as if `place` had issued its events."""
     log = REFERENCE[number][machine]
     log = {**log, "events": [{**event, "code": place} for event in log["events"]]}
     exercise = COURSE.exercise(number)
@@ -140,7 +140,7 @@ def test_the_references_logs_are_of_every_machine_and_name_no_place() -> None:
 
 
 @pytest.mark.long
-def test_the_references_logs_are_what_the_reference_does_now(
+def test_the_references_logs_match_the_reference_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "LOGS", tmp_path / "logs.gz")

@@ -1,4 +1,4 @@
-"""The homework's grader, graded: our file gets everything, the starter nothing, wrong answers what they deserve."""
+"""Grade the homework's grader: our file gets all points, the starter none, and wrong answers their misconceptions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FIRST = {wrong.check: wrong for wrong in reversed(WRONG) if wrong.check.startswi
 
 
 @pytest.mark.parametrize("wrong", fast_are(FIRST.values(), WRONG), ids=named)
-def test_a_wrong_answer_is_told_what_is_wrong(wrong: Answer) -> None:
+def test_a_wrong_answer_gets_its_misconception(wrong: Answer) -> None:
     result = graded(wrong.text(SOLUTION), only=wrong.check)
     verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
@@ -105,7 +105,7 @@ def passed(result: Grade) -> list[str]:
 
 
 def graded_with(written: set[str]) -> Grade:
-    """The starter with these functions written."""
+    """Grade the starter with these functions in it."""
     left = [Task(task.label, tuple({*task.holes} - written)) for task in HOMEWORK.tasks]
     return graded(starter(replace(HOMEWORK, tasks=tuple(left))))
 
@@ -167,7 +167,7 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
         "__import__('hwfsdp.core.wrap')",
     ],
 )
-def test_a_file_that_uses_what_it_is_to_supply_is_refused(line: str) -> None:
+def test_a_file_that_uses_the_functions_it_must_supply_is_refused(line: str) -> None:
     with pytest.raises(Finding) as refused:
         check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
     assert refused.value.misconception == "not-alone"

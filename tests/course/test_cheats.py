@@ -1,4 +1,4 @@
-"""Cheats score nothing and are named, and do no harm: not to the grader, nor to other submissions, nor to the machine."""
+"""Cheats get no points and are named. They harm neither the grader, nor other submissions, nor the machine."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ TRIED = starter(CUTS).replace("raise NotImplementedError", "return 1", 1)
 
 
 def unseen(lines: str) -> str:
-    """The same, in words that no reading of the text finds."""
+    """Encode the lines, so that no check of the text finds them."""
     packed = base64.b64encode(lines.encode()).decode()
     return f"import base64\nexec(base64.b64decode({packed!r}).decode(), globals())\n"
 
 
 def at_import(lines: str, text: str = TRIED) -> str:
-    """The text with lines before its first import of the package."""
+    """Return the text with lines before its first import of the package."""
     head, _, rest = text.partition("from hwfsdp")
     return f"{head}{unseen(lines)}\nfrom hwfsdp{rest}"
 
 
 def filled(lines: str) -> str:
-    """The starter of 12; `lines`, at its end, leave the functions of its holes in `found`."""
+    """Return the starter of 12 with `lines` at its end. They leave the functions for its holes in `found`."""
     return starter(CUTS) + "\n" + unseen(lines) + TAKE
 
 
@@ -202,7 +202,7 @@ def test_a_call_that_no_answer_needs_is_found_in_the_text(line: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "found"), [("__dict__", "uses __dict__"), ("width", None)])
-def test_a_pattern_that_looks_up_what_no_answer_needs_is_found(name: str, found: str | None) -> None:
+def test_a_pattern_that_looks_up_an_attribute_no_answer_needs_is_found(name: str, found: str | None) -> None:
     use = find_digging(f"match f:\n    case C({name}=x):\n        pass\n")
     assert (use and use.what) == found
 
@@ -301,7 +301,7 @@ def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str
     assert (result.score, result.bonus) == (0, 0) and f"looks into a stream ({told})" in described(result)
 
 
-REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
+REACHES = {  # a name for the forbidden thing → all ways to spell it
     "instruments": (
         "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
         "import hwfsdp.collectives as c\ngetattr(c, 'hist' + 'ory')",
@@ -354,7 +354,7 @@ REACHES = {  # in a few words: what is reached for, in all the ways in which it 
 
 
 class Refused(Exception):
-    """A learner's code reached for what is not its own."""
+    """An error: a learner's code tried to use something forbidden."""
 
 
 def refuse(what: str) -> NoReturn:
@@ -369,7 +369,7 @@ def test_a_forbidden_name_is_refused_however_it_is_spelled(text: str) -> None:
         doors.run(text, "x.py", {"__name__": "submitted_x"})
 
 
-def test_code_of_its_own_does_what_python_does() -> None:
+def test_ordinary_code_runs_as_in_python() -> None:
     doors, names = Doors(refuse), {"__name__": "submitted_x"}
     doors.close()
     doors.run(ORDINARY, "x.py", names)
@@ -504,7 +504,7 @@ def described(result: Grade) -> str:
     )
 
 
-NOT_THEIRS = {  # what a file of stations begins with → what is told
+NOT_THEIRS = {  # first lines of a file of stations → the message
     "torch's own fully_shard": (
         "from torch.distributed.fsdp import fully_shard as torchs\n",
         "from torch.distributed.fsdp import fully_shard",
@@ -602,7 +602,7 @@ def test_every_limit_says_whether_it_is_in_force() -> None:
 
 
 def frame_in(file: str, outer_file: str) -> types.FrameType:
-    """The frame of a function of one file that a function of another file has called."""
+    """Return the frame of a function in one file that was called by a function in another file."""
     names: dict[str, Any] = {"sys": sys}
     for path, text in ((file, "inner = lambda: sys._getframe()"), (outer_file, "outer = lambda: inner()")):
         exec(compile(text, path, "exec"), names)
@@ -611,7 +611,7 @@ def frame_in(file: str, outer_file: str) -> types.FrameType:
 
 
 def test_torch_may_name_the_wrappers_that_its_own_decorators_make() -> None:
-    """Since 2.15, `@torch.no_grad()` gives its wrapper a name, and for that it makes new code."""
+    """Since torch 2.15, `@torch.no_grad()` names its wrapper, and makes new code for this."""
     decorators, own = inspect.getfile(torch.utils._contextlib), "my_fsdp.py"
     assert names_wrapper(frame_in(decorators, decorators))
     for file, outer_file in ((decorators, own), (own, decorators), (own, own)):

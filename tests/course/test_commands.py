@@ -28,7 +28,7 @@ FLOOR = ("    return -(-n // world_size)\n", "    return n // world_size\n")
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A student's copy of the course, the current folder."""
+    """Make a student's copy of the course the current folder."""
     shutil.copytree(
         REPOSITORY.root / "exercises", tmp_path / "exercises", ignore=shutil.ignore_patterns("*.png")
     )
@@ -85,7 +85,7 @@ def test_status_says_where_the_next_exercise_is(
 
 
 def without_torch(course: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """A command that must not load torch: then it ends with the status 9."""
+    """Run a command that must not load torch. If it does, the exit status is 9."""
     code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else status)"
     command = [sys.executable, "-c", code, *line.split()]
     return subprocess.run(command, cwd=course, capture_output=True, text=True)
@@ -153,7 +153,7 @@ def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.
     assert said_json(capsys, "status")[1]["exercises"][0]["stale"] is True
 
 
-def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
+def test_a_verdict_has_the_keys_that_other_programs_read(
     course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = said_json(capsys, "check", "1")[1]
@@ -247,7 +247,7 @@ def test_watch_sees_each_save_once(course: Path) -> None:
     assert seen == ["01", "01", "01"]  # written, replaced, and there again
 
 
-def test_watch_sees_what_is_saved_while_the_first_check_runs(course: Path) -> None:
+def test_watch_sees_a_save_while_the_first_check_runs(course: Path) -> None:
     exercise = find_course(course).exercise(1)
     saves = saved([exercise], lambda seconds: pytest.fail("nothing was seen"))
     file_of(course).write_text("x = 1\n")
@@ -267,14 +267,14 @@ def test_watch_chooses_the_station_after_the_last_one_that_passed(course: Path) 
 
 
 class StopWatching(Exception):
-    """Ends a loop that would not."""
+    """An exception that ends an endless loop."""
 
 
 @pytest.fixture
 def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "hwfsdp", "watch", "1"]
     with subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, text=True) as process:
-        limit = threading.Timer(120 * patience(), process.kill)  # for one that says nothing any more
+        limit = threading.Timer(120 * patience(), process.kill)  # in case the command hangs
         limit.start()
         yield process
         limit.cancel()

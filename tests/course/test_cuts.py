@@ -1,4 +1,4 @@
-"""What notebook 09 says of three ways to find a rank's rows."""
+"""Check the statements of notebook 09 about three ways to find a rank's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_row_belongs_to_exactly_one_rank(way: Way) -> None:
             assert torch.cat(parts).sort().values.tolist() == [*range(rows)]
 
 
-def test_placements_are_right_for_all_sizes_and_stripes_for_those_that_divide() -> None:
+def test_placements_are_right_for_all_sizes_and_stripes_for_sizes_that_divide() -> None:
     assert all(is_right(from_placements, *size) for size in SIZES)
     assert all(is_right(by_stripes, *size) for size in SIZES if size[0] % (size[1] * size[2]) == 0)
     assert not all(is_right(by_stripes, *size) for size in SIZES)

@@ -1,4 +1,4 @@
-"""Signatures, and the misconceptions that they are taken for."""
+"""Signatures, and the misconceptions that they reveal."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_judges_tell_every_finding_and_no_other() -> None:
     ]
 
 
-def test_a_finding_shows_what_came_back_and_what_should_have() -> None:
+def test_a_finding_shows_the_actual_and_the_expected_value() -> None:
     finding = told("13.calls", "Rank 0:", 2, 3)
     assert (finding.misconception, finding.expected, finding.actual) == ("not-initialized", 3, 2)
     assert finding.message == "Rank 0: init is called for 2 rows; this rank has 3."

@@ -25,7 +25,7 @@ WRONG = solution(FIRST).replace("    return -(-n // world_size)\n", "    return 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """What Gradescope makes of an upload: /autograder, elsewhere."""
+    """Unpack an upload as Gradescope does, in a temporary folder in place of /autograder."""
     course = small_course(tmp_path / "course")
     make_autograder(tmp_path / "autograder.zip", course, limit=100)
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
@@ -73,7 +73,7 @@ def test_the_autograder_leaves_a_result_when_grading_fails(status: str, words: s
     assert found["score"] == 0 and words in str(found["output"])
 
 
-def test_the_upload_has_what_grading_takes_and_no_answers_of_ours(root: Path, tmp_path: Path) -> None:
+def test_the_upload_has_all_files_for_grading_and_no_solutions(root: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         names = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
     assert names["setup.sh"] & 0o111 and names["run_autograder"] & 0o111
@@ -95,7 +95,7 @@ def test_the_upload_has_what_grading_takes_and_no_answers_of_ours(root: Path, tm
 
 @pytest.fixture
 def workflow(tmp_path: Path) -> dict[object, Any]:
-    """The workflow as data, after it was written."""
+    """Write the workflow, and read it as data."""
     yaml = pytest.importorskip("yaml")
     make_workflow(tmp_path / ".github" / "workflows" / "grade.yml", 600)
     text = (tmp_path / ".github" / "workflows" / "grade.yml").read_text()
@@ -116,7 +116,7 @@ def test_the_workflow_is_started_by_staff_alone_and_pastes_no_input_into_a_scrip
     assert workflow["jobs"]["grade"]["timeout-minutes"] == 20
     for step in steps(workflow).values():
         assert "${{" not in step.get("run", "")
-        assert "repository" not in step.get("with", {})  # the course is that of the workflow
+        assert "repository" not in step.get("with", {})  # the course comes from the workflow's own repository
     holders = {secret for secret, step in steps(workflow).items() if "secrets." in str(step)}
     assert holders == {"Fetch", "Grade"}
 
@@ -127,7 +127,7 @@ def test_the_workflow_installs_no_second_copy_of_the_package(workflow: dict[obje
 
 
 def run_step(step: dict[str, Any], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Carries out a step of the workflow as a runner does."""
+    """Run a step of the workflow as a runner does."""
     ours = {
         **os.environ,
         "RUNNER_TEMP": str(folder / "temp"),
@@ -142,7 +142,7 @@ def run_step(step: dict[str, Any], folder: Path, **environ: str) -> subprocess.C
 
 @pytest.fixture
 def hub(tmp_path: Path) -> dict[str, str]:
-    """Where repositories of two students are, as the environment of a runner has it."""
+    """Make repositories of two students. Return the environment in which a runner finds them."""
     for name in ("class/ada", "class/bob"):
         commit(hand_in(tmp_path / "hub", f"{name}.git", first=f"# {name}"), "2026-01-01T00:00:00 +0000")
     return {"GITHUB_SERVER_URL": f"file://{tmp_path}/hub", "TOKEN": "t0ken", "HOME": str(tmp_path)}

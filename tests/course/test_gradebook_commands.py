@@ -30,7 +30,7 @@ LIMITS = [Limit("time", True), Limit("no network", False, "only root can")]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a course of two exercises, which is the current one."""
+    """Make the folder of a course of two exercises the current folder."""
     small_course(tmp_path / "course")
     monkeypatch.chdir(tmp_path / "course")
     return tmp_path / "course"
@@ -70,7 +70,7 @@ def test_a_class_is_graded_with_hidden_inputs_and_the_secret_is_written_nowhere(
 
 
 class FakeRun(ClassRun):
-    """A class with results of its own making."""
+    """A grading run of a class with made-up results."""
 
     made: list[Result] = []
     stop = False
@@ -139,7 +139,7 @@ def test_a_part_with_points_of_its_own_is_shown_for_a_class(
     ]
 
 
-def test_the_gradebook_shows_what_was_earned_taken_off_and_counts(
+def test_the_gradebook_shows_raw_points_penalty_and_total(
     fake: type[FakeRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     late = ["--deadline", "2026-01-01T00:00+00:00", "--late", "25%/day"]
@@ -217,7 +217,7 @@ def test_an_impossible_request_is_one_line_and_status_2(
 # --- Before and after grading ------------------------------------------------------------------------------
 
 
-def test_the_gradebook_is_written_before_reports_and_what_fails_says_how_to_go_on(
+def test_the_gradebook_is_written_before_reports_and_their_error_says_how_to_go_on(
     fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, reports = tmp_path / "grades.csv", tmp_path / "reports"

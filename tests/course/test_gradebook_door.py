@@ -1,4 +1,4 @@
-"""A class of four, graded by the command as an instructor types it: once, and then written in other formats from its journal."""
+"""Grade a class of four with the command, as an instructor types it. Then write its journal in other formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ROWS, RINGS = COURSE.exercise(1), COURSE.exercise(2)
 ALL = ROWS.points + RINGS.points
 BUG = read_bugs(COURSE)[0]
 SOLVED, BEGIN = solution(RINGS), "    pieces[rank] = part\n"
-LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"  # rank 0, what the others enter
+# rank 0 leaves out a collective that the others enter
+LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"
 HANGING = SOLVED.replace(BEGIN, BEGIN + LEAVES_OUT)
 HALF = starter(ROWS).replace(
     'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
@@ -36,7 +37,7 @@ HALF_CAPSTONE = holes.blank(
 
 
 def answered(evidence: str, *questions: str) -> str:
-    """Answers to the first bug of the lab: these questions, right."""
+    """Answer these questions about the first bug of the lab, correctly."""
     key = read_key(COURSE)[BUG.directory]
     letters = [f'{question} = "{BUG.letter(question, key[question])}"' for question in questions]
     return "\n".join([f"[{BUG.directory}]", f'evidence = "{evidence}"', *letters])
@@ -50,7 +51,7 @@ def hand_in(folder: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a course of two stations, capstone and lab, and a class."""
+    """Make a folder with a course of two stations, capstone and lab, and a class."""
     root = tmp_path_factory.mktemp("door")
     given = root / "course" / "exercises"
     for name in (ROWS.directory, RINGS.directory, HOMEWORK, "lab"):
@@ -77,7 +78,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grade(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`hwfsdp grade`, in the folder of the course."""
+    """Run `hwfsdp grade` in the folder of the course."""
     environ = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "TMPDIR": str(here / "tmp")}
     return subprocess.run(
         [sys.executable, "-m", "hwfsdp", "grade", *words],
@@ -89,14 +90,14 @@ def grade(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def graded(here: Path) -> int:
-    """How many lines the journal has of checks and exercises that came to their end."""
+    """Count the lines in the journal for finished checks and exercises."""
     lines = map(json.loads, (here / "book.journal").read_text().splitlines())
     return sum(line["kind"] in ("check", "exercise") for line in lines)
 
 
 @pytest.fixture(scope="module")
 def book(here: Path) -> dict[str, dict[str, Any]]:
-    """What the first run says of each submission; its journal is `book.journal`."""
+    """Return the first run's result for each submission. Its journal is `book.journal`."""
     found = grade(here, "../class", "--jobs", "2", "--seed", "3", "--format", "json", "--out", "../book")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "not graded" not in found.stderr and "Error" not in found.stderr
@@ -152,7 +153,7 @@ def test_a_hang_names_its_collective_and_loses_that_exercise_alone(
 
 # --- From the journal --------------------------------------------------------------------------------------
 
-TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # of eve's the tests above say what they can be
+TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # the tests above check eve's points
 
 
 @pytest.mark.long

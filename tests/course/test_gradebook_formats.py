@@ -1,4 +1,4 @@
-"""Gradebooks fit the schemas that others have published, add up, and say what happened."""
+"""Gradebooks fit the published schemas of other programs, add up, and report the outcome of grading."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_json_reads_back_as_the_same_results(book: Gradebook) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradescope", "github", "classroom50"])
-def test_points_of_tests_add_up_to_what_was_earned(name: str, book: Gradebook) -> None:
+def test_points_of_tests_add_up_to_the_score(name: str, book: Gradebook) -> None:
     for index, result in enumerate(results()):
         found = json.loads("".join(pieces(of_one(book, index), name)))
         assert sum(test["score"] for test in found["tests"]) == result.score
@@ -202,18 +202,18 @@ def test_at_most_ten_annotations_are_made_as_github_shows_no_more(book: Gradeboo
     assert sum(line.startswith("::error") for line in lines) == 10
 
 
-# --- What students read ------------------------------------------------------------------------------------
+# --- Texts for students ------------------------------------------------------------------------------------
 
 
 def told(book: Gradebook, result: Result) -> Iterator[str]:
-    """Everything that goes to a student."""
+    """Yield every text that goes to a student."""
     for name in ONE:
         yield json.dumps(FORMATS[name].each(result, book), ensure_ascii=False)  # type: ignore[misc]
     yield "".join(render_student(result, book))
     yield "\n".join(announce(result, book, {}))
 
 
-def test_with_hidden_inputs_students_read_what_failed_but_not_on_what(book: Gradebook) -> None:
+def test_with_hidden_inputs_students_read_the_misconception_but_not_the_inputs(book: Gradebook) -> None:
     evident = "padded_rows(5, 4) is 1"
     bad = exercised(
         "01", checked("01", False, "floor-instead-of-ceil", message=evident, expected=7531, actual=8642)
@@ -250,7 +250,7 @@ def test_a_check_has_one_of_four_verdicts(status: str, passed: bool | None, expe
 
 
 class Page(HTMLParser):
-    """Reads a page: which tags, links and texts it has, and whether what was opened is closed."""
+    """Read a page: its tags, links and texts, and whether all tags are closed."""
 
     EMPTY = {"meta", "br", "rect", "line"}
 
@@ -327,7 +327,7 @@ RULES = {  # rule → hours late → penalty of 20 points
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_penalty_is_taken_for_each_begun_unit_and_never_more_than_what_was_earned(rule: str) -> None:
+def test_a_penalty_is_taken_for_each_begun_unit_and_never_exceeds_the_score(rule: str) -> None:
     for hours, penalty in RULES[rule].items():
         assert parse_rule(rule).penalty(20, timedelta(hours=hours)) == penalty
     assert parse_rule(rule).penalty(0, timedelta(days=9)) == 0

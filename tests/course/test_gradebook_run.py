@@ -1,4 +1,4 @@
-"""A class is graded whole, whatever happens to the processes that grade, and nothing is lost or graded twice."""
+"""A class is graded completely, even if grading processes die. Nothing is lost or graded twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def course(tmp_path: Path) -> Course:
 
 @pytest.fixture
 def handed(tmp_path: Path) -> Path:
-    """A folder for submissions."""
+    """Make a folder for submissions."""
     (tmp_path / "class").mkdir()
     return tmp_path / "class"
 
@@ -51,7 +51,7 @@ def settings(tmp_path: Path, log: Path) -> Settings:
 
 
 def begun(log: Path) -> list[str]:
-    """What workers began to grade, as (first line, exercise), in order."""
+    """Return the (first line, exercise) that workers began to grade, in order."""
     if not log.exists():
         return []
     lines = [line.split() for line in log.read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_the_journal_gets_each_check_before_its_exercise_ends(
 
 
 @pytest.mark.long
-def test_stations_of_one_submission_share_what_ranks_report(handed: Path) -> None:
+def test_stations_of_one_submission_share_reports_of_ranks(handed: Path) -> None:
     asked, runs = list[str](), dict[str, Any]()
 
     class Asking(Ranks):
@@ -178,7 +178,7 @@ def test_stations_of_one_submission_share_what_ranks_report(handed: Path) -> Non
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_worker_that_dies_is_replaced_and_what_it_did_is_repeated(
+def test_a_worker_that_dies_is_replaced_and_its_work_is_repeated(
     jobs: int, handed: Path, course: Course, settings: Settings, log: Path
 ) -> None:
     hand_in(handed, "ada", first="# dies once", second="# ada")
@@ -223,7 +223,7 @@ def test_a_timeout_in_a_crowd_is_repeated_alone_before_it_counts(
         hand_in(handed, f"a{index}", first=f"# a{index}", second=f"# b{index}")
     hand_in(handed, "bob", first="# late once", second="# bob")
     hand_in(handed, "eve", first="# late twice")
-    hand_in(handed, "zoe", first="# stuck")  # for sure: more time would not help
+    hand_in(handed, "zoe", first="# stuck")  # surely hangs: more time would not help
     found = by_name(grade_class([handed], course, replace(settings, jobs=3)))
     assert (found["bob"].score, found["eve"].score, found["zoe"].score) == (6, 0, 0)
     assert begun(log).count("stuck 01") == 1
@@ -298,7 +298,7 @@ def test_memory_does_not_grow_with_the_class(
             kept.append(tracemalloc.get_traced_memory()[0])
             assert sum(1 for _ in run.journal.results(run.names)) == count
         tracemalloc.stop()
-    # in the other one, a table of Python's own may have doubled
+    # the minimum, because in one round a table inside Python may double
     grown = min(kept[1] - kept[0], kept[2] - kept[1])
     assert grown / 40 < 2000  # bytes a submission: names and places, no results
 
@@ -349,7 +349,7 @@ def test_only_folders_of_our_own_are_removed(tmp_path: Path, monkeypatch: pytest
 NO_TIME = "no time that can be read"
 LATE = LatePolicy(datetime(2020, 1, 1, tzinfo=timezone.utc), parse_rule("50%/day max 50%"))
 Times = tuple[Callable[[Path], object], str]
-TIMES: dict[str, Times] = {  # how it is handed in, and what its time is said to be
+TIMES: dict[str, Times] = {  # how the file is submitted, and the message about its time
     "a tar of 1970": (lambda path: hand_in_tar(path, "eve", "# eve", 0), "1970-01-01, before 2000"),
     "a tar of no number": (lambda path: hand_in_tar(path, "eve", "# eve", 1, mtime="nan"), NO_TIME),
     "a tar of no end": (lambda path: hand_in_tar(path, "eve", "# eve", 1, mtime="inf"), NO_TIME),

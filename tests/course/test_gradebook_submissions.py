@@ -1,4 +1,4 @@
-"""Whatever is handed in, it is read as it was meant, or refused by name."""
+"""Every submission is read as it was meant, or refused by name."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def make_zip(path: Path, files: Files, compress: int = zipfile.ZIP_DEFLATED) -> 
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes, **pax: str) -> None:
-    """One more file of a tar; `pax` goes before what its header has."""
+    """Add a file to a tar. `pax` overrides fields of its header."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.pax_headers = len(content), 1_772_600_768, pax
     archive.addfile(info, io.BytesIO(content))
@@ -317,7 +317,7 @@ def damaged_tar(path: Path) -> None:
     path.write_bytes(data)
 
 
-ONE_BAD = {  # how → words about the one file that is not read; the other one is
+ONE_BAD = {  # how → words about the unread file; the other file is read
     encrypted: "encrypted",
     linked_zip: "symbolic link",
     linked_tar: "link",
@@ -350,7 +350,7 @@ def test_a_file_that_is_not_read_is_told_and_the_others_are_graded(
 
 MANY = {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}}
 ZEROS, NOISE = b"\0" * (SMALL.unpacked - 4096), os.urandom(SMALL.archive)
-ALL_BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # how it is made, and words about it
+ALL_BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # how the file is made, and words in the message
     "a bomb, zip": (lambda path: make_zip(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
     "a bomb, tar": (lambda path: make_tar("w:gz")(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
     "a large tar": (
@@ -397,7 +397,7 @@ def test_a_list_of_millions_of_files_is_not_even_read(tmp_path: Path) -> None:
         raise AssertionError("it was read")
 
 
-def test_a_submission_without_exercises_says_what_was_expected(tmp_path: Path) -> None:
+def test_a_submission_without_exercises_names_an_expected_file(tmp_path: Path) -> None:
     make_zip(tmp_path / "in", {"essay.txt": b"x"})
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert collected.errors == [f"no file of any exercise; expected files such as {OTHER}"]
@@ -444,7 +444,7 @@ def test_files_that_are_not_graded_do_not_tell_the_time(tmp_path: Path) -> None:
 
 # --- Started or not ----------------------------------------------------------------------------------------
 
-BOUND = {  # what stands below the stubs and may fill them
+BOUND = {  # code below the stubs that may fill them
     "assigned": "import numpy as m\ncut_after = m.cut_after\n",
     "imported": "from mine import cut_after\n",
     "imported as": "from mine import f as cut_after\n",
@@ -482,7 +482,7 @@ def test_a_base_class_may_fill_a_hole() -> None:
     assert is_started(THIRD, starter(THIRD).replace(class_line, derived))
 
 
-def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_what_was_given() -> None:
+def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_the_starter() -> None:
     assert not is_started(FIRST, starter(FIRST).replace("\n", "\r\n"))
     assert is_started(FIRST, starter(FIRST) + "# x\n")
 

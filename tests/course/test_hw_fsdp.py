@@ -1,4 +1,4 @@
-"""Our homework by itself: against torch's FSDP2, bit for bit, and against PyTorch without sharding."""
+"""Our homework file alone: against torch's FSDP2, bit for bit, and against unsharded PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCENARIOS = (*cases.TASKS.scenarios, *cases.BONUSES.scenarios)
 
 
 def both_trained(seed: int) -> dict[str, Any]:
-    """On a rank: every scenario with our file and with FSDP2."""
+    """On a rank: train every scenario with our file and with FSDP2."""
     warnings.simplefilter("ignore")
     shards = {"ours": lambda: homeworks_shard(homework()), "theirs": torchs}
     return {
@@ -50,7 +50,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_losses_and_gradients_of_all_steps_are_those_of_fsdp2(
+def test_losses_and_gradients_of_all_steps_equal_fsdp2(
     compared: list[dict[str, Any]], scenario: Scenario
 ) -> None:
     for of_rank in compared:
@@ -75,7 +75,7 @@ ASKED = (*BREAKING, CHANGING)  # more than the homework asks for: its models run
 
 
 def broken_trained(seed: int) -> dict[str, Any]:
-    """On a rank: models that break a naive FSDP, with our file."""
+    """On a rank: train models that break a naive FSDP, with our file."""
     return {each.name: trained(each, seed, homeworks_shard(homework())) for each in ASKED}
 
 
@@ -88,7 +88,7 @@ def test_modules_that_run_twice_are_recomputed_or_skipped_train_as_without_shard
 
 
 def misused() -> dict[str, Any]:
-    """On a rank: what is said to who shards, or copies, what cannot be; and what a sharded module is."""
+    """On a rank: return the errors for modules that cannot be sharded or copied, and properties of a sharded module."""
     hw, messages = homework(), []
     mesh, context = init_device_mesh("cpu", (1,)), hw.FSDPCommContext("cpu")
     options = {"module_fqn": "it", "comm_ctx": context, "mesh": mesh}

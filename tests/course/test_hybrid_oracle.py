@@ -1,4 +1,4 @@
-"""The oracle of hybrid sharding, computed without sharding, is what torch's FSDP2 gives in the same setting, bit for bit."""
+"""The oracle of hybrid sharding is computed without sharding. It equals torch's FSDP2 in the same setting, bit for bit."""
 
 from __future__ import annotations
 

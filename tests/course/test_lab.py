@@ -1,6 +1,6 @@
-"""The broken lab: scripts that show their symptoms, evidence that is measured, answers that are judged by it.
+"""The broken lab: scripts that show their symptoms, measured evidence, and the grades of answers.
 
-Oracles: the mended scripts in `solutions/`, the key there, closed forms for bytes.
+Oracles: the fixed scripts and the key in `solutions/`, and closed forms for bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ every_bug = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.directory)
 
 @pytest.fixture(scope="module")
 def broken() -> dict[str, Run]:
-    """A run of each script as it is given."""
+    """Run each script as it is given."""
     return workshop.run_all(BUGS, {bug.directory: bug.script for bug in BUGS})
 
 
 @pytest.fixture(scope="module")
 def mended() -> dict[str, Run]:
-    """A run of each script of the solutions."""
+    """Run each script of the solutions."""
     return workshop.run_all(BUGS, workshop.mended_scripts(COURSE))
 
 
@@ -51,7 +51,7 @@ def values(broken: dict[str, Run]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory: pytest.TempPathFactory) -> Course:
-    """A copy of what learners get of the lab, in which nothing was measured yet; the key is not in it."""
+    """Make a copy of the learners' lab, without measurements and without the key."""
     root = tmp_path_factory.mktemp("course")
     shutil.copytree(COURSE.root / "exercises" / "lab", root / "exercises" / "lab")
     return Course(root, COURSE.exercises)
@@ -62,7 +62,7 @@ MADE_UP = {bug.directory: str(1000 + number) for number, bug in enumerate(BUGS)}
 
 @pytest.fixture(scope="module")
 def sealed(course: Course, tmp_path_factory: pytest.TempPathFactory) -> Course:
-    """A course whose evidence is made up, so that no script has to run."""
+    """Make a course with made-up evidence, so that no script has to run."""
     root = tmp_path_factory.mktemp("sealed")
     shutil.copytree(course.root, root, dirs_exist_ok=True)
     sealed = [seal(bug, MADE_UP[bug.directory], KEY[bug.directory]) for bug in BUGS]
@@ -136,7 +136,7 @@ def test_evidence_of_a_broken_script_is_sealed_and_that_of_the_mended_one_is_ano
 
 
 @pytest.mark.long
-def test_bytes_in_evidence_are_those_of_closed_forms(values: dict[str, str]) -> None:
+def test_bytes_in_evidence_equal_closed_forms(values: dict[str, str]) -> None:
     block = 64 * 128 + 128 + 128 * 64 + 64
     head = 2 * 64 + 2  # one row of weight and bias, padded to the two ranks
     assert int(values["04_out_of_memory"]) == 4 * (8 * block + head)
@@ -164,7 +164,7 @@ def test_the_mended_script_differs_in_few_lines(bug: Bug) -> None:
 
 
 def answer(bug: Bug, value: str, **chosen: str) -> str:
-    """A table of right answers, but for those given."""
+    """Return a table of right answers, except for `chosen`."""
     letters = {question: bug.letter(question, KEY[bug.directory][question]) for question in CHOSEN} | chosen
     lines = [f'{question} = "{letter}"' for question, letter in letters.items()]
     return "\n".join([f"[{bug.directory}]", f'evidence = "{value}"', *lines, ""])
@@ -197,7 +197,7 @@ def test_the_key_gets_full_marks_from_a_course_that_does_not_have_it(
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The sealed course's evidence is known."""
+    """Let the evidence of the sealed course be known."""
     monkeypatch.setattr(evidence, "_known", dict(MADE_UP))
     return MADE_UP
 
@@ -252,7 +252,9 @@ def test_a_lab_without_a_file_or_with_the_given_file_is_not_started(course: Cour
     assert (result.status, result.score, result.max_score) == ("not_started", 0, 3 * len(BUGS))
 
 
-def test_json_has_what_programs_read(sealed: Course, measured: dict[str, str], tmp_path: Path) -> None:
+def test_json_has_the_keys_that_programs_read(
+    sealed: Course, measured: dict[str, str], tmp_path: Path
+) -> None:
     found = graded(sealed, tmp_path, answer(BUGS[0], measured[BUGS[0].directory])).as_dict()
     assert found.keys() == {"exercise", "score", "max_score", "status", "checks", "seconds"}
     assert (found["exercise"], found["score"], found["status"]) == ("lab", 3, "failed")
@@ -469,4 +471,4 @@ def test_a_run_that_hangs_leaves_a_trace_that_ends_there(
     last = log.collectives()[-1]
     assert (last.rank, last.op, last.owner) == (1, "all_gather", "Sequential")
     assert last.end_us == pytest.approx(max(e.end_us for e in log.events if e.rank == 1), rel=0.01)
-    assert last.dur_us > 1e6  # it has waited since
+    assert last.dur_us > 1e6  # it has waited all this time

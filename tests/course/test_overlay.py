@@ -1,4 +1,4 @@
-"""The package with holes, and a learner's functions in them: seen by everything, and nothing else is to be had."""
+"""The package with holes and a learner's functions in them: all code sees the functions, and learners reach nothing else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FSDPParam:
 
 
 def on_a_rank(text: str, ask: Any) -> Any:
-    """What `ask()` returns in a process that has the overlay installed."""
+    """Return the result of `ask()` in a process that has the overlay installed."""
 
     def run() -> Any:
         install(overlay(text))

@@ -1,4 +1,4 @@
-"""What a rank reports arrives as it was, and nothing of it is run."""
+"""The report of a rank arrives unchanged, and nothing in it is run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_anything_else_is_refused(value: Any) -> None:
 
 
 class Run:
-    """Would print when it is unpickled."""
+    """An object that would print when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("run",)

@@ -1,4 +1,4 @@
-"""Runs with the package as it is are remembered while they are asked for, and forgotten in a large class."""
+"""Runs of the correct package are cached while they are needed. A large class drops them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_reference_runs_are_remembered_and_their_number_is_bounded(monkeypatch: 
     ask = Ranks(Overlay({}, ())).reference
     for seed in range(3 * run._REMEMBERED):
         assert ask(probe, 1, seed=seed)["seed"] == [seed]
-        assert ask(probe, 1, seed=0)["seed"] == [0]  # of every submission of the class
+        assert ask(probe, 1, seed=0)["seed"] == [0]  # every submission of the class asks for this one
     assert launched == [*range(3 * run._REMEMBERED)]
     assert len(run._references) == run._REMEMBERED
     ask(probe, 1, seed=1)

@@ -1,4 +1,4 @@
-"""The student's edition: no answer is in it, everything works in it, and what is checked there is the student's own."""
+"""The student's edition has no answers, everything works in it, and it checks the student's own files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(edition: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in the edition, with its package and not ours."""
+    """Run a command in the edition, with the edition's package."""
     environment = {**os.environ, "PYTHONPATH": str(edition)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=edition, env=environment, capture_output=True, text=True
@@ -88,7 +88,7 @@ def test_text_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition:
             assert command.split()[-1] not in ("grade", "release", "bench", "docs", "benchmarks"), page.name
 
 
-def test_its_pages_link_to_what_is_there(edition: Path) -> None:
+def test_its_pages_link_to_existing_files(edition: Path) -> None:
     pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/**/*.md")]
     links = [
         (page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())
@@ -149,7 +149,7 @@ def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_
 
 @contextmanager
 def written(edition: Path, exercise: Exercise, text: str) -> Iterator[None]:
-    """In the block, this is the student's file."""
+    """Let `text` be the student's file in the `with` block."""
     file = edition / "exercises" / exercise.target
     file.write_text(text)
     try:

@@ -1,4 +1,4 @@
-"""A learner's exercise beside the reference: what differs is named, what hangs does not hang the one who asks."""
+"""A learner's exercise beside the reference: differences are named, and a learner's code that hangs does not hang the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 7
 
 
 def replayed(number: int, folder: Path, line: str = "return -(-n // world_size)") -> Replay:
-    """Of a course whose learner has handed in the solution, but with this line in `padded_rows`."""
+    """Replay a course whose learner has submitted the solution with this line in `padded_rows`."""
     exercise = COURSE.exercise(number)
     own = folder / "exercises" / exercise.target
     own.parent.mkdir(parents=True)

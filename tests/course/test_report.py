@@ -1,4 +1,4 @@
-"""Verdicts as text: plain where nobody looks, colored on a terminal, and never without the evidence."""
+"""Verdicts as text: plain in a file, colored on a terminal, and always with the evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are late: repeated, told, or sure to hang; with a clock and a load that the test sets, and no processes."""
+"""Late runs: repeated, reported, or sure to hang. The test sets the clock and the load, and starts no process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hwfsdp.course.overlay import Overlay
 from hwfsdp.course.run import LONGER, MOST_LOAD, Broken, Ranks, Run, Times
 
 DONE = Run([{"x": 1}])
-# of each run: seconds that it takes, and whether it hangs for sure if that is too long
+# for each run: its seconds, and whether it surely hangs if these are too many
 Steps = list[tuple[float, bool]]
 
 
 class Machine:
-    """Runs take as long as they are told, by its clock."""
+    """A machine with its own clock. Its runs take the times in `steps`."""
 
     def __init__(self, steps: Steps, load: float = 0.5) -> None:
         self.steps, self.now, self.given, self.load = steps, 0.0, list[float](), load
@@ -35,7 +35,7 @@ class Machine:
 
 
 def probe() -> None:
-    """Stands for any."""
+    """Stand for any probe."""
 
 
 Maker = Callable[..., tuple[Ranks, Machine]]

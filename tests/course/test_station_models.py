@@ -1,4 +1,4 @@
-"""Stations' models train calmly, so what a right answer rounds otherwise stays below what laws allow; and memory is counted."""
+"""The stations' models train so calmly that other rounding of right answers stays below the laws' limits. Memory is counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = (0, 18, 263)  # with these, some models once doubled every rounding in e
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models are so small that threads would only wait for each other."""
+    """Use one thread, because in such small models threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def test_a_buffer_let_go_late_is_not_counted_beside_a_few_bytes_that_stay(
 
 
 class Alive:
-    """A witness that sees this, look by look; the last for ever."""
+    """A witness that sees these numbers, one per look, and the last one forever."""
 
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen

@@ -1,6 +1,6 @@
-"""The stations of the course: one file that grows, what it may use, and how one catches up.
+"""The stations of the course: one file that grows, the functions that it may use, and how a learner catches up.
 
-Wrong and right answers are graded in test_answers.py, the last file at every station in tests/exercises.
+test_answers.py grades wrong and right answers. tests/exercises grades the last file at every station.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COURSE = find_course(Path(__file__))
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
-    """A learner's copy of the stations, the current folder; nothing is written yet."""
+    """Make a learner's copy of the stations the current folder. Nothing is written yet."""
     for station in (each for each in COURSE.exercises if each.is_station):
         shutil.copytree(station.folder, tmp_path / "exercises" / station.directory)
     (tmp_path / "exercises" / "my_fsdp.py").write_text(stage(0))
@@ -86,7 +86,7 @@ def test_the_newest_lines_that_are_old_enough_are_taken() -> None:
     assert {number: stage(number, marked) for number in kept} == kept
 
 
-# --- What a file may use -----------------------------------------------------------------------------------
+# --- Names that a file may use -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_pythons_own_open_is_refused(text: str) -> None:
 
 
 def noted(course: Course, number: int, wrong: str = "", text: str = "x = 1\n") -> set[str]:
-    """Which stations count as passed after a check of one; all checks passed but one of an earlier station."""
+    """Return the stations that count as passed after a check of one. All checks passed except `wrong`, of an earlier station."""
     station = course.exercise(number)
     earlier = [each for each in course.exercises if each.number < station.number and each.number != "02"]
     before = [CheckResult(c, passed=c.id != wrong) for each in earlier for c in checks_of(each)]
@@ -225,7 +225,7 @@ def test_points_that_were_forgone_once_are_forgone_again(
     assert caught(capsys, "2")["forgone"] == ["01"]
 
 
-def test_a_line_that_was_deleted_does_not_hide_what_catchup_gave() -> None:
+def test_a_deleted_line_does_not_hide_code_from_catchup() -> None:
     text = caught_up("5", set())
     assert undeclared(text) == {}
     without = text.replace(f"{given('03')}\n", "").replace('"""Gather', '"""Bring').replace("  # ", "  # my ")
@@ -289,7 +289,7 @@ GATHERS_MORE = """            if ctx.expected and ctx.expected.popleft() is self
 @pytest.mark.parametrize(
     "way, ahead", [("on demand", 0), ("one ahead", 1), ("two ahead", 2), ("all at once", 99)]
 )
-def test_the_board_of_gathers_ahead_is_what_such_files_measure(way: str, ahead: int, tmp_path: Path) -> None:
+def test_the_board_of_gathers_ahead_has_the_measured_figures(way: str, ahead: int, tmp_path: Path) -> None:
     assert GATHERS_ONE in stage(LAST)
     (tmp_path / "my_fsdp.py").write_text(stage(LAST).replace(GATHERS_ONE, GATHERS_MORE.format(ahead)))
     station = COURSE.exercise(9)
@@ -314,7 +314,7 @@ def test_nothing_stays_whole_in_a_file_that_shards_nothing_and_that_is_no_merit(
 # --- The map and the certificate ---------------------------------------------------------------------------
 
 
-def test_the_map_of_a_file_names_what_each_section_defines(
+def test_the_map_of_a_file_names_the_definitions_in_each_section(
     course: Course, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = "# --- 03 Fully sharded ---\n\n\nclass Unit:\n    pass\n\n\ndef half():\n    # TODO(04)\n    pass\n"

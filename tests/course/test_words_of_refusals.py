@@ -1,4 +1,4 @@
-"""The words of refusals are data: each is used, and what fills its places is what the code gives."""
+"""The words of refusals are data: each is used, and the code gives the values for all of its places."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FILLED_BY = {"unusable": set(), "refused": {"got"}, "misread": {"got"}, "read_te
 
 
 def names_in(value: ast.AST) -> Iterator[str]:
-    """The name of a refusal, or both of `"a.b" if … else "c.d"`."""
+    """Yield the name of a refusal, or both names of `"a.b" if … else "c.d"`."""
     yield from (
         node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and "." in str(node.value)
     )
 
 
 def uses() -> Iterator[tuple[str, set[str]]]:
-    """Each use in the course, with the words that it gives."""
+    """Yield each use in the course, with the words that it gives."""
     for path in Path(hwfsdp.course.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and (by := FILLED_BY.get(ast.unparse(node.func))) is not None:

@@ -1,4 +1,4 @@
-"""Starters and solutions come from the package, and what drifts apart is said in a line."""
+"""Starters and solutions come from the package. A line names each difference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COURSE = find_course(Path(__file__))
 
 @pytest.fixture
 def course(tmp_path: Path) -> Course:
-    """A copy that can be damaged."""
+    """Make a copy that can be damaged."""
     for folder in ("exercises", "solutions"):
         shutil.copytree(COURSE.root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.png"))
     return find_course(tmp_path)
 
 
-def test_the_files_of_the_course_are_those_that_the_package_gives() -> None:
+def test_the_files_of_the_course_match_the_package() -> None:
     assert list(workbook.problems(COURSE)) == []
     assert workbook.write(COURSE) == []
 
@@ -145,7 +145,7 @@ def test_a_course_is_found_from_inside_and_missed_nowhere(
 ) -> None:
     assert find_course(course.exercise(2).folder).root == course.root
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    assert find_course(elsewhere).root == COURSE.root  # that of the package
+    assert find_course(elsewhere).root == COURSE.root  # the package's own course
     monkeypatch.setattr(manifest, "PACKAGE", elsewhere / "hwfsdp")
     with pytest.raises(UsageError, match="the course"):
         find_course(elsewhere)

@@ -1,4 +1,4 @@
-"""`pytest tests/exercises --submission DIR` grades a folder: one test per check, and a line per exercise at the end."""
+"""Grade a folder with `pytest tests/exercises --submission DIR`: one test per check, and a line per exercise at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def grader(config: pytest.Config) -> Grader:
-    """Grades an exercise of the folder that was asked for, by number, once."""
+    """Return a function that grades an exercise of the chosen folder, by number. It grades each exercise only once."""
     course = find_course(Path(__file__))
     folder = submission(config, course)
     mine, seed = config.getoption("--mine", False), config.getoption("--input-seed", None)
@@ -49,7 +49,7 @@ def grader(config: pytest.Config) -> Grader:
 
 
 def submission(config: pytest.Config, course: Course) -> Path:
-    """The folder to grade; an unusable one ends the session."""
+    """Return the folder to grade. End the session if this folder is unusable."""
     chosen = config.getoption("--submission", None)
     if chosen is None:  # a student's edition has no solutions, but the student's own files
         solutions = course.root / "solutions"
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def grade_of(request: pytest.FixtureRequest) -> Grader:
-    """The grade of an exercise, by its number."""
+    """Return the function that grades an exercise by its number."""
     stash = request.config.stash
     if GRADER not in stash:  # pytest came to this folder only while collecting
         stash[GRADER] = grader(request.config)
@@ -76,7 +76,7 @@ def grade_of(request: pytest.FixtureRequest) -> Grader:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """A line for each exercise that was graded here."""
+    """Print a line for each exercise that was graded here."""
     grades = config.stash.get(GRADES, {})
     if grades:
         terminalreporter.section("exercises")

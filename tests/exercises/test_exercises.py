@@ -1,4 +1,4 @@
-"""The checks of the exercises as tests: one that fails says what is wrong, one that depends on it is skipped."""
+"""The checks of the exercises as tests: a failed check names its reason, and a check that depends on it is skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwfsdp.course.verdict import Finding, Grade
 
 COURSE = find_course(Path(__file__))
 IS_OURS = (COURSE.root / "solutions").is_dir()  # or a student's edition, where each run grades all exercises
-FAST = ("01", "02")  # of ours; `make test-all` grades the others
+FAST = ("01", "02")  # exercises for `make test`; `make test-all` grades the others
 
 
 def is_long(exercise: Exercise) -> bool:
@@ -49,7 +49,7 @@ def test(exercise: str, check: str, grade_of: Callable[[str], Grade]) -> None:
 
 
 def told(finding: Finding) -> str:
-    """What a learner is told."""
+    """Return the text for the learner."""
     misconception = MISCONCEPTIONS[finding.misconception]
     lines = [f"{finding.misconception}: {misconception.sentence}", finding.message]
     if finding.expected is not None or finding.actual is not None:

@@ -1,4 +1,4 @@
-"""Functions that all files of another make have: stations 01 and 02, `replicate` of 03, `traffic` of 05, and what is given."""
+"""Functions that all files in `right/` share: stations 01 and 02, `replicate` of 03, `traffic` of 05, and the functions that are given."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Answers to exercises, read from texts. An answer is an edit of the reference: the difference is the mistake.
+"""Read answers to exercises from texts. An answer edits the reference: the edit is the mistake.
 
-    03.trains summed-not-averaged: the sum over the ranks        the check that must fail, what must be named, a name
+    03.trains summed-not-averaged: the sum over the ranks        the check that must fail, the misconception, a name
               rows = self.grad                                   a line before the change
         -     param.grad /= dist.get_world_size()                lines of the reference
         +     pass                                               lines in their place
 
-Edits of one answer follow each other, or stand apart by an empty line. Lines that replace nothing are added at the end of the file.
-Right answers, which are written differently, name no misconception: `11 right: partial gradients as new tensors`.
+Edits of one answer follow each other, or have an empty line between them. Lines that replace nothing go to the end of the file.
+A right answer that is written differently names no misconception: `11 right: partial gradients as new tensors`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Edit(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is edited in the reference, and the verdict that it deserves; of a right one, `check` is the exercise's name."""
+    """The edits of the reference, and the verdict that they deserve. `check` of a right answer is the exercise's number."""
 
     check: str
     misconception: str
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
         return self.check.partition(".")[0]
 
     def text(self, reference: str) -> str:
-        """The reference, edited; all edits are of the reference as it is."""
+        """Return the reference with all edits. Each edit applies to the original reference."""
         found, added = [], ""
         for old, new in self.edits:
             before, after = "".join(f"\n{line}" for line in old), "".join(f"\n{line}" for line in new)
@@ -57,14 +57,14 @@ class Answer(NamedTuple):
 
 
 def of_another_make(path: Path) -> str:
-    """The whole of a file in `right/`. What it imports from `beginning.py` stands in it, as in a learner's."""
+    """Return a file in `right/` as a learner would write it, with everything in it that it imports from `beginning.py`."""
     about, _, own = path.read_text().partition(_FUTURE)
     beginning = Path(__file__).with_name("beginning.py").read_text().partition(_FUTURE)[2]
     return f"{about}{_FUTURE}{beginning}{_SHARED.sub('', own)}"
 
 
 def read(name: str) -> list[Answer]:
-    """All answers of a text in this folder."""
+    """Read all answers of a text in this folder."""
     text = Path(__file__).with_name(name).read_text().rstrip("\n")
     return [_answer(block.splitlines()) for block in re.split(r"\n\n(?=\S)", text)]
 
