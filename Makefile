@@ -41,19 +41,21 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 .PHONY: force
 force:
 
-demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare them, and draw figures (runs/demo/)
+# It writes results and figures to runs/demo/.
+demo: setup  ## train a GPT with hwfsdp, with FSDP2 and unsharded, and compare
 	$(BIN)/python -m hwfsdp demo
 
 test: setup  ## run the tests, TEST_JOBS files at a time
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-test-all: setup  ## run all tests, the long ones too; torch compares every collective of a rank with those of the others
+# In this run, torch compares every collective of a rank with those of the others.
+test-all: setup  ## run all tests, the long ones too
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # instructors
 .PHONY: check exercises mutants worth format bench clients gpu
 
-check: setup  ## check lint, types, format, imports and public names, and that the exercises fit the package
+check: setup  ## check lint, types, format, imports, public names and exercises
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
@@ -61,19 +63,20 @@ check: setup  ## check lint, types, format, imports and public names, and that t
 	$(BIN)/python -m hwfsdp.course check
 	$(BIN)/python -m hwfsdp.course check-lab
 
-exercises: setup  ## write starters, solutions, pictures, reference logs and the lab from the package
+exercises: setup  ## write starters, solutions, pictures, logs and lab from the package
 	$(BIN)/python -m hwfsdp.course write
 	$(BIN)/python -m hwfsdp.course pictures
 	$(BIN)/python -m hwfsdp.course logs
 	$(BIN)/python -m hwfsdp.course lab
 
-mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; write docs/grading.md; takes long
+# It grades right answers on 1 to 4 ranks, too.
+mutants: setup  ## grade every machine-made mistake; write docs/grading.md; takes long
 	$(BIN)/python -m hwfsdp.course mutants
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
 
-worth: setup  ## measure which tests notice which mistakes; write tests/worth.json; takes hours
+worth: setup  ## measure what each test is worth; write tests/worth.json; takes hours
 	$(BIN)/python tests/worth.py time
 	$(BIN)/python tests/worth.py draw --count 20 --seed 1
 	$(BIN)/python tests/worth.py draw --count 7 --seed 2
@@ -83,18 +86,20 @@ worth: setup  ## measure which tests notice which mistakes; write tests/worth.js
 bench: setup  ## measure time and memory beside FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks
 
-clients:  ## install other people's programs, train them on FSDP2 and on hwfsdp, and compare; write docs/comparison.md
+# It installs the programs, and writes docs/comparison.md.
+clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare
 	$(MAKE) setup VENV=.venv-clients EXTRAS=dev,clients
 	$(MAKE) setup VENV=.venv-torchtune EXTRAS=dev,torchtune
 	.venv-clients/bin/python -m pytest -rP tests/clients -k "not torchtune"
 	.venv-torchtune/bin/python -m pytest -rP tests/clients -k torchtune
 	.venv-clients/bin/python tests/clients/compare.py
 
-gpu:  ## run all tests and measurements that need a GPU; write docs/gpu.md; PARTS="races speed" runs these, DRY=1 uses the CPU
+# PARTS="races speed" runs only these parts. DRY=1 uses the CPU. OUT=FOLDER is the folder for the results.
+gpu:  ## run what needs a GPU; write docs/gpu.md; PARTS, DRY=1: see Makefile
 	@$(PYTHON) benchmarks/on_gpu/start.py $(if $(DRY),--dry) $(if $(OUT),--out "$(OUT)") $(PARTS)
 # /instructors
 
-notebooks: setup  ## run every notebook from top to bottom, and keep its outputs; NB="03 07" runs only these
+notebooks: setup  ## run the notebooks, and keep their outputs; NB="03 07" runs only two
 	$(BIN)/python notebooks/write.py $(NB)
 
 docs: setup  ## build the site into docs/_build/html; a broken link is an error

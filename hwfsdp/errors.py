@@ -7,7 +7,9 @@ even if you have never seen this module.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Self
 
 from hwfsdp.core.errors import FSDPError as FSDPError
@@ -20,6 +22,12 @@ _PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # gloo puts the place in its own sour
 def in_one_line(message: str) -> str:
     """Return the message of a backend or a user's exception without line breaks, and without places in the backend's source."""
     return _PLACE_IN_C.sub("", " ".join(message.split()))
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", form: str = "{}") -> str:
+    """Return the remedy for an unknown name: the closest known name, or else `otherwise`. `form` has a place for the known name."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"Did you mean: {form.format(close[0])}" if close else otherwise
 
 
 class WrongTypeError(UsageError, TypeError):

@@ -95,17 +95,17 @@ def test_the_table_marks_the_first_call_in_which_ranks_differ(world_size, place,
 @pytest.mark.parametrize(
     ("left", "place", "says"),
     [
-        ("", "train.py:41, in load", "; it is in train.py:41, in load."),
-        ("raised KeyError: 'x'", "t.py:3, in f", "; it raised KeyError: 'x' in t.py:3, in f."),
-        ("has returned", "", "; it has returned."),
+        ("", "train.py:41, in load", "; rank 2 is in train.py:41, in load."),
+        ("raised KeyError: 'x'", "t.py:3, in f", "; rank 2 raised KeyError: 'x' in t.py:3, in f."),
+        ("has returned", "", "; rank 2 has returned."),
         ("", "", "."),
     ],
 )
 def test_an_absent_rank_is_named_with_its_place_or_its_end(left: str, place: str, says: str) -> None:
     reports = on_all(4, "a", "b", "c")
     reports[2] = Report(2, calls("a", "b", last=State.DONE), left, place)
-    where = "collective 3 of ranks 0–3, all_gather of 'c', which ranks 0, 1 and 3 wait in"
-    assert sentence(reports) == f"rank 2 has not called {where}{says}"
+    waiting = "ranks 0, 1 and 3 wait in collective 3 of ranks 0–3, all_gather of 'c'"
+    assert sentence(reports) == f"{waiting}; rank 2 has not called it{says}"
     assert len(marked(describe_divergence(reports))) == 1
 
 
@@ -117,14 +117,16 @@ def test_the_error_names_the_absent_rank_that_waits_for_no_other() -> None:
         Report(2, calls("a", group="x:0-2/2", last=State.DONE) + calls("a", "b", group="y:2-3/1")),
         Report(3, calls("a", group="y:2-3/1", last=State.DONE), place="t.py:9, in f"),
     ]
-    assert sentence(reports).startswith("rank 3 has not called collective 2 of ranks 2 and 3")
+    waiting = "rank 2 waits in collective 2 of ranks 2 and 3, all_gather of 'b'"
+    assert sentence(reports) == f"{waiting}; rank 3 has not called it; rank 3 is in t.py:9, in f."
 
 
 def test_ranks_that_wait_in_a_circle_are_both_shown() -> None:
     first, second = calls("a", group="x:0-1/1"), calls("b", group="y:0-1/1")
     text = describe_divergence([Report(0, first), Report(1, second)])
-    assert "rank 1 waits in all_gather of 'b', collective 1 of ranks 0 and 1" in text or (
-        "it waits in all_gather of 'b', collective 1 of ranks 0 and 1" in text
+    assert text.startswith(
+        "rank 0 waits in collective 1 of ranks 0 and 1, all_gather of 'a'; rank 1 has not called it; "
+        "rank 1 waits in all_gather of 'b', collective 1 of ranks 0 and 1."
     )
     assert len(marked(text)) == 2
 

@@ -242,6 +242,7 @@ def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "words"),
     [
         (["no-such-model"], ["no-such-model", "llama3-8b", "gpt2", "module:function"]),
+        (["llama3-8"], ["got 'llama3-8'", "Did you mean: llama3-8b"]),
         (["mine_to_explain:nope"], ["no 'nope' there", "build"]),
         (["mine_to_explain:constant"], ["'constant', which cannot be called"]),
         (["mine_to_explain:wrong"], ["an nn.Module", "type list"]),

@@ -309,5 +309,5 @@ def test_under_torchrun_the_error_of_each_rank_has_the_table_of_all_even_of_one_
     assert first.split("\n\n")[1] == second.split("\n\n")[1]
     line = 1 + next(n for n, text in enumerate(script.read_text().splitlines()) if "# here" in text)
     hang = (tmp_path / "hang-0").read_text()
-    assert "rank 1 has not called collective " in hang
-    assert f"which rank 0 waits in; it is in {script}:{line}, in hang.\n" in hang
+    assert "rank 0 waits in collective " in hang
+    assert f"; rank 1 has not called it; rank 1 is in {script}:{line}, in hang.\n" in hang

@@ -115,5 +115,5 @@ def test_a_name_that_is_no_function_or_several_is_refused(name):
 
 
 def test_a_misspelled_name_is_corrected():
-    with pytest.raises(UsageError, match=r"Did you mean 'Outer\.Inner\.method'\?"):
+    with pytest.raises(UsageError, match=r"Did you mean: Outer\.Inner\.method$"):
         blank(EXAMPLE, "Outer.Inner.metod", "01")

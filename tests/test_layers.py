@@ -1,4 +1,4 @@
-"""The rules of the source tree: the imports allowed to a folder, the modules that it lists, and the length of its files."""
+"""The rules of the source tree: the imports allowed to a folder, the modules that it lists, and the length of files and functions."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ LONG = {
     "course/stations/my_fsdp.py": 303,
     "layout/extents.py": 261,
 }
+LONGEST_FUNCTION = 40  # lines of code
 
 
 # --- Imports -----------------------------------------------------------------------------------------------
@@ -163,11 +164,12 @@ def test_modules_are_listed_in_reading_order() -> None:
     assert out_of_order() == []
 
 
-# --- How long files are ------------------------------------------------------------------------------------
+# --- How long files and functions are ----------------------------------------------------------------------
 
 
-def code_lines(path: Path) -> int:
-    """Count the lines that are not blank, comment or docstring."""
+@functools.cache
+def lines_of_code(path: Path) -> set[int]:
+    """Return the numbers of the lines that are not blank, comment or docstring."""
     text = path.read_text()
     layout = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
     lines: set[int] = set()
@@ -176,7 +178,11 @@ def code_lines(path: Path) -> int:
             lines.update(range(token.start[0], token.end[0] + 1))
     for said in _docstrings(ast.parse(text)):
         lines.difference_update(range(said.lineno, (said.end_lineno or 0) + 1))
-    return len(lines)
+    return lines
+
+
+def code_lines(path: Path) -> int:
+    return len(lines_of_code(path))
 
 
 def too_long() -> dict[str, int]:
@@ -188,6 +194,20 @@ def test_files_are_short_and_long_ones_do_not_grow() -> None:
     found = too_long()
     assert {name: lines for name, lines in found.items() if lines > LONG.get(name, LONGEST)} == {}
     assert {*LONG} <= {*found}, "some are short now: take them off the list"
+
+
+def long_functions() -> dict[str, int]:
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = lines_of_code(path) & {*range(node.lineno, (node.end_lineno or 0) + 1)}
+                found[f"{path.relative_to(PACKAGE)}: {node.name}"] = len(lines)
+    return {name: lines for name, lines in found.items() if lines > LONGEST_FUNCTION}
+
+
+def test_functions_are_short() -> None:
+    assert long_functions() == {}
 
 
 # --- Private names -----------------------------------------------------------------------------------------

@@ -122,6 +122,18 @@ def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path
     assert not [name for name in names if LEFT.search(name)]
 
 
+def test_what_is_built_in_docs_is_pruned_from_the_source_distribution() -> None:
+    built = re.findall(r"^(docs/\S+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+    pruned = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert built and [folder for folder in built if f"prune {folder}" not in pruned] == []
+
+
+def test_each_dependency_has_a_row_that_says_why() -> None:
+    listed = re.findall(r"^    ([\w-]+)[<=>]", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    rows = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies, and why")[2]
+    assert "torch" in listed and [name for name in listed if not re.search(rf"\b{name}\b", rows)] == []
+
+
 # --- Behavior ----------------------------------------------------------------------------------------------
 
 

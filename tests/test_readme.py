@@ -120,6 +120,12 @@ def commands_in(path: Path, program: str) -> Iterator[list[str]]:
         yield [*verbs[0].split(), "--help"] if verbs else ["--help"]
 
 
+def test_the_list_of_make_commands_fits_a_terminal_of_80_columns() -> None:
+    said = subprocess.run(["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True)
+    lines = said.stdout.splitlines()
+    assert len(lines) > 10 and [line for line in lines if len(line) > 80] == []
+
+
 def test_each_make_command_on_a_page_is_a_target() -> None:
     told = {words[0] for path in PAGES for words in commands_in(path, "make") if words}
     assert {word for word in told if word.islower() and word != "--help"} - TARGETS == set()

@@ -212,6 +212,7 @@ REFUSED = {
     "--gpus 12": ("12 GPUs, 4 more than 8", "Take 8 or 16"),
     "--model gpt-tiny --sweep gpus=2..4 --nodes 2": ("--nodes 2", "Leave out --nodes"),
     "--model gpt-tiny --gpus 2 --trace nowhere/trace.json": ("nowhere/trace.json",),
+    "--device h10": ("got 'h10'", "Did you mean: h100"),
     "--device this-machine": ("this-machine.json", "got none", "hwfsdp doctor --calibrate"),
 }
 

@@ -51,7 +51,11 @@ def test_unusable_arguments_are_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["train", "--fly"], "unrecognized arguments: --fly"),
+        (["train", "--fly"], "unrecognized arguments: --fly\n"),
+        (["demo", "--implementaton", "x.py"], "--implementaton x.py. Did you mean: --implementation\n"),
+        (["train", "--implementaton=x.py"], "--implementaton=x.py. Did you mean: --implementation\n"),
+        (["trace", "expor"], "Did you mean: hwfsdp trace export\n"),
+        (["simulate", "--checkpoint", "ful"], "Did you mean: hwfsdp simulate --checkpoint full\n"),
         (["check", "1", "2"], "unrecognized arguments: 2"),
         (["demo", "--ranks", "0"], "expected a whole number, 1 "),
         (["train", "--ranks", "x"], "got 'x'"),

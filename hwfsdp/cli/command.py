@@ -8,7 +8,6 @@ Without a verb, `greeting` answers.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import re
@@ -16,13 +15,13 @@ import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hwfsdp import __version__
 from hwfsdp.cli.options import add_options
-from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError, did_you_mean
 from hwfsdp.launcher.fork_server import start_server
 
 _VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # a verb in a line of the help
@@ -87,29 +86,43 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.verbs.choices
     verb = next((word for word in argv if not word.startswith("-")), None)
     if verb is not None and verb not in verbs:
-        close = difflib.get_close_matches(verb, verbs, 1)
         raise UsageError(
             "verb",
             expected="one that hwfsdp --help lists",
             got=repr(verb[:40]),
-            remedy=f"Did you mean: hwfsdp {close[0]}" if close else "See: hwfsdp --help",
+            remedy=did_you_mean(verb, verbs, "See: hwfsdp --help", "hwfsdp {}"),
         )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        (args.parser if args.verb else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        _refuse_unknown(args.parser if args.verb else parser, unknown)
     return args
 
 
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End with the usage of the verb. Name the option that the first unknown argument may mean."""
+    options = [name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]
+    meant = did_you_mean(unknown[0].partition("=")[0].lstrip("-"), options, form="--{}")
+    parser.error(". ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", meant])))
+
+
 def _run(args: argparse.Namespace) -> int:
-    """Call the function that the table names for this verb."""
+    """Call the function that the table names for this verb, and before it those that refuse values of options."""
+    for option, check in args.does.get("first", {}).items():
+        _function(check)(getattr(args, option))
     if args.does.get("server"):
         start_server()
-    module, _, function = args.does["run"].rpartition(".")
-    run = getattr(importlib.import_module(f"hwfsdp.{module}"), function)
-    if module.startswith("cli."):
+    run = _function(args.does["run"])
+    if args.does["run"].startswith("cli."):
         return int(run(args))
     options = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
     return int(run(**options, as_json=args.json))
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return the function of this name in the package. It imports the function's module."""
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"hwfsdp.{module}"), function)
+    return found
 
 
 def build_parser() -> _Grouped:
@@ -130,8 +143,6 @@ def build_parser() -> _Grouped:
     )
     for name, verb in table.items():
         _add_verb(parser.verbs, name, verb, rows)
-    for each in parser.verbs.choices.values():
-        each.set_defaults(parser=each)
     return parser
 
 
@@ -143,7 +154,7 @@ def _add_verb(to: Any, name: str, verb: dict[str, Any], rows: dict[str, str]) ->
     text, epilog = verb["help"], verb.get("epilog", "").replace("{startup}", f"{_HERE.parent / 'startup'}")
     about = verb.get("about", f"{text[0].upper()}{text[1:]}.")
     parser = to.add_parser(name, help=text, description=about, usage=verb.get("usage"), epilog=epilog)
-    parser.set_defaults(does=verb)
+    parser.set_defaults(does=verb, parser=parser)
     add_options(parser, verb.get("options", ""), rows)
     if "actions" in verb:
         kind = _ParserWithScript if verb.get("script") else _Parser
@@ -153,7 +164,16 @@ def _add_verb(to: Any, name: str, verb: dict[str, Any], rows: dict[str, str]) ->
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that wraps its errors for a terminal."""
+    """A parser that wraps its errors for a terminal, and names the choice that a mistyped word may mean."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            form = " ".join([self.prog, *action.option_strings[:1], "{}"])
+            meant = did_you_mean(str(value), map(str, action.choices or ()), form=form)
+            error.message = ". ".join(filter(None, [error.message, meant]))
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

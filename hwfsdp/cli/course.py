@@ -3,7 +3,8 @@
 `course` writes the course to a folder. An installed package carries the exercises (`setup.py`). They lie among Python's own files,
 where nobody should work, so this verb copies them. In a checkout there is nothing to copy.
 
-The others refuse at once what does not exist, and then start the server of ranks, which imports torch while they import it, too.
+The others refuse at once what does not exist. `check` answers at once for an untouched starter, too. Then the server of ranks starts,
+which imports torch while this process imports it, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import time
 from argparse import Namespace
 
 from hwfsdp.cli.options import answer
-from hwfsdp.course import NEEDED_BY_RANKS
-from hwfsdp.course.commands import wanted_exercise
+from hwfsdp.course import NEEDED_BY_RANKS, checking
 from hwfsdp.course.lab import commands
 from hwfsdp.course.lab.bugs import find_bug, read_bugs
 from hwfsdp.course.manifest import PACKAGE, Course, carried_course, find_course
@@ -50,29 +50,23 @@ First read {target / first.directory / 'README.md'}. Then:
 
 def check(args: Namespace) -> int:
     """Check one exercise."""
-    wanted_exercise(find_course(), args.number)
-    start_server(NEEDED_BY_RANKS)
-    from hwfsdp.course import checking
-
     return checking.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
 
 
 def watch(args: Namespace) -> int:
     """Check again whenever a file is saved."""
     if args.number is not None:
-        Course.exercise(find_course(), args.number)
+        Course.exercise(find_course(), args.number, "watch")
     start_server(NEEDED_BY_RANKS)
-    from hwfsdp.course import checking
-
     return checking.watch(args.number, args.mine)
 
 
 def lab(args: Namespace) -> int:
     """List the bugs of the lab, show one, run its script, or check answers."""
     _refuse_misplaced(args)
-    number = args.number if args.what == "check" else args.what
+    verb, number = ("lab check", args.number) if args.what == "check" else ("lab", args.what)
     if number is not None:
-        find_bug(read_bugs(find_course()), number)  # refused here, before torch is imported
+        find_bug(read_bugs(find_course()), number, verb)  # refused here, before torch is imported
     if args.what == "check" or args.run:
         start_server()
     if args.what == "check":

@@ -46,7 +46,7 @@ def _line(look: Look) -> str:
 
 def _row(status: str, name: str, text: str) -> str:
     """Make a row of the table. Its text is wrapped to the terminal."""
-    width = max(40, shutil.get_terminal_size((100, 24)).columns - _WIDTH)
+    width = max(40, shutil.get_terminal_size((80, 24)).columns - _WIDTH)
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
     return f"\n{'':{_WIDTH}}".join([f"{status:<8}{name:<{_WIDTH - 8}}{lines[0]}", *lines[1:]])
 

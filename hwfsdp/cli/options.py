@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hwfsdp.errors import UsageError
+
 _KIND = re.compile(r"([^=!]+)(!?)(?:=(.*))?")  # the kind, "!" if the option is required, and its default
 _MANY = ("...", "?", "*", "+")  # these ends of a value's name say how often it may come
 _MOST_GPUS = 1 << 16
@@ -109,6 +111,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "reshard": {"type": reshard},
     "sweep": {"type": sweep},
 }
+
+
+def check_exists(value: Path | list[Path]) -> None:
+    """Raise UsageError for a path, or the first of several, at which there is nothing."""
+    for path in value if isinstance(value, list) else [value]:
+        if not path.exists():
+            raise UsageError(str(path), expected="a file or folder", got="nothing", remedy="Check the path.")
 
 
 # --- What verbs print --------------------------------------------------------------------------------------

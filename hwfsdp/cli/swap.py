@@ -10,13 +10,25 @@ from pathlib import Path
 from types import TracebackType
 
 import hwfsdp
+from hwfsdp.errors import UsageError
 
 # The folder with the `sitecustomize` that exchanges the names when Python starts.
 STARTUP = Path(hwfsdp.__file__).parent / "startup"
 
 
 def swap(args: argparse.Namespace) -> int:
-    """Run the program. Show its error as Python shows it."""
+    """Run the program. Show its error as Python shows it.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if not args.m and not Path(args.script).exists():
+        raise UsageError(
+            "swap",
+            expected="a Python file",
+            got=f"{args.script!r}, which does not exist",
+            remedy="Check the path, or give a module: swap -m NAME.",
+        )
     hwfsdp.install()
     behind = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), behind]))

@@ -237,11 +237,11 @@ def _sentence(parting: _Parting, by_rank: dict[int, Report]) -> str:
         different = "; ".join(f"{_ranks(ranks)} called {call}" for ranks, call in others)
         return f"{different} where {_ranks(most[0])} called {most[1]}: {where}."
     at_fault = [rank for rank in parting.missing if _waits_in(by_rank[rank]) is None] or parting.missing
-    waiting = parting.waiting
-    text = f"{_ranks(at_fault)} {'has' if len(at_fault) == 1 else 'have'} not called {where}, {most[1]}"
-    text += f", which {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in" if waiting else ""
-    doing = dict.fromkeys(_doing(by_rank[rank], many=len(at_fault) > 1) for rank in at_fault)
-    return "; ".join([text, *filter(None, doing)]) + "."
+    call = f"{where}, {most[1]}"
+    absent = f"{_ranks(at_fault)} {'has' if len(at_fault) == 1 else 'have'} not called"
+    said = [_wait_in(parting.waiting, call), f"{absent} it"] if parting.waiting else [f"{absent} {call}"]
+    doing = (_doing(by_rank[rank]) for rank in at_fault)
+    return "; ".join([*said, *filter(None, doing)]) + "."
 
 
 def _called(parting: _Parting, rank: int, apart: bool) -> str:
@@ -260,9 +260,12 @@ def _what(call: Call) -> str:
     return f"{call.op} of {call.owner!r}" if call.owner else call.op
 
 
-def _doing(report: Report, many: bool) -> str:
-    name = f"rank {report.rank}" if many else "it"
-    inside = _waits_in(report)
+def _wait_in(ranks: Sequence[int], where: str) -> str:
+    return f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}"
+
+
+def _doing(report: Report) -> str:
+    name, inside = f"rank {report.rank}", _waits_in(report)
     if report.left:
         return f"{name} {report.left}" + (f" in {report.place}" if report.place else "")
     if inside is not None:
@@ -278,12 +281,9 @@ def _sentence_of_wait(parting: _Parting, by_rank: dict[int, Report]) -> str:
     left = [by_rank[rank] for rank in parting.calls if by_rank[rank].left]
     silent = [rank for rank in members_of(parting.group) if rank in by_rank and rank not in parting.calls]
     waiting = [rank for rank, call in parting.calls.items() if call and _waits_in(by_rank[rank]) == call]
-    text = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {where}"
+    text = _wait_in(waiting, where)
     if left:
-        return (
-            "; ".join([text, *(f"{_doing(report, many=True)} after it had called that" for report in left)])
-            + "."
-        )
+        return "; ".join([text, *(f"{_doing(report)} after it had called that" for report in left)]) + "."
     if silent:
         return f"{text}; nothing is known of {_ranks(silent)} there."
     return f"{text}, which all of its ranks called alike: what moves the bytes is slow, or lost a rank."

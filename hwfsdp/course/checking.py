@@ -1,7 +1,7 @@
 """The student commands that grade: check, watch.
 
 Each command returns the exit status: 0 when the requested result holds, 1 when it does not. These commands load torch and start ranks,
-which takes seconds. Commands that need neither are in `commands`.
+which takes seconds. For an untouched starter, `check` needs neither. Commands that never need them are in `commands`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hwfsdp.course.beside import write_page
+from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.course.certificate import STATION, write_certificate
+from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.commands import wanted_exercise
-from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.report import Style, shown, shown_path
-from hwfsdp.course.run import warm_up
-from hwfsdp.course.submission import check_folder, find_source
-from hwfsdp.course.verdict import Grade
+from hwfsdp.course.submission import check_folder, find_source, is_started
+from hwfsdp.course.verdict import CheckResult, Grade
 from hwfsdp.errors import UsageError
+from hwfsdp.launcher.fork_server import start_server
 
 _Stamp = tuple[int, int, int]  # of a file: time of the last write, size, inode
 POLL_SECONDS = 0.1  # time between two looks at the files in `watch`
@@ -37,10 +37,12 @@ def check(
     folder = submission or course.root / "exercises"
     if submission is not None:
         check_folder(submission, (*course.exercises, exercise))
-    options = Options(mine=mine or exercise.is_station, seed=seed)
-    warm_up()
     before = Progress.load(course).measured if submission is None else {}
-    result = grade(exercise, folder, course, options)
+    result = _untouched(exercise, folder)
+    if result is None:
+        start_server(NEEDED_BY_RANKS)  # it imports torch while this process does
+        _warm_up()
+        result = _graded(exercise, folder, course, mine, seed)
     if submission is None:
         _remember(course, result)
     result.seconds = time.monotonic() - began
@@ -58,8 +60,32 @@ def check(
     return 0 if result.status == "passed" else 1
 
 
+def _untouched(exercise: Exercise, folder: Path) -> Grade | None:
+    """Return the verdict on a file that is missing or still the starter, without torch. Return None for any other file."""
+    text = find_source(exercise, folder).text
+    if text is not None and is_started(exercise, text):
+        return None
+    return Grade(exercise, [CheckResult(check) for check in checks_of(exercise)])
+
+
+def _warm_up() -> None:
+    from hwfsdp.course.run import warm_up
+
+    warm_up()
+
+
+def _graded(exercise: Exercise, folder: Path, course: Course, mine: bool, seed: int | None = None) -> Grade:
+    from hwfsdp.course.grade import Options, grade
+
+    return grade(exercise, folder, course, Options(mine=mine or exercise.is_station, seed=seed))
+
+
 def _write_page(result: Grade, folder: Path) -> Path | None:
     """Write the page of the player and return its path. Return None on an error: the verdict is printed even without a page."""
+    if result.status == "not_started":
+        return None
+    from hwfsdp.course.beside import write_page
+
     with suppress(OSError, UsageError):
         return write_page(result, find_source(result.exercise, folder))
     return None
@@ -79,7 +105,7 @@ def watch(number: str | None, mine: bool) -> int:
     first = course.exercise(number) if number else current(course, next(unfinished, course.exercises[-1]))
     chosen = [first] if number else list({e.path: e for e in course.exercises}.values())
     saves = saved(chosen, time.sleep)
-    warm_up()
+    _warm_up()
     print(f"Watching {'exercise ' + first.number if number else 'all exercises'}; Ctrl-C ends.\n", flush=True)
     _check_again(course, first, mine)
     for exercise in saves:
@@ -125,8 +151,7 @@ def _stamp(exercise: Exercise) -> _Stamp | None:
 
 def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
     try:
-        options = Options(mine=mine or exercise.is_station)
-        result = grade(exercise, course.root / "exercises", course, options)
+        result = _graded(exercise, course.root / "exercises", course, mine)
     except UsageError as unreadable:  # the next save may correct the file
         print(f"hwfsdp: {unreadable}\n", flush=True)
         return

@@ -36,10 +36,14 @@ def checks_of(exercise: Exercise) -> tuple[Check, ...]:
 
 
 def _check(check: str, entry: dict[str, Any]) -> Check:
-    module, _, name = entry["judge"].partition(":")
-    judge = getattr(importlib.import_module(f"hwfsdp.course.{module}"), name)
-    judge = partial(judge, *entry.get("arguments", ()))
+    judge = partial(_judge, entry["judge"], *entry.get("arguments", ()))
     return Check(check, entry["sentence"], entry["points"], judge, tuple(entry.get("needs", ())))
+
+
+def _judge(place: str, *arguments: Any) -> None:
+    """Call a judge. Its module is imported only now, because it imports torch."""
+    module, _, name = place.partition(":")
+    getattr(importlib.import_module(f"hwfsdp.course.{module}"), name)(*arguments)
 
 
 def sentence_of(check: str) -> str:

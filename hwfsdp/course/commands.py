@@ -63,9 +63,9 @@ def list_exercises(as_json: bool) -> int:
     return 0
 
 
-def wanted_exercise(course: Course, number: str) -> Exercise:
-    """Find the exercise of this number or folder, or the homework."""
-    return read_homework(course) if Path(number).name == HOMEWORK else course.exercise(number)
+def wanted_exercise(course: Course, number: str, verb: str = "check") -> Exercise:
+    """Find the exercise of this number or folder, or the homework. `verb`: as for `Course.exercise`."""
+    return read_homework(course) if Path(number).name == HOMEWORK else course.exercise(number, verb)
 
 
 def everything(course: Course) -> list[Exercise]:
@@ -77,7 +77,7 @@ def everything(course: Course) -> list[Exercise]:
 def hint(number: str, as_json: bool) -> int:
     """Print the hints that the learner has seen, and one more."""
     course = find_course()
-    exercise = wanted_exercise(course, number)
+    exercise = wanted_exercise(course, number, "hint")
     hints = Progress.load(course).next_hint(exercise)
     left = len(exercise.hints) - len(hints)
     if as_json:
@@ -125,7 +125,7 @@ def status(as_json: bool) -> int:
 def catch_up(number: str, as_json: bool) -> int:
     """Write `my_fsdp.py` in its state before a station."""
     course = find_course()
-    station = course.exercise(number)
+    station = course.exercise(number, "catchup")
     if not station.is_station or station.number == "01":
         raise unusable("student.catchup", number=number, title=station.title)
     if not SOURCE.exists():
@@ -156,7 +156,7 @@ def filled_lines(items: Sequence[object], width: int) -> list[str]:
 
 def reset_exercise(number: str, as_json: bool) -> int:
     """Write the starter again, and keep the learner's file beside it."""
-    exercise = find_course().exercise(number)
+    exercise = wanted_exercise(find_course(), number, "reset")
     kept = replace_file(exercise, starter(exercise))
     if as_json:
         print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))

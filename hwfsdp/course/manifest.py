@@ -18,8 +18,9 @@ An elective is cut out of the package:
 
 `solutions/` has the same files, filled in, and a README for each elective.
 
-The homework is one file by itself, `exercises/capstone/hw_fsdp.py`. `capstone.toml` names its functions, task by task. Like the file of
-the stations, the homework is not cut out of the package. Its starter is our solution with those functions blank.
+The homework is one file by itself, `exercises/capstone/hw_fsdp.py`. `capstone.toml` names its functions, task by task, and `.hints.toml`
+has the hints. Like the file of the stations, the homework is not cut out of the package. Its starter is our solution with those functions
+blank.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 import hwfsdp
 from hwfsdp.course.provided import Definition
 from hwfsdp.course.refusals import misread, refused, unusable
+from hwfsdp.errors import did_you_mean
 
 PACKAGE = Path(hwfsdp.__file__).parent
 CARRIED = PACKAGE / "_course"  # the course in an installed package (setup.py)
@@ -151,8 +153,8 @@ class Course(NamedTuple):
     root: Path
     exercises: tuple[Exercise, ...]
 
-    def exercise(self, number: int | str) -> Exercise:
-        """Find an exercise by its number or its folder: 1, 01, 01_rows or exercises/01_rows.
+    def exercise(self, number: int | str, verb: str = "check") -> Exercise:
+        """Find an exercise by its number or its folder: 1, 01, 01_rows or exercises/01_rows. `verb`: the verb that the remedy names.
 
         Raises:
             UsageError: there is no such exercise.
@@ -161,7 +163,10 @@ class Course(NamedTuple):
             if is_named(str(number), exercise.number, exercise.directory):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
-        raise unusable("manifest.exercise", number=str(number), known=known)
+        directories = [exercise.directory for exercise in self.exercises]
+        otherwise = "See: hwfsdp list. For the homework: hwfsdp check capstone."
+        remedy = did_you_mean(Path(str(number)).name, directories, otherwise, f"hwfsdp {verb} {{}}")
+        raise unusable("manifest.exercise", number=str(number), known=known, remedy=remedy)
 
 
 def is_named(wanted: str, number: str, directory: str) -> bool:
@@ -222,7 +227,7 @@ def read_manifest(path: Path) -> Exercise:
         holes = () if found.get("file") == OWN_FILE else _texts(found["holes"])
         calls = _texts(found["calls"]) if "calls" in found else ()
         places, named = (tuple(map(Place.parse, each)) for each in (holes, calls))
-        hints = tuple(map(flowed, _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])))
+        hints = _read_hints(path.parent)
         title, points = str(found["title"]), int(found["points"])
     return Exercise(number, topic, title, points, places, hints, path.parent, named)
 
@@ -237,9 +242,13 @@ def read_homework(course: Course) -> Exercise:
     with misread("manifest.homework"):
         found = tomllib.loads(path.read_text())
         tasks = tuple(Task(str(task["label"]), tuple(map(str, task["holes"]))) for task in found["task"])
-        hints = tuple(flowed(str(hint)) for hint in found["hints"])
+        hints = _read_hints(path.parent)
         title, points, bonus = str(found["title"]), int(found["points"]), int(found["bonus"])
     return Exercise(HOMEWORK, "hw_fsdp", title, points, (), hints, path.parent, bonus=bonus, tasks=tasks)
+
+
+def _read_hints(folder: Path) -> tuple[str, ...]:
+    return tuple(map(flowed, _texts(tomllib.loads((folder / HINTS).read_text())["hints"])))
 
 
 def flowed(hint: str) -> str:

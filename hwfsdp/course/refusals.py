@@ -5,7 +5,6 @@ The texts of these errors are in `refusals.toml`, by part of the course and name
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import tomllib
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import UsageError, did_you_mean
 
 
 @functools.cache
@@ -32,8 +31,7 @@ def unusable(refusal: str, /, **words: Any) -> UsageError:
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """Return the remedy for a name that is not known: the closest known name, or all of them."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}."
+    return did_you_mean(name, known, f"There are: {', '.join(known) or 'none'}.")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Style:
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
         self.colored = stream.isatty() and not os.environ.get("NO_COLOR")
-        self.width = min(110, shutil.get_terminal_size((100, 24)).columns)
+        self.width = min(110, shutil.get_terminal_size((80, 24)).columns)
 
     def paint(self, text: str, color: str) -> str:
         return f"\033[{_CODES[color]}m{text}\033[0m" if self.colored else text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwfsdp.course import holes, starters
-from hwfsdp.course.manifest import Exercise
+from hwfsdp.course.manifest import CARRIED, Exercise
 from hwfsdp.course.overlay import Submitted
 from hwfsdp.course.refusals import read_text, unusable
 from hwfsdp.course.stations.stages import LAST, stage
@@ -70,6 +70,11 @@ def starter(exercise: Exercise) -> str:
     kept = exercise.path.parent / KEPT_STARTER
     if kept.exists():  # a student's edition cannot make it: its package has no bodies
         return kept.read_text()
+    carried = CARRIED / "exercises" / exercise.target
+    if (
+        exercise.is_homework and carried.exists()
+    ):  # an installed package cannot make it: it does not have our homework
+        return carried.read_text()
     if exercise.is_station:
         return stage(0)
     if exercise.is_homework:
@@ -87,7 +92,8 @@ def solution(exercise: Exercise) -> str:
     Raises:
         UsageError: this is a student's edition.
     """
-    if (exercise.path.parent / KEPT_STARTER).exists():
+    is_missing = exercise.is_homework and not exercise.solution_path.exists()
+    if is_missing or (exercise.path.parent / KEPT_STARTER).exists():
         raise unusable("submission.solution", number=exercise.number)
     if exercise.is_station:
         return stage(LAST)

@@ -123,9 +123,7 @@ def plot_memory(
         bottom -= _ABOVE + panel
         axes = sheet.axes_at(figure, _LEFT, bottom + 0.15, width, panel)
         axes.set_xlim(begin / 1e3, end / 1e3)
-        axes.set_ylim(0.0, 1.06 * highest / unit.nbytes)
-        axes.set_ylabel(f"bytes alive [{unit.name}]" if not name else unit.name, fontsize=style.TEXT_SIZE)
-        style.open_frame(axes)
+        _frame(axes, highest, unit, f"bytes alive [{unit.name}]" if not name else unit.name)
         axes.tick_params(axis="x", labelbottom=False, bottom=not in_order)
         _draw_areas(axes, stack, unit)
         _draw_expected(axes, stack, expected, unit)
@@ -196,6 +194,12 @@ def _line_keys(expected: Mapping[str, int]) -> list[Line2D]:
         sheet.line_key(f"{name}: {style.format_bytes(nbytes)}", color=style.BLACK, linestyle=(0, dashes))
         for (name, nbytes), dashes in zip(expected.items(), cycle(_DASHES), strict=False)
     ]
+
+
+def _frame(axes: Axes, highest: float, unit: style.ByteUnit, label: str) -> None:
+    axes.set_ylim(0.0, 1.06 * highest / unit.nbytes)
+    axes.set_ylabel(label, fontsize=style.TEXT_SIZE)
+    style.open_frame(axes)
 
 
 def _draw_areas(axes: Axes, stack: _Stack, unit: style.ByteUnit) -> None:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import UsageError, did_you_mean
 
 GB, GIB = 1e9, 1 << 30
 
@@ -168,11 +168,12 @@ def device_named(name: str) -> Device:
     if name in DEVICES:
         return DEVICES[name]
     if name != THIS_MACHINE:
+        known = [*DEVICES, THIS_MACHINE]
         raise UsageError(
             f"device {name!r}",
-            expected=f"one of {', '.join([*DEVICES, THIS_MACHINE])}",
+            expected=f"one of {', '.join(known)}",
             got=repr(name),
-            remedy="Choose one of these, or pass your own Device.",
+            remedy=did_you_mean(name, known, "Choose one of these, or pass your own Device."),
         )
     path = calibration_file()
     try:

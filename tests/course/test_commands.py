@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from hwfsdp.cli import main
+from hwfsdp.course import submission
 from hwfsdp.course.checking import current, saved
+from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.report import Style, shown
@@ -103,14 +105,62 @@ def test_an_unknown_number_is_refused_before_torch_is_loaded(course: Path, line:
     assert (ran.returncode, ran.stdout) == (2, "") and "99" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check 1 --submission nope",
+        "simulate --device nope",
+        "trace show nope",
+        "trace diff nope nope",
+        "trace export nope --to html",
+        "checkpoint inspect nope",
+        "checkpoint verify nope",
+        "checkpoint convert nope new --to dcp",
+        "swap nope",
+    ],
+)
+def test_an_unknown_device_or_path_is_refused_before_torch_is_loaded(course: Path, line: str) -> None:
+    ran = without_torch(course, line)
+    assert (ran.returncode, ran.stdout) == (2, "") and "nope" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_an_untouched_starter_is_checked_without_torch(course: Path) -> None:
+    file_of(course, 12).unlink()
+    for line in ("check 1", "check 12", "check capstone --json"):
+        ran = without_torch(course, line)
+        assert (ran.returncode, ran.stderr) == (1, "") and ran.stdout, line
+    assert len(json.loads(ran.stdout)["checks"]) > 10
+
+
 @pytest.mark.parametrize("name", ["2", "02", "02_ring", "exercises/02_ring", "exercises/02_ring/"])
 def test_an_exercise_has_a_number_and_a_folder(course: Path, name: str) -> None:
     assert find_course().exercise(name).number == "02"
 
 
-def test_a_mistyped_verb_gets_the_likely_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chek", "1"]) == 2
-    assert capsys.readouterr().err.endswith("got 'chek'. Did you mean: hwfsdp check\n")
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("chek 1", "check"),
+        ("check rows", "check 01_rows"),
+        ("hint exercises/01_row", "hint 01_rows"),
+        ("lab chek", "lab check"),
+        ("lab check 01_flat_los", "lab check 01_flat_loss"),
+    ],
+)
+def test_a_mistyped_verb_or_name_gets_the_likely_one(
+    course: Path, line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert err.endswith(f". Did you mean: hwfsdp {meant}\n") and err.count("\n") == 1
+
+
+def test_an_unknown_number_is_said_once(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "15"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "hwfsdp: bug of the lab: expected a number, 1 to 14; got '15'. See: hwfsdp lab\n"
+    )
 
 
 def test_an_error_is_wrapped_for_a_terminal_alone(
@@ -172,16 +222,30 @@ def test_hints_come_one_more_each_call(course: Path, capsys: pytest.CaptureFixtu
     assert "This is the last hint" in said(capsys, "hint", "1")[1]
 
 
+@pytest.mark.parametrize("number", ["1", "capstone"])
 def test_reset_puts_the_starter_back_and_keeps_the_file(
-    course: Path, capsys: pytest.CaptureFixture[str]
+    number: str, course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (course / "solutions").symlink_to(REPOSITORY.root / "solutions")
+    file = wanted_exercise(find_course(), number).path
     for content in ("first", "second"):
-        file_of(course).write_text(content)
-        assert said(capsys, "reset", "1")[0] == 0
-        assert file_of(course).read_text() == starter(REPOSITORY.exercise(1))
-    kept = sorted(path.read_text() for path in file_of(course).parent.glob("*.py.*"))
+        file.write_text(content)
+        assert said(capsys, "reset", number)[0] == 0
+        assert file.read_text() == starter(wanted_exercise(REPOSITORY, number))
+    kept = sorted(path.read_text() for path in file.parent.glob("*.py.*"))
     assert kept == ["first", "second"]
-    assert said_json(capsys, "reset", "1")[1]["kept"] is None
+    assert said_json(capsys, "reset", number)[1]["kept"] is None
+
+
+def test_the_homework_of_an_installed_package_is_reset_to_the_file_that_the_package_carries(
+    course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["reset", "capstone"]) == 2 and "Ask your instructor" in capsys.readouterr().err
+    monkeypatch.setattr(submission, "CARRIED", REPOSITORY.root)
+    homework = wanted_exercise(find_course(), "capstone")
+    homework.path.unlink()
+    assert said(capsys, "reset", "capstone")[0] == 0
+    assert homework.path.read_text() == (REPOSITORY.root / "exercises" / homework.target).read_text()
 
 
 UNUSABLE = {

@@ -102,7 +102,8 @@ def test_secret_files_are_not_in_the_edition(edition: Path) -> None:
     assert not [
         name for name in names if name.startswith(("solutions", "tests/course/", ".git/", "benchmarks"))
     ]
-    assert {"exercises/capstone/hw_fsdp.py", "exercises/lab/answers.toml", "exercises/.starter.py"} <= names
+    assert {"exercises/capstone/hw_fsdp.py", "exercises/capstone/.hints.toml"} <= names
+    assert {"exercises/lab/answers.toml", "exercises/.starter.py"} <= names
     assert {name for name in names if name.endswith(OWN_FILE)} == {f"exercises/{OWN_FILE}"}
     assert {"README.md", "LICENSE", "Makefile", "hwfsdp/bodies.py", "tests/test_edition.py"} <= names
 
@@ -214,11 +215,13 @@ def test_the_edition_has_no_source_text_of_the_checks(folder: str, edition: Path
 
 
 def test_the_student_can_put_a_starter_back(edition: Path) -> None:
-    file = edition / "exercises" / OWN_FILE
-    file.write_text("x = 1\n")
-    assert run(edition, "-m", "hwfsdp", "reset", "3").returncode == 0
-    assert file.read_text() == starter(ROWS)
-    Path(f"{file}.1").unlink()
+    for number in ("3", HOMEWORK):
+        exercise = wanted_exercise(COURSE, number)
+        file = edition / "exercises" / exercise.target
+        file.write_text("x = 1\n")
+        assert run(edition, "-m", "hwfsdp", "reset", number).returncode == 0
+        assert file.read_text() == starter(exercise)
+        Path(f"{file}.1").unlink()
 
 
 def test_catching_up_needs_the_instructor(edition: Path) -> None:

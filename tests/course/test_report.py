@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
 
+from hwfsdp.cli.doctor import _row
 from hwfsdp.course.checklist import checks_of
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.report import Style, shown
@@ -52,6 +54,13 @@ def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
     text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
     assert "endless: the code does not come to an end" in text and "nothing counts" in text
     assert "01.padded" not in text
+
+
+def test_output_into_a_pipe_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", None)  # no terminal
+    assert Style(io.StringIO()).width == 80
+    assert max(map(len, _row("ok", "ranks", "many words " * 30).splitlines())) <= 80
 
 
 def test_a_verdict_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hwfsdp import UsageError
 from hwfsdp.course import manifest, workbook
-from hwfsdp.course.manifest import HINTS, Course, Exercise, find_course, read_manifest
+from hwfsdp.course.manifest import HINTS, Course, Exercise, find_course, read_homework, read_manifest
 
 COURSE = find_course(Path(__file__))
 
@@ -38,6 +38,12 @@ def test_every_exercise_has_all_that_belongs_to_it(exercise: Exercise) -> None:
     if not exercise.is_station:
         assert "picture.png" in readme and (exercise.folder / "picture.png").stat().st_size > 5_000
         assert len((COURSE.root / "solutions" / exercise.directory / "README.md").read_text()) > 500
+
+
+def test_the_homework_has_its_hints_where_listing_the_folder_does_not_show_them() -> None:
+    homework = read_homework(COURSE)
+    assert len(set(homework.hints)) == 3 and (homework.folder / HINTS).exists()
+    assert not [path for path in homework.folder.glob("[!.]*.toml") if "hint" in path.read_text()]
 
 
 def test_starters_show_no_other_bodies() -> None:
@@ -88,14 +94,14 @@ def test_a_hole_of_two_exercises_is_named(course: Course) -> None:
 def test_a_hole_that_is_not_in_the_package_is_named(course: Course) -> None:
     damaged(course.exercise(12).folder / "exercise.toml", ":cut_after", ":cut_aftre")
     found, *_ = workbook.problems(find_course(course.root))
-    assert "cut_aftre" in found and "Did you mean 'cut_after'?" in found
+    assert "cut_aftre" in found and "Did you mean: cut_after" in found
 
 
 def test_a_name_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
     damaged(course.exercise(12).folder / "exercise.toml", ":largest_shape", ":largets_shape")
     found = [line for line in workbook.problems(find_course(course.root)) if "largets_shape" in line]
     assert len(found) == 1 and found[0].startswith("calls: hwfsdp.layout.extents:largets_shape: expected ")
-    assert "Did you mean 'largest_shape'?" in found[0]
+    assert "Did you mean: largest_shape" in found[0]
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.confinement import limits_in_force
+from hwfsdp.course.confinement import Limit, limits_in_force
 from hwfsdp.course.gradebook.book import Gradebook
 from hwfsdp.course.gradebook.formats import (
     BY_SUFFIX,
@@ -123,11 +123,7 @@ def grade_submissions(
     )
     run = ClassRun(paths, course, settings)
     output.check(len(run.handed))
-    limits = limits_in_force()
-    if missing := "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force):
-        if isolated:
-            raise unusable("grade.isolation", missing=missing)
-        print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
+    limits = _limits(isolated)
     with run:
         plain = output.format is None and len(run.handed) == 1
         book = Gradebook(
@@ -149,6 +145,16 @@ def grade_submissions(
         if plain:
             _refuse_nothing(book, paths[0])
         return _finish(book, output, as_json, single=len(run.handed) == 1)
+
+
+def _limits(isolated: bool) -> list[Limit]:
+    """Return the limits of submissions. Name those that are not in force: in a UsageError if `isolated`, else on standard error."""
+    limits = limits_in_force()
+    if missing := "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force):
+        if isolated:
+            raise unusable("grade.isolation", missing=missing)
+        print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
+    return limits
 
 
 def refuse_second_copy() -> None:

@@ -11,7 +11,6 @@ the place. Otherwise a mistyped name would be an answer that silently does not c
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable
 from fractions import Fraction
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import Bug
 from hwfsdp.course.refusals import read_text, unusable
+from hwfsdp.errors import did_you_mean
 from hwfsdp.observe.validate import printable, shown
 
 FILE = "answers.toml"
@@ -59,8 +59,8 @@ def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
     answers = {directory: Answers() for directory in known}
     for name, table in found.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1) or known[:1]
-            raise unusable("lab.table_name", path=path, name=printable(name[:40]), close=close[0])
+            remedy = did_you_mean(name, known, f"For example: [{known[0]}]", "[{}]")
+            raise unusable("lab.table_name", path=path, name=printable(name[:40]), remedy=remedy)
         answers[name] = _read_table(path, name, table)
     return answers
 

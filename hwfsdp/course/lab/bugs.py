@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.course.manifest import Course, is_named
 from hwfsdp.course.refusals import misread, unusable
+from hwfsdp.errors import did_you_mean
 
 LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
@@ -128,13 +129,15 @@ def read_bugs(course: Course) -> tuple[Bug, ...]:
     return found
 
 
-def find_bug(bugs: tuple[Bug, ...], number: str) -> Bug:
-    """Find a bug by its number or its folder. Raises UsageError if there is none."""
+def find_bug(bugs: tuple[Bug, ...], number: str, verb: str = "lab") -> Bug:
+    """Find a bug by its number or its folder. Raises UsageError if there is none. `verb`: "lab check" if its answers are checked."""
     for bug in bugs:
         if is_named(number, bug.number, bug.directory):
             return bug
     first, last = int(bugs[0].number), int(bugs[-1].number)
-    raise unusable("lab.number", number=number[:40], first=first, last=last)
+    known = [bug.directory for bug in bugs] + ["check"] * (verb == "lab")
+    remedy = did_you_mean(number, known, "See: hwfsdp lab", f"hwfsdp {verb} {{}}")
+    raise unusable("lab.number", number=number[:40], first=first, last=last, remedy=remedy)
 
 
 def _read_bug(path: Path) -> Bug:

@@ -25,6 +25,7 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hwfsdp.course.commands import everything
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.refusals import check_new_folder, unusable
@@ -96,7 +97,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
         shutil.copyfile(course.root / name, target)
     _blank_package(course, out)
     _compile_checks(out / "hwfsdp")
-    for exercise in course.exercises:
+    for exercise in everything(course):
         if exercise not in later:
             _put_starter(exercise, out / "exercises" / exercise.target)
     _change_files(out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import UsageError, did_you_mean
 from hwfsdp.train.models.gpt import GPT, GPTConfig
 from hwfsdp.train.models.llama import Llama, LlamaConfig
 
@@ -65,9 +65,11 @@ def config_of(name: str) -> Config:
     if name not in CONFIGS:
         raise UsageError(
             f"model {name!r}",
-            expected=f"one of {', '.join(CONFIGS)}",
+            expected=f"one of {', '.join(CONFIGS)}, or module:function",
             got=repr(name),
-            remedy="Choose one of these, or give module:function, your own function that returns a model.",
+            remedy=did_you_mean(
+                name, CONFIGS, "Choose one of these, or name your own function that returns a model."
+            ),
         )
     return CONFIGS[name]
 
