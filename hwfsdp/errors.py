@@ -46,8 +46,8 @@ class RefusedStateError(StateError, AssertionError):
     """A call at the wrong time that torch answers with an AssertionError."""
 
 
-class NoRootError(UsageError, RuntimeError):
-    """A group of several modules as the root, which torch answers with a RuntimeError."""
+class RuntimeRefusedError(UsageError, RuntimeError):
+    """A module or mesh that torch answers with a RuntimeError."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

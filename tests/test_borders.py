@@ -305,6 +305,9 @@ hwfsdp.install()
 hwfsdp.install()
 import torch.distributed.pipelining.stage as stage
 assert hwfsdp.FSDPModule in stage.FSDPModule and fsdp.fully_shard is hwfsdp.fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as home
+sharded = object.__new__(type("Sharded", (hwfsdp.FSDPModule,), {}))
+assert isinstance(sharded, home.FSDPModule) and home.fully_shard is hwfsdp.fully_shard
 """
     said = said_by("-c", code)
     assert "__main__, which hold them already" in said and "hwfsdp swap" in said and said.endswith(" True\n")

@@ -550,7 +550,7 @@ def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_i
 
     full, uneven = launch(on_a_rank, 2, timeout=60)
     assert full.startswith("CollectiveError")  # it waits for the other rank, which is gone
-    assert uneven.startswith("UsageError") and "padded" in uneven and "Unpadded" in uneven
+    assert uneven.startswith("RefusedError") and "padded" in uneven and "Unpadded" in uneven
 
 
 # --- Without gradients -------------------------------------------------------------------------------------

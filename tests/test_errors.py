@@ -9,7 +9,7 @@ import pytest
 from hwfsdp.errors import (
     CollectiveError,
     FSDPError,
-    NoRootError,
+    RuntimeRefusedError,
     RankError,
     RefusedError,
     StateError,
@@ -35,7 +35,7 @@ def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy(kind:
         (UnsupportedError, NotImplementedError),
         (StateError, RuntimeError),
         (RefusedError, AssertionError),
-        (NoRootError, RuntimeError),
+        (RuntimeRefusedError, RuntimeError),
         (CollectiveError, RuntimeError),
         (RankError, RuntimeError),
     ],

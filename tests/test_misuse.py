@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hwfsdp
 import models
+from hwfsdp.compat import note_applied
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch
-from hwfsdp.errors import NoRootError, RefusedError, UnsupportedError
+from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, WrongTypeError
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
@@ -114,10 +115,23 @@ def a_module_twice() -> tuple[nn.Module, Action]:
     return model, lambda: ours(model.blocks[0])
 
 
-@mistake(UsageError, "nn.Module", "Parameter")
+@mistake(WrongTypeError, "nn.Module", "Parameter")
 def not_a_module() -> tuple[nn.Module, Action]:
     model = models.stem()
     return model, lambda: ours(model.stem.weight)
+
+
+@mistake(RuntimeRefusedError, "ScriptModule", "before torch.jit.script")
+def a_module_of_torchscript() -> tuple[nn.Module, Action]:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    return model, lambda: ours(model[0])
+
+
+@mistake(RefusedError, "replicate()", "Choose one")
+def a_replicated_module() -> tuple[nn.Module, Action]:
+    model = models.stem()
+    note_applied(model.blocks[0], "replicate")
+    return model, lambda: ours(model.blocks[0])
 
 
 @mistake(UsageError, "blocks.1.scale", "scalar", "1D")
@@ -135,7 +149,7 @@ def a_parameter_that_is_not_contiguous() -> tuple[nn.Module, Action]:
     return shard(lambda: model)
 
 
-@mistake(UsageError, "head.weight", "DTensor", "slice both from it")
+@mistake(RuntimeRefusedError, "head.weight", "DTensor", "slice both from it")
 def a_dtensor_on_a_mesh_of_its_own() -> tuple[nn.Module, Action]:
     model = models.stem()
     weight = model.head.weight
@@ -210,7 +224,7 @@ def a_forward_on_meta() -> tuple[nn.Module, Action]:
     return runs(model)
 
 
-@mistake(UsageError, "'blocks.1'", "torch.float32 and torch.float64", "fully_shard of their own")
+@mistake(RefusedError, "'blocks.1'", "torch.float32 and torch.float64", "fully_shard of their own")
 def trainable_parameters_of_two_dtypes() -> tuple[nn.Module, Action]:
     model = models.stem()
     model.blocks[1].up.to(torch.float64)
@@ -224,7 +238,7 @@ def a_child_before_its_root() -> tuple[nn.Module, Action]:
     return model, action
 
 
-@mistake(NoRootError, "root", "fully_shard")
+@mistake(RuntimeRefusedError, "root", "fully_shard")
 def a_list_as_root() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours([model.stem, *model.blocks, model.head])

@@ -12,7 +12,14 @@ from hwfsdp.core.compat import local_of
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.errors import NoRootError, RefusedError, StateError, UnsupportedError, UsageError
+from hwfsdp.errors import (
+    RefusedError,
+    RuntimeRefusedError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+    WrongTypeError,
+)
 from hwfsdp.features.call import Call, ask
 from hwfsdp.features.lookup import CLAIMED, claimed_as
 
@@ -44,7 +51,7 @@ def joined(call: Call, state: FSDPState) -> None:
 def check_module(module: Any) -> None:
     """Raise UsageError if this is not a module, has no forward, or was sharded before."""
     if not isinstance(module, nn.Module):
-        raise UsageError(
+        raise WrongTypeError(
             "fully_shard",
             expected="an nn.Module, or a list of them",
             got=type(module).__name__,
@@ -56,6 +63,13 @@ def check_module(module: Any) -> None:
             expected="a module with a forward",
             got=f"nn.{type(module).__name__}, which has none",
             remedy="Shard its children one by one.",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RuntimeRefusedError(
+            "fully_shard",
+            expected="a module of Python",
+            got="a torch.jit.ScriptModule, which takes no hooks",
+            remedy="Shard the module before torch.jit.script, or use torch.compile.",
         )
     if state_of(module) is not None:
         raise RefusedError(
@@ -143,7 +157,7 @@ class CheckedState(FSDPState):
             UsageError: a group cannot be reduced as one, or is asked to be the root with several modules.
         """
         if len(self.modules) > 1:
-            raise NoRootError(
+            raise RuntimeRefusedError(
                 "fully_shard: the module whose forward comes first",
                 expected="a single module, the root",
                 got=f"one of the {len(self.modules)} modules of a group",
@@ -184,7 +198,7 @@ def ready(group: ParamGroup) -> None:
         )
     dtypes = {p.dtypes.orig for p in group.params if p.sharded_param.requires_grad}
     if len(dtypes) > 1:
-        raise UsageError(
+        raise RefusedError(
             f"parameter group {group.fqn!r}",
             expected="trainable parameters of one dtype",
             got=" and ".join(sorted(map(str, dtypes))),

@@ -17,7 +17,7 @@ def check(call: Call) -> None:
     """Leave replicated parameters alone.
 
     Raises:
-        RefusedError: torch's own fully_shard has sharded a module.
+        RefusedError: torch's own fully_shard has sharded a module, or a given module is replicated.
     """
     for fqn, module in (named for given in call.modules for named in given.named_modules()):
         applied = compat.applied_to(module)
@@ -27,6 +27,13 @@ def check(call: Call) -> None:
                 expected="a model that one library shards",
                 got=f"module {fqn!r}, which torch's own fully_shard has sharded",
                 remedy="Use one library for both. hwfsdp.install(), called first, replaces torch's in the whole program.",
+            )
+        if "replicate" in applied and module in call.modules:
+            raise RefusedError(
+                "fully_shard",
+                expected="a module that is not replicated",
+                got=f"{type(module).__name__}, to which replicate() was applied",
+                remedy="Choose one. To replicate shards, pass a mesh with two axes.",
             )
         if "replicate" in applied:
             call.ignored_params.update(module.parameters())

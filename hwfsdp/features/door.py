@@ -5,10 +5,10 @@ It does the same as the heart's `fully_shard` (`core.wrap`), but with parts that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -73,7 +73,8 @@ def fully_shard(
         UnsupportedError: an argument asks for something that is not built.
         StateError: there is no process group. After an error, the module is unchanged.
     """
-    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
+    modules: list[Any] = list(module) if several else [module]
     call = Call(
         modules,
         mesh,

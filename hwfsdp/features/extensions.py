@@ -26,7 +26,7 @@ from hwfsdp.core import form as storage
 from hwfsdp.core.compat import local_of
 from hwfsdp.core.form import Form
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import RefusedError
 from hwfsdp.features.call import Call
 from hwfsdp.features.lookup import shard_axis
 
@@ -54,11 +54,11 @@ def has_methods(local: Tensor, fqn: str) -> bool:
     """True if a local part defines how it is gathered.
 
     Raises:
-        UsageError: it has only one of the two methods.
+        RefusedError: it has only one of the two methods.
     """
     missing = [name for name in METHODS if not hasattr(local, name)]
     if len(missing) == 1:
-        raise UsageError(
+        raise RefusedError(
             f"parameter {fqn!r}",
             expected=f"both {' and '.join(METHODS)}, or neither",
             got=f"{type(local).__name__} without {missing[0]}",
@@ -107,12 +107,20 @@ class ExtensionForm(Form):
             param.places[0].module,
             param.policy,
         )
-        only_mesh = len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1
+        signature = inspect.signature(local.fsdp_pre_all_gather)
+        if len(signature.parameters) not in (1, len(arguments)):
+            raise RefusedError(
+                f"{type(local).__name__}.fsdp_pre_all_gather",
+                expected="the parameters (self, mesh, outer_size, outer_stride, module, mp_policy), or (self, mesh)",
+                got=str(signature),
+                remedy="Add the missing parameters, also if the method does not use them.",
+            )
+        only_mesh = len(signature.parameters) == 1
         inputs, self._metadata = local.fsdp_pre_all_gather(*(arguments[:1] if only_mesh else arguments))
         padded = tuple(layout.padded_shape)
         uneven = tuple(local.shape) != padded
         if uneven and not only_mesh and any(tuple(t.shape) != padded for t in inputs):
-            raise UsageError(
+            raise RefusedError(
                 f"{type(local).__name__}.fsdp_pre_all_gather",
                 expected=f"tensors of the padded shard's shape, {padded}, for an unevenly sharded parameter",
                 got=str([tuple(t.shape) for t in inputs]),

@@ -34,7 +34,7 @@ from hwfsdp.core.compat import dtensor, local_of
 from hwfsdp.core.form import Layout
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
-from hwfsdp.errors import RefusedError, UnsupportedError, UsageError
+from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, UsageError
 from hwfsdp.features.arguments import DataParallelMeshDims
 from hwfsdp.features.call import Call
 from hwfsdp.features.lookup import flat_axis
@@ -203,10 +203,17 @@ def joined_placements(
 
 def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str) -> MeshPlacements:
     """Place a DTensor on axes that are not data-parallel: append these axes to the data-parallel ones."""
+    if before.mesh.device_type != mesh.mesh.device_type:
+        raise UsageError(
+            f"fully_shard: parameter {fqn!r}",
+            expected=f"a DTensor on a mesh of the data-parallel mesh's device type, {mesh.mesh.device_type!r}",
+            got=f"one on a mesh of {before.mesh.device_type!r}",
+            remedy="Slice both meshes from one: init_device_mesh(…, mesh_dim_names=('dp', 'tp')).",
+        )
     try:
         joined = compat.join_meshes([mesh.mesh, before.mesh])
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise UsageError(
+        raise RuntimeRefusedError(
             f"fully_shard: parameter {fqn!r}",
             expected="a DTensor on another axis of the mesh that the data-parallel mesh was taken from",
             got=f"one on {before.mesh}, which cannot be joined with {mesh.mesh} ({error})",

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.fsdp as torchs
 
 import hwfsdp
-from hwfsdp.compat import INSIDE_FSDP2
+from hwfsdp.compat import HOME_OF_FSDP2, INSIDE_FSDP2
 from hwfsdp.errors import StateError
 
 PIPELINES = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
@@ -50,8 +50,21 @@ def install() -> None:
         if not module.__name__.startswith(INSIDE_FSDP2):
             theirs = vars(module)[name]
             ours = getattr(hwfsdp, public[id(theirs)])
-            asks = module.__name__ in PIPELINES and ours is hwfsdp.FSDPModule
-            setattr(module, name, (ours, theirs) if asks else ours)
+            if ours is hwfsdp.FSDPModule and module.__name__ in PIPELINES:
+                ours = (ours, theirs)
+            elif ours is hwfsdp.FSDPModule and module.__name__ == HOME_OF_FSDP2:
+                ours = either(theirs)
+            setattr(module, name, ours)
+
+
+def either(theirs: type) -> type:
+    """Return a class in place of torch's `FSDPModule`: objects of our class and of torch's are its instances."""
+
+    class Either(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, (hwfsdp.FSDPModule, theirs))
+
+    return Either("FSDPModule", (hwfsdp.FSDPModule,), {})
 
 
 def holders(values: dict[str, Any]) -> Iterator[tuple[ModuleType, str]]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from hwfsdp import compat
 from hwfsdp.core import wrap
+from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.context import Phase
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState, state_of
@@ -43,6 +44,7 @@ def joined(call: Call, state: FSDPState) -> None:
     assert isinstance(state, ViewedState)
     # `state.group` stands for several groups if there are several meshes.
     for group in filter(None, {state.group, *state.groups}):
+        vars(group)["_module_fqn"] = None  # until the root names it
         vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
         vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
 
@@ -60,6 +62,7 @@ class ParamView:
     def __init__(self, param: FSDPParam) -> None:
         self._param = param
 
+    _param_fqn = property(attrgetter("_param.fqn"))
     sharded_param = property(attrgetter("_param.sharded_param"))
     unsharded_param = _unsharded_param = property(attrgetter("_param.unsharded_param"))
 
@@ -88,6 +91,25 @@ class ViewedState(FSDPState):
     _comm_ctx = property(attrgetter("comm_ctx"))
     _fsdp_param_groups = property(attrgetter("groups"))
     _fsdp_param_group = property(attrgetter("group"))
+
+    _modules = property(attrgetter("modules"))
+    _device = property(attrgetter("device"))
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.root.states[0] is self if self.root.states else None
+
+    def _lazy_init(self) -> None:
+        """Become the root, as the first forward does. Do nothing if there is a root."""
+        if not self.root.states:
+            with no_autograd():
+                self.become_root()
+
+    def name_states(self) -> list[FSDPState]:
+        states = super().name_states()
+        for group in (group for state in states for group in filter(None, {state.group, *state.groups})):
+            vars(group)["_module_fqn"] = group.module_fqn
+        return states
 
     @property
     def _state_ctx(self) -> SharedView:

@@ -185,7 +185,9 @@ def _keys(stacks: Mapping[str, _Stack]) -> list[Patch]:
     labels = {kind: kind for kind in _ordered(kinds)}
     if len(stacks) == 1:
         [stack] = stacks.values()
-        labels = {kind: f"{kind}: {style.format_bytes(stack.at_peak(kind), like=stack.peak[1])}" for kind in labels}
+        labels = {
+            kind: f"{kind}: {style.format_bytes(stack.at_peak(kind), like=stack.peak[1])}" for kind in labels
+        }
     return [sheet.key(style.look_of_kind(kind), label) for kind, label in labels.items()]
 
 
