@@ -251,7 +251,9 @@ def test_with_hidden_inputs_students_read_where_their_file_is_wrong(
     misconception: str, message: str, told: str | None
 ) -> None:
     check = checked("01", False, misconception, message=message, actual=7531)
-    found = opaque(Result("ada", (exercised("01", check),))).exercises[0]["checks"][0]
+    hidden = opaque(Result("ada", (exercised("01", check),), {"capstone": {"checks": [check]}}))
+    found = hidden.exercises[0]["checks"][0]
+    assert hidden.extra["capstone"]["checks"][0].get("message") == found["message"]
     assert found["misconception"] == misconception and found["actual"] is None
     assert found["message"] is None if told is None else told in found["message"]
     assert "7531" not in str(found["message"])

@@ -103,12 +103,12 @@ def _told(check: dict[str, Any]) -> str | None:
     A learner's code could write inputs into a message of a rank. So only a place in the file, or the name of something
     forbidden, is left of such a message.
     """
-    message = str(check["message"] or "")
-    if check["misconception"] in OF_THE_TEXT and not message.startswith(_OF_A_RANK):
+    name, message = check.get("misconception"), str(check.get("message") or "")
+    if name in OF_THE_TEXT and not message.startswith(_OF_A_RANK):
         return message or None
-    if check["misconception"] == "crashed" and (place := _CRASHED.match(message)):
+    if name == "crashed" and (place := _CRASHED.match(message)):
         return f"The error is in {place[1]} ({place[2]}, line {place[3]})."
-    if check["misconception"] == "blocked" and (use := _USED.fullmatch(message)) and use[2] in _CLOSED:
+    if name == "blocked" and (use := _USED.fullmatch(message)) and use[2] in _CLOSED:
         return f"Your code {use[1]} {use[2]}."
     return None
 
@@ -116,5 +116,11 @@ def _told(check: dict[str, Any]) -> str | None:
 def _opaque_extra(found: dict[str, Any]) -> dict[str, Any]:
     """Return only the fields in TOLD: another grader made this result, so its other fields may reveal inputs."""
     kept = {key: found[key] for key in TOLD if key in found}
-    checks = [{key: check[key] for key in TOLD if key in check} for check in found.get("checks", ())]
+    checks = [
+        {
+            **{key: check[key] for key in TOLD if key in check},
+            **({"message": told} if (told := _told(check)) else {}),
+        }
+        for check in found.get("checks", ())
+    ]
     return {**kept, "checks": checks} if checks else kept
