@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from suites import fast_are
 
 from hwfsdp import UsageError
+from hwfsdp.cli import release as command
 from hwfsdp.course import holes
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import (
@@ -30,7 +32,7 @@ from hwfsdp.course.manifest import (
     module_source,
 )
 from hwfsdp.course.release import bodies
-from hwfsdp.course.release.edition import body_of, write_edition
+from hwfsdp.course.release.edition import _travelling, body_of, write_edition
 from hwfsdp.course.release.leaks import _texts, find_leaks, secrets_of, statements
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import solution, starter
@@ -324,11 +326,46 @@ def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
     assert not list(find_leaks(tmp_path, SECRETS))
 
 
+def test_only_files_that_git_tracks_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone, names = tmp_path / "clone", ("submissions/ada/my_fsdp.py", "docs/mine.md")
+    subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
+    for name in names:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("mine\n")
+    course = find_course(clone)
+    assert not set(names) & set(_travelling(clone, ()))
+    assert "exercises/my_fsdp.py" in _travelling(clone, ())
+    monkeypatch.setattr(command, "find_course", lambda: course)
+    monkeypatch.setattr(command, "write_edition", lambda course, out, upto: [])
+    (tmp_path / "out" / "exercises" / "01_rows").mkdir(parents=True)
+    assert command.release(Namespace(out=tmp_path / "out", upto=None, json=False)) == 0
+    assert capsys.readouterr().out.endswith("Not copied, because git does not track them: docs/mine.md.\n")
+
+
+def test_git_ignores_the_files_that_the_commands_for_instructors_read_and_write() -> None:
+    page = (COURSE.root / "docs" / "instructors.md").read_text()
+    words = {
+        word
+        for line in re.findall(r"^hwfsdp grade .*", page, re.MULTILINE)
+        for word in line.split("#")[0].split()
+    }
+    names = {word for word in words if re.search(r"[./]", word)}
+    assert {"submissions/", "secret.txt", "grades.csv", "reports/"} <= names
+    for name in names:
+        ignored = subprocess.run(
+            ["git", "-C", str(COURSE.root), "check-ignore", "-q", f"{name}x" if name[-1] == "/" else name]
+        )
+        assert ignored.returncode == 0, name
+
+
 @pytest.mark.long
 def test_an_edition_with_an_answer_left_is_refused(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
     (clone / "docs" / "hint.md").write_text(solution(STRIDED))
+    subprocess.run(["git", "-C", str(clone), "add", "docs/hint.md"], check=True)
     with pytest.raises(UsageError, match="docs/hint.md"):
         write_edition(find_course(clone), tmp_path / "out")
 

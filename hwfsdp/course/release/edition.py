@@ -7,7 +7,7 @@
     left out        solutions, the tests of the package, answers, benchmarks, the grader of a class, and the FAQ, which names the
                     causes of the lab's bugs
 
-Files in the instructor's tree that git ignores are not copied.
+Only files that git tracks are copied. An instructor's tree may also have submissions, grades or a secret (`untracked`).
 
 Note [One version of Python]
     Compiled code is for one minor version of Python: the version of the instructor who made the edition. setup.cfg says so, so
@@ -106,19 +106,26 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
+def untracked(root: Path) -> list[str]:
+    """Return the files that git neither tracks nor ignores. The edition does not contain them."""
+    return _listed(root, "--others", "--exclude-standard")
+
+
 def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
-    """Yield files under version control, and new files that git does not ignore, unless they are secret."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
-    for name in sorted(filter(None, listed.stdout.split("\0"))):
+    """Yield the files that git tracks, unless they are secret."""
+    for name in _listed(root, "--cached"):
         kept = name.startswith(_KEPT_TESTS) or not name.startswith((*_LEFT_OUT, *left_out))
         if kept and (root / name).is_file():
             yield name
+
+
+def _listed(root: Path, *options: str) -> list[str]:
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", *options, "-z"], capture_output=True, text=True
+    )
+    if listed.returncode:
+        raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
+    return sorted(filter(None, listed.stdout.split("\0")))
 
 
 def _blank_package(course: Course, out: Path) -> None:
