@@ -32,7 +32,7 @@ from hwfsdp.course.manifest import (
     module_source,
 )
 from hwfsdp.course.release import bodies
-from hwfsdp.course.release.edition import _travelling, body_of, write_edition
+from hwfsdp.course.release.edition import _change_page, _travelling, body_of, write_edition
 from hwfsdp.course.release.leaks import _texts, find_leaks, secrets_of, statements
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import solution, starter
@@ -268,6 +268,72 @@ def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_
     assert [row["exercise"] for row in listed] == handed_out
     assert "Station" not in run(out, "-m", "hwfsdp", "hint", "4").stdout
     assert "1 to 3" in run(out, "-m", "hwfsdp", "check", "4").stderr
+    assert not (out / "exercises" / HOMEWORK).exists()
+
+
+@pytest.fixture(scope="module")
+def up_to_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "student"
+    write_edition(COURSE, out, upto=5)
+    return out
+
+
+LATER = re.compile(  # what comes after station 05
+    r"[Ss]tations? (0[6-9]|1\d)|\b(check|hint|catchup) (0[6-9]|1[0-6])\b|ten (stations|exercises)|[Ee]lectives? 1|Six \*"
+    r"|\brace (\(|on)|[Hh]omework|capstone|hw_fsdp|<!-- (from|/from)"
+)
+TOLD = (
+    "README.md",
+    "exercises/README.md",
+    "exercises/[0-9]*/README.md",
+    "docs/tutorial.md",
+    "docs/ai.md",
+    "docs/index.md",
+)
+
+
+@pytest.mark.long
+def test_an_edition_up_to_a_station_says_nothing_about_later_ones(up_to_5: Path) -> None:
+    later = [exercise.directory for exercise in COURSE.exercises if exercise.number > "05"]
+    pages = [path for glob in TOLD for path in up_to_5.glob(glob)]
+    books = [*up_to_5.glob("notebooks/0*.ipynb"), *up_to_5.glob("notebooks/0*.py")]
+    assert len(pages) == 10 and len(books) == 18
+    for path in pages:
+        text = path.read_text()
+        assert not [found[0] for found in LATER.finditer(text)], path
+        assert not [name for name in [*later, "## The electives"] if name in text], path
+    for path in books:
+        text = path.read_text()
+        assert not [name for name in [*later, HOMEWORK] if f"exercises/{name}" in text], path
+    assert "**Write it yourself:** the backward" in (up_to_5 / "notebooks" / "05_backward.py").read_text()
+    assert not (up_to_5 / "exercises" / HOMEWORK).exists()
+
+
+MARKED = """One.<!-- from 08 --> Eight.<!-- /from --> Two.
+
+<!-- from 05 -->
+
+Five.<!-- from 10 --> Ten.<!-- /from -->
+
+<!-- /from -->
+
+Last.
+"""
+
+
+@pytest.mark.parametrize(
+    "last, left",
+    [
+        ("04", "One. Two.\n\nLast.\n"),
+        ("05", "One. Two.\n\nFive.\n\nLast.\n"),
+        ("09", "One. Eight. Two.\n\nFive.\n\nLast.\n"),
+        ("16", "One. Eight. Two.\n\nFive. Ten.\n\nLast.\n"),
+    ],
+)
+def test_text_from_a_later_exercise_on_is_cut_out_of_a_page(last: str, left: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(MARKED + "hwfsdp check capstone\n")
+    _change_page(tmp_path / "page.md", last, has_homework=False)
+    assert (tmp_path / "page.md").read_text() == left
 
 
 # --- Proof -------------------------------------------------------------------------------------------------
