@@ -90,11 +90,11 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
     kind, message = raised.kind, raised.message
     where, line = f"Rank {raised.rank}{_place(raised, paths)}", one_line(message, LONGEST)
     if kind == "MissingHole":
-        return Finding("missing", f"{message}.")
+        return Finding("missing", f"Rank {raised.rank}: {message}.")
     if kind == "NotImplementedError" and raised.frames and _is_hole(raised):
         return Finding("not-written", f"{_hole_name(raised, holes)} is called, but is still a TODO.")
     if kind == "SyntaxError":
-        return Finding("not-python", message)
+        return Finding("not-python", f"{where}: {line}")
     if "can't allocate memory" in message or kind == "MemoryError":
         return Finding("too-much-memory", f"{where}: more than {MEMORY >> 30} GiB. {line}".rstrip())
     if any(sign in message for sign in TIMEOUT):

@@ -1,7 +1,7 @@
 """Hybrid sharding: shards that are replicated. Seams: the ranks, and the reducer.
 
-Parameters are sharded over one axis of the mesh, and the shards are replicated over another. Gathers stay within a host, and only
-shards of gradients cross hosts: the result of the reduce-scatter is all-reduced over the replicas.
+Parameters are sharded over one axis of the mesh, and the shards are replicated over another. Gathers stay within a node, and only
+shards of gradients cross nodes: the result of the reduce-scatter is all-reduced over the replicas.
 
     copy-in, reduce-scatter as in the heart                    (reduce-scatter stream)
     all-reduce of its result over the replicas                 (all-reduce stream)

@@ -231,6 +231,35 @@ def test_with_hidden_inputs_students_read_the_misconception_but_not_the_inputs(b
 
 
 @pytest.mark.parametrize(
+    "misconception, message, told",
+    [
+        ("not-python", "my_fsdp.py, line 3: `x = (`: '(' was never closed.", "line 3"),
+        ("not-python", "Rank 0: rows are 7531", None),
+        ("blocked", "my_fsdp.py, line 9, imports gc.", "line 9, imports gc"),
+        ("blocked", "On rank 1, your code uses operator.attrgetter.", "uses operator.attrgetter"),
+        ("blocked", "On rank 1, your code imports gc.x7531.", None),
+        ("caught-up", "my_fsdp.py says that hwfsdp catchup wrote station 01.", "says that"),
+        (
+            "crashed",
+            "Rank 1 raised ValueError in cut (my_fsdp.py, line 12: `f(7531)`): 7531",
+            "cut (my_fsdp.py, line 12)",
+        ),
+        ("crashed", "Rank 1 raised in g (a.py, line 7531 in f (my_fsdp.py, line 2): 7531", None),
+    ],
+)
+def test_with_hidden_inputs_students_read_where_their_file_is_wrong(
+    misconception: str, message: str, told: str | None
+) -> None:
+    check = checked("01", False, misconception, message=message, actual=7531)
+    hidden = opaque(Result("ada", (exercised("01", check),), {"capstone": {"checks": [check]}}))
+    found = hidden.exercises[0]["checks"][0]
+    assert hidden.extra["capstone"]["checks"][0].get("message") == found["message"]
+    assert found["misconception"] == misconception and found["actual"] is None
+    assert found["message"] is None if told is None else told in found["message"]
+    assert "7531" not in str(found["message"])
+
+
+@pytest.mark.parametrize(
     "status, passed, expected",
     [
         ("failed", True, "passed"),

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from suites import fast_are
 
 from hwfsdp import UsageError
+from hwfsdp.cli import release as command
 from hwfsdp.course import holes
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import (
@@ -30,7 +32,7 @@ from hwfsdp.course.manifest import (
     module_source,
 )
 from hwfsdp.course.release import bodies
-from hwfsdp.course.release.edition import body_of, write_edition
+from hwfsdp.course.release.edition import _change_page, _travelling, body_of, write_edition
 from hwfsdp.course.release.leaks import _texts, find_leaks, secrets_of, statements
 from hwfsdp.course.stations.stages import stage
 from hwfsdp.course.submission import solution, starter
@@ -269,6 +271,72 @@ def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_
     assert [row["exercise"] for row in listed] == handed_out
     assert "Station" not in run(out, "-m", "hwfsdp", "hint", "4").stdout
     assert "1 to 3" in run(out, "-m", "hwfsdp", "check", "4").stderr
+    assert not (out / "exercises" / HOMEWORK).exists()
+
+
+@pytest.fixture(scope="module")
+def up_to_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "student"
+    write_edition(COURSE, out, upto=5)
+    return out
+
+
+LATER = re.compile(  # what comes after station 05
+    r"[Ss]tations? (0[6-9]|1\d)|\b(check|hint|catchup) (0[6-9]|1[0-6])\b|ten (stations|exercises)|[Ee]lectives? 1|Six \*"
+    r"|\brace (\(|on)|[Hh]omework|capstone|hw_fsdp|<!-- (from|/from)"
+)
+TOLD = (
+    "README.md",
+    "exercises/README.md",
+    "exercises/[0-9]*/README.md",
+    "docs/tutorial.md",
+    "docs/ai.md",
+    "docs/index.md",
+)
+
+
+@pytest.mark.long
+def test_an_edition_up_to_a_station_says_nothing_about_later_ones(up_to_5: Path) -> None:
+    later = [exercise.directory for exercise in COURSE.exercises if exercise.number > "05"]
+    pages = [path for glob in TOLD for path in up_to_5.glob(glob)]
+    books = [*up_to_5.glob("notebooks/0*.ipynb"), *up_to_5.glob("notebooks/0*.py")]
+    assert len(pages) == 10 and len(books) == 18
+    for path in pages:
+        text = path.read_text()
+        assert not [found[0] for found in LATER.finditer(text)], path
+        assert not [name for name in [*later, "## The electives"] if name in text], path
+    for path in books:
+        text = path.read_text()
+        assert not [name for name in [*later, HOMEWORK] if f"exercises/{name}" in text], path
+    assert "**Write it yourself:** the backward" in (up_to_5 / "notebooks" / "05_backward.py").read_text()
+    assert not (up_to_5 / "exercises" / HOMEWORK).exists()
+
+
+MARKED = """One.<!-- from 08 --> Eight.<!-- /from --> Two.
+
+<!-- from 05 -->
+
+Five.<!-- from 10 --> Ten.<!-- /from -->
+
+<!-- /from -->
+
+Last.
+"""
+
+
+@pytest.mark.parametrize(
+    "last, left",
+    [
+        ("04", "One. Two.\n\nLast.\n"),
+        ("05", "One. Two.\n\nFive.\n\nLast.\n"),
+        ("09", "One. Eight. Two.\n\nFive.\n\nLast.\n"),
+        ("16", "One. Eight. Two.\n\nFive. Ten.\n\nLast.\n"),
+    ],
+)
+def test_text_from_a_later_exercise_on_is_cut_out_of_a_page(last: str, left: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(MARKED + "hwfsdp check capstone\n")
+    _change_page(tmp_path / "page.md", last, has_homework=False)
+    assert (tmp_path / "page.md").read_text() == left
 
 
 # --- Proof -------------------------------------------------------------------------------------------------
@@ -327,11 +395,46 @@ def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
     assert not list(find_leaks(tmp_path, SECRETS))
 
 
+def test_only_files_that_git_tracks_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone, names = tmp_path / "clone", ("submissions/ada/my_fsdp.py", "docs/mine.md")
+    subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
+    for name in names:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("mine\n")
+    course = find_course(clone)
+    assert not set(names) & set(_travelling(clone, ()))
+    assert "exercises/my_fsdp.py" in _travelling(clone, ())
+    monkeypatch.setattr(command, "find_course", lambda: course)
+    monkeypatch.setattr(command, "write_edition", lambda course, out, upto: [])
+    (tmp_path / "out" / "exercises" / "01_rows").mkdir(parents=True)
+    assert command.release(Namespace(out=tmp_path / "out", upto=None, json=False)) == 0
+    assert capsys.readouterr().out.endswith("Not copied, because git does not track them: docs/mine.md.\n")
+
+
+def test_git_ignores_the_files_that_the_commands_for_instructors_read_and_write() -> None:
+    page = (COURSE.root / "docs" / "instructors.md").read_text()
+    words = {
+        word
+        for line in re.findall(r"^hwfsdp grade .*", page, re.MULTILINE)
+        for word in line.split("#")[0].split()
+    }
+    names = {word for word in words if re.search(r"[./]", word)}
+    assert {"submissions/", "secret.txt", "grades.csv", "reports/"} <= names
+    for name in names:
+        ignored = subprocess.run(
+            ["git", "-C", str(COURSE.root), "check-ignore", "-q", f"{name}x" if name[-1] == "/" else name]
+        )
+        assert ignored.returncode == 0, name
+
+
 @pytest.mark.long
 def test_an_edition_with_an_answer_left_is_refused(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
     (clone / "docs" / "hint.md").write_text(solution(STRIDED))
+    subprocess.run(["git", "-C", str(clone), "add", "docs/hint.md"], check=True)
     with pytest.raises(UsageError, match="docs/hint.md"):
         write_edition(find_course(clone), tmp_path / "out")
 

@@ -9,6 +9,7 @@ import ast
 import hashlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,28 @@ def test_pythons_own_open_is_refused(text: str) -> None:
     with pytest.raises(Finding, match="my_fsdp.py, line .*: open, which gets at anything") as caught:
         check_rules(Source(Path("my_fsdp.py"), text), needed={})
     assert caught.value.misconception == "not-alone"
+
+
+def names_not_allowed() -> list[str]:
+    """The names in the first column of the README's table."""
+    page = (COURSE.root / "exercises" / "README.md").read_text()
+    rows = page.partition("| not allowed |")[2].partition("\n\n")[0].splitlines()
+    found = [
+        name for row in rows if row.startswith("| ") for name in re.findall("`([^`]+)`", row.split("|")[1])
+    ]
+    # the first is allowed; the second is refused while the file runs (`doors`)
+    return [name for name in found if name not in ("MixedPrecisionPolicy", "torch._subclasses")]
+
+
+@pytest.mark.parametrize("name", names_not_allowed())
+def test_every_name_that_the_readme_does_not_allow_is_refused(name: str) -> None:
+    refused = []
+    for line in (f"import {name}", f"print(torch.{name})", f"print({name})"):
+        try:
+            check_rules(Source(Path("my_fsdp.py"), f"{stage(LAST)}\n{line}\n"), needed={})
+        except Finding as finding:
+            refused.append(finding.misconception)
+    assert refused and set(refused) <= {"blocked", "not-alone"}
 
 
 # --- Earlier stations --------------------------------------------------------------------------------------

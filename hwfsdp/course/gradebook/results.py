@@ -6,13 +6,22 @@ the capstone, are kept separately under `extra`. They never count into the score
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from hwfsdp.course.rules import ATTRIBUTES, FRAMES, MODULES, NAMES
+
 UNKNOWN = "grading"  # the source of a time that is unknown
 OPAQUE = ("message", "expected", "actual")  # fields of a check that would reveal hidden inputs
+# misconceptions that the grader finds in the text of a file. Their messages say nothing about inputs, unless a rank wrote them
+OF_THE_TEXT = ("not-python", "blocked", "not-alone", "caught-up", "missing", "wrong-signature")
+_OF_A_RANK = ("Rank ", "On rank ")
+_CRASHED = re.compile(r"Rank \d+ raised [\w.]+ in ([\w<>.]+) \(([^()]+), line (\d{1,4})\b")
+_USED = re.compile(r"On rank \d+, your code (imports|uses|uses the module) ([\w.]+)\.")
+_CLOSED = ATTRIBUTES | FRAMES | MODULES | {f"{module}.{name}" for module in NAMES for name in NAMES[module]}
 # fields of an extra that a student may read if inputs are hidden
 TOLD = """id exercise status passed score max_score bonus max_bonus points max_points misconception dependency
     seconds""".split()
@@ -74,17 +83,44 @@ class Result:
 
 
 def opaque(result: Result) -> Result:
-    """Return the result without the fields that would reveal the inputs: message, expected and actual."""
+    """Return the result without what would reveal the inputs: expected, actual, and most messages."""
     exercises = tuple(
-        {**exercise, "checks": [{**check, **dict.fromkeys(OPAQUE)} for check in exercise["checks"]]}
+        {
+            **exercise,
+            "checks": [
+                {**check, **dict.fromkeys(OPAQUE), "message": _told(check)} for check in exercise["checks"]
+            ],
+        }
         for exercise in result.exercises
     )
     extra = {name: _opaque_extra(found) for name, found in result.extra.items()}
     return replace(result, exercises=exercises, extra=extra)
 
 
+def _told(check: dict[str, Any]) -> str | None:
+    """Return the part of a check's message that a student may read if inputs are hidden.
+
+    A learner's code could write inputs into a message of a rank. So only a place in the file, or the name of something
+    forbidden, is left of such a message.
+    """
+    name, message = check.get("misconception"), str(check.get("message") or "")
+    if name in OF_THE_TEXT and not message.startswith(_OF_A_RANK):
+        return message or None
+    if name == "crashed" and (place := _CRASHED.match(message)):
+        return f"The error is in {place[1]} ({place[2]}, line {place[3]})."
+    if name == "blocked" and (use := _USED.fullmatch(message)) and use[2] in _CLOSED:
+        return f"Your code {use[1]} {use[2]}."
+    return None
+
+
 def _opaque_extra(found: dict[str, Any]) -> dict[str, Any]:
     """Return only the fields in TOLD: another grader made this result, so its other fields may reveal inputs."""
     kept = {key: found[key] for key in TOLD if key in found}
-    checks = [{key: check[key] for key in TOLD if key in check} for check in found.get("checks", ())]
+    checks = [
+        {
+            **{key: check[key] for key in TOLD if key in check},
+            **({"message": told} if (told := _told(check)) else {}),
+        }
+        for check in found.get("checks", ())
+    ]
     return {**kept, "checks": checks} if checks else kept

@@ -7,7 +7,12 @@
     left out        solutions, the tests of the package, answers, benchmarks, the grader of a class, and the FAQ, which names the
                     causes of the lab's bugs
 
-Files in the instructor's tree that git ignores are not copied.
+Only files that git tracks are copied. An instructor's tree may also have submissions, grades or a secret (`untracked`).
+
+Note [Handed out in parts]
+    An edition up to an exercise says nothing about later ones. In a page, a part between `<!-- from 08 -->` and `<!-- /from -->` is
+    left out of editions that end before 08. The homework is in editions with all stations only, because its skeleton shows how
+    an FSDP is built.
 
 Note [One version of Python]
     Compiled code is for one minor version of Python: the version of the instructor who made the edition. setup.cfg says so, so
@@ -17,6 +22,7 @@ Note [One version of Python]
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -26,11 +32,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hwfsdp.course.commands import everything
-from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
+from hwfsdp.course.manifest import HOMEWORK, PACKAGE, Course, Exercise, compiled_body, module_source
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.refusals import check_new_folder, unusable
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.leaks import find_leaks, secrets_of
+from hwfsdp.course.stations.stages import LAST
 from hwfsdp.course.submission import KEPT_STARTER, starter
 from hwfsdp.course.trust import codes_in
 
@@ -51,6 +58,16 @@ _FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one;
     r"|^# instructors\n.*?^# /instructors\n\n?",
     re.DOTALL | re.MULTILINE,
 )
+_UP_TO_MARK = r"(?:(?!<!-- from ).)*?"
+_FROM = re.compile(  # in a page: whole paragraphs, or a part of one, without marks in it. See Note [Handed out in parts]
+    rf"^<!-- from (?P<lines_from>\d\d) -->\n\n(?P<lines>{_UP_TO_MARK}\n)\n<!-- /from -->\n\n?"
+    rf"|<!-- from (?P<words_from>\d\d) -->(?P<words>{_UP_TO_MARK})<!-- /from -->",
+    re.DOTALL | re.MULTILINE,
+)
+_COMMAND = re.compile(rf"^hwfsdp [^\n]*\b{HOMEWORK}\b[^\n]*\n", re.MULTILINE)
+_YOURSELF = "**Write it yourself"  # at the end of a notebook: the exercises that it leads to
+_LEADS_TO = re.compile(r"(?:,? and|:)(?P<item>[^:()`]*\(`exercises/[^)]*\))")
+_EXERCISE = re.compile(r"`(exercises/\w+)`")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)")
 _MINOR = sys.version_info.minor
 _CHANGES = {  # files at the top that mention missing parts: a pattern → its replacement
@@ -91,7 +108,10 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     check_new_folder("release", out)
     last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
     later = [exercise for exercise in course.exercises if exercise.number > last]
-    for name in _travelling(course.root, [f"exercises/{exercise.directory}/" for exercise in later]):
+    missing = [exercise.directory for exercise in later]
+    if int(last) < LAST:
+        missing.append(HOMEWORK)
+    for name in _travelling(course.root, [f"exercises/{directory}/" for directory in missing]):
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(course.root / name, target)
@@ -100,26 +120,33 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     for exercise in everything(course):
         if exercise not in later:
             _put_starter(exercise, out / "exercises" / exercise.target)
-    _change_files(out)
+    _change_files(out, last)
     leaks = list(find_leaks(out, secrets_of(course)))
     if leaks:
         raise unusable("release.leak", folder=out, count=len(leaks), first=leaks[0])
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
+def untracked(root: Path) -> list[str]:
+    """Return the files that git neither tracks nor ignores. The edition does not contain them."""
+    return _listed(root, "--others", "--exclude-standard")
+
+
 def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
-    """Yield files under version control, and new files that git does not ignore, unless they are secret."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
-    for name in sorted(filter(None, listed.stdout.split("\0"))):
+    """Yield the files that git tracks, unless they are secret."""
+    for name in _listed(root, "--cached"):
         kept = name.startswith(_KEPT_TESTS) or not name.startswith((*_LEFT_OUT, *left_out))
         if kept and (root / name).is_file():
             yield name
+
+
+def _listed(root: Path, *options: str) -> list[str]:
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", *options, "-z"], capture_output=True, text=True
+    )
+    if listed.returncode:
+        raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
+    return sorted(filter(None, listed.stdout.split("\0")))
 
 
 def _blank_package(course: Course, out: Path) -> None:
@@ -168,22 +195,29 @@ def _put_starter(exercise: Exercise, path: Path) -> None:
         each.write_text(starter(exercise))
 
 
-def _change_files(out: Path) -> None:
-    """Change the pages, and the files at the top that mention missing parts."""
+def _change_files(out: Path, last: str) -> None:
+    """Change the pages, and the files at the top that mention missing parts. `last` is the number of the last exercise."""
     for name, changes in _CHANGES.items():
         text = (out / name).read_text()
         for gone, instead in changes.items():
             text = re.sub(gone, instead, text, flags=re.MULTILINE | re.DOTALL)
         (out / name).write_text(text)
     for page in [*out.glob("*.md"), *out.glob("docs/*.md"), *out.glob("exercises/**/*.md")]:
-        _change_page(page)
+        _change_page(page, last, has_homework=(out / "exercises" / HOMEWORK).exists())
+    for path in out.glob("notebooks/*.ipynb"):
+        _change_notebook(path, out)
 
 
-def _change_page(page: Path) -> None:
-    """Remove parts marked for instructors, and table rows with a cell that links only to missing pages.
+def _change_page(page: Path, last: str, has_homework: bool) -> None:
+    """Remove parts marked for instructors or for later exercises, and table rows with a cell that links only to missing pages.
 
     Other links to missing pages become words.
     """
+
+    def kept_from(found: re.Match[str]) -> str:
+        if (found["lines_from"] or found["words_from"]) > last:
+            return ""
+        return found["words"] if found["words_from"] else f"{found['lines']}\n"
 
     def there(link: re.Match[str]) -> bool:
         return (page.parent / link[2]).exists()
@@ -192,6 +226,33 @@ def _change_page(page: Path) -> None:
         cells = [list(_LINK.finditer(cell)) for cell in line.split("|")] if line.startswith("|") else []
         return all(any(map(there, links)) for links in cells if links)
 
-    text = _FOR_INSTRUCTORS.sub("", page.read_text()).rstrip("\n") + "\n"
+    text, marked = _FOR_INSTRUCTORS.sub("", page.read_text()), True
+    while marked:
+        text, marked = _FROM.subn(kept_from, text)
+    text = text.rstrip("\n") + "\n"
+    text = text if has_homework else _COMMAND.sub("", text)
     lines = "".join(filter(kept, text.splitlines(keepends=True)))
     page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], lines))
+
+
+def _change_notebook(path: Path, out: Path) -> None:
+    """Remove missing exercises from the end of a notebook, and from the end of the script beside it."""
+    notebook = json.loads(path.read_text())
+    last = notebook["cells"][-1]
+    last["source"] = _leads("".join(last["source"]), out).splitlines(keepends=True)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+    script = path.with_suffix(".py")
+    script.write_text(_leads(script.read_text().rstrip("\n"), out) + "\n")
+
+
+def _leads(text: str, out: Path) -> str:
+    said, mark, rest = text.rpartition(_YOURSELF)
+    found = list(_LEADS_TO.finditer(rest))
+    there = [
+        each["item"]
+        for each in found
+        if all((out / name).exists() for name in _EXERCISE.findall(each["item"]))
+    ]
+    if len(there) == len(found):
+        return text
+    return f"{said}{mark}{rest[:found[0].start()]}:{', and'.join(there)}." if there else said.rstrip()
