@@ -68,8 +68,9 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
 
 # --- Failures ----------------------------------------------------------------------------------------------
 
-MISMATCH = (  # messages of torch and of this package when ranks do not run the same collectives
+MISMATCH = (  # messages of torch, of gloo and of this package when ranks do not run the same collectives
     "Detected mismatch between collectives",
+    "Is there a distributed collective mismatch",
     "ranks call different collectives",
 )
 
@@ -146,6 +147,8 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
         "died": ("died", f"Rank {broken.rank}: {got}.{line}{_last_words(broken)}"),
         "late": ("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}"),
     }[broken.reason]
+    if name == "died" and any(sign in message for sign in MISMATCH):
+        name = "order-diverged"
     finding = Finding(name, message)
     finding.provisional = broken.provisional
     return finding

@@ -140,6 +140,13 @@ def test_a_run_that_was_ended_is_explained(reason: str, got: str, misconception:
         assert "free (sharded_parameter.py, line 7)" in finding.message
 
 
+def test_a_rank_that_gloo_ended_for_a_mismatch_did_not_touch_wrong_memory() -> None:
+    stacks = "  what():  [enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 140 vs 28. "
+    stacks += "Is there a distributed collective mismatch in your code?\n"
+    finding = explain_broken(Broken("died", 0, "death by signal SIGABRT", stacks), [FILE])
+    assert finding.misconception == "order-diverged" and "140 vs 28" in finding.message
+
+
 # --- The list ----------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,8 @@ from hwfsdp.course.verdict import Finding
 THREE = 3  # ranks: with two ranks, a sum over the ranks looks like a gradient that counts twice
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-PLAIN = Scenario("a GPT")
+# its gain has fewer rows than there are ranks
+PLAIN = Scenario("a GPT", "gained")
 DEEP = Scenario("a deep GPT", "deep")
 BREAKING = (
     Scenario("tied weights", "tied"),
