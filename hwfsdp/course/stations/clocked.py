@@ -11,14 +11,19 @@ twice as long as its bytes travel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.capstone.witness import witnessed
 from hwfsdp.course.run import Report, log_data
 from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
@@ -27,6 +32,8 @@ from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.train.models.gpt import Block, GPTConfig
+from hwfsdp.virtual import world
+from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.programs import Target
 from hwfsdp.virtual.run import Simulation, simulate
@@ -116,8 +123,25 @@ def probe_order(report: Report, seed: int) -> None:
 def ordered() -> dict[str, Any]:
     """Run two steps on the GPU. Return the log, the number of events at the end of each forward and backward, and a player's log."""
     runner = Ordered(NARROW, partial(learners_stack, kind=Scaled))
-    found = runner.run(GPU)
-    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(found.log))}
+    with sets_apart():
+        found = runner.run(GPU)
+    plain = EventLog([replace(e, stream=e.stream.partition(" ")[0]) for e in found.log.events])
+    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(plain))}
+
+
+@contextmanager
+def sets_apart() -> Iterator[None]:
+    """Number the streams of the second set that a file makes, and of later ones: "all_gather 2". Each has an order of its own."""
+    number = count()  # 0 is the world's own set
+
+    def numbered(clock: Clock) -> StreamSet:
+        made, place = virtual_streams(clock), next(number)
+        for stream in (made.copy, made.all_gather, made.reduce_scatter, made.all_reduce) if place > 1 else ():
+            stream.name += f" {place}"
+        return made
+
+    with mock.patch.object(world, "virtual_streams", numbered):
+        yield
 
 
 class Runner:

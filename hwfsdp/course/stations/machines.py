@@ -75,7 +75,7 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
 
 def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
     """Return the part of the step that a race belongs to. `ends`: number of events at the end of each forward and backward."""
-    streams = race.first.stream, race.second.stream
+    streams = [each.stream.partition(" ")[0] for each in (race.first, race.second)]  # without a set's number
     if "reduce_scatter" in streams or "reduction" in names.get(race.storage, ""):
         return "reduction"
     return next((part for part, end in ends if race.second.seq < end), "forward")
