@@ -18,7 +18,7 @@ from hwfsdp.course.run import Ranks, Unreported
 from hwfsdp.course.stations import laws, machines, parts, scenarios
 from hwfsdp.course.stations.facts import probe_fsdp2, probe_memory, probe_replicate, probe_shards
 from hwfsdp.course.stations.facts import probe_training
-from hwfsdp.course.stations.scenarios import Scenario
+from hwfsdp.course.stations.scenarios import MICROS, Scenario
 from hwfsdp.course.verdict import Finding
 
 THREE = 3  # ranks: with two ranks, a sum over the ranks looks like a gradient that counts twice
@@ -39,12 +39,18 @@ WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING)
 CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
 MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
 CASTS = Scenario("bf16, output in fp32", policy=(*MIXED.policy, ("output_dtype", FP32)))
-NUMBERS = Scenario("bf16, numbers as inputs", "stack", policy=MIXED.policy)
+NUMBERS = Scenario("bf16, numbers as inputs and by keyword", "nested", policy=MIXED.policy)
 REDUCED_LOW = Scenario("fp32, reduced in bf16", policy=(("reduce_dtype", BF16),))
-PRECISIONS = (MIXED, CASTS, NUMBERS, REDUCED_LOW)
-ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
-SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
-KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
+AS_THEY_ARE = Scenario(
+    "bf16, inputs and gradients as they are",
+    "mixing",
+    policy=(("param_dtype", BF16), ("cast_forward_inputs", False)),
+)
+PRECISIONS = (MIXED, CASTS, NUMBERS, REDUCED_LOW, AS_THEY_ARE)
+ADDED = Scenario("micro-batches, reduced each time", micros=MICROS, steps=2)
+SUMMED = Scenario("micro-batches, reduced at last", micros=MICROS, steps=2, sync_last=True)
+KEPT = SUMMED._replace(name="micro-batches, whole until the last", keep=True)
+SUMMED_MIXED = SUMMED._replace(name="bf16 micro-batches, reduced at last in fp32", policy=MIXED.policy)
 WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
 SHORTENED = SUMMED._replace(name="micro-batches, of which the last leaves layers out", model="shortened")
 LOOKED_AT = Scenario("a frozen inlet, after a look at the loss", "frozen inlet", steps=2, peeked=True)
@@ -111,6 +117,7 @@ class Together(NamedTuple):
 
 NAIVE, BROKEN, CHANGED = Together((PLAIN, ADDED)), Together(BREAKING), Together((CHANGING,))
 PRECISE, GRADUAL = Together(PRECISIONS), Together(ACCUMULATED)
+GRADUAL_MIXED = Together((SUMMED_MIXED,))
 LOOKED = Together((LOOKED_AT._replace(name="a frozen inlet", peeked=False), LOOKED_AT))
 
 
@@ -220,7 +227,8 @@ def judge_wire(ranks: Ranks, seed: int) -> None:
         policy = {"param_dtype": FP32, **dict(scenario.policy)}
         found = PRECISE.found(ranks, seed, scenario, 2)
         laws.dtypes(found, scenario, "all_gather", policy["param_dtype"], "gathered-in-wrong-dtype")
-        laws.dtypes(found, scenario, "reduce_scatter", policy["reduce_dtype"], "reduced-in-wrong-dtype")
+        reduced = policy.get("reduce_dtype", policy["param_dtype"])
+        laws.dtypes(found, scenario, "reduce_scatter", reduced, "reduced-in-wrong-dtype")
 
 
 def judge_precise(ranks: Ranks, seed: int) -> None:
@@ -230,7 +238,7 @@ def judge_precise(ranks: Ranks, seed: int) -> None:
 
 
 def judge_casts(ranks: Ranks, seed: int) -> None:
-    for scenario, expected in ((NUMBERS, BF16), (MIXED, BF16), (CASTS, FP32)):
+    for scenario, expected in ((NUMBERS, BF16), (MIXED, BF16), (CASTS, FP32), (AS_THEY_ARE, FP32)):
         for rank, facts in enumerate(PRECISE.found(ranks, seed, scenario, 2)):
             compare(f"{scenario.name}, rank {rank}:", facts, {"laws.output": str(expected)})
 
@@ -271,6 +279,8 @@ def judge_sync(ranks: Ranks, seed: int) -> None:
 def judge_summed(ranks: Ranks, seed: int) -> None:
     for scenario in (SUMMED, KEPT, SHORTENED):
         laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
+    found = GRADUAL_MIXED.found(ranks, seed, SUMMED_MIXED, 2)
+    laws.same_bits(found, GRADUAL_MIXED.fsdp2(ranks, seed, SUMMED_MIXED, 2), SUMMED_MIXED)
 
 
 def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
