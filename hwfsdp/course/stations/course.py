@@ -7,7 +7,7 @@ its promises, however it is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from hwfsdp.course.stations.scenarios import MICROS, Scenario
 from hwfsdp.course.verdict import Finding
 
 THREE = 3  # ranks: with two ranks, a sum over the ranks looks like a gradient that counts twice
+MOMENTS = ("rest", "after", "between")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # its gain has fewer rows than there are ranks
@@ -121,9 +122,12 @@ GRADUAL_MIXED = Together((SUMMED_MIXED,))
 LOOKED = Together((LOOKED_AT._replace(name="a frozen inlet", peeked=False), LOOKED_AT))
 
 
-def memory_of(ranks: Ranks, seed: int, scenario: Scenario, *others: Scenario) -> list[Any]:
+def memory_of(
+    ranks: Ranks, seed: int, scenario: Scenario, *others: Scenario, moments: Sequence[str] = MOMENTS
+) -> list[Any]:
     with plainly():
-        found = ranks.run(probe_memory, THREE, seed=seed, scenarios_=others or (scenario,))
+        chosen = others or (scenario,)
+        found = ranks.run(probe_memory, THREE, seed=seed, scenarios_=chosen, moments=moments)
         return found[f"{scenario.name}, memory"]
 
 
@@ -162,7 +166,7 @@ def judge_trains(ranks: Ranks, seed: int) -> None:
 
 def judge_memory(ranks: Ranks, seed: int) -> None:
     """Check that nothing stays whole between forward and backward or between steps, and few units are whole at once in a forward."""
-    laws.freed(memory_of(ranks, seed, DEEP), DEEP, "rest", "after", "between")
+    laws.freed(memory_of(ranks, seed, DEEP), DEEP, *MOMENTS)
     machines.judge_forward_peak("not-freed", ranks, seed)
 
 
@@ -181,7 +185,7 @@ def judge_freed(ranks: Ranks, seed: int) -> None:
     # there are no rows without sharding
     laws.same_rows(BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed)
     for scenario in WIDE:
-        found = memory_of(ranks, seed, scenario, *WIDE)
+        found = memory_of(ranks, seed, scenario, *WIDE, moments=("rest", "after"))
         laws.freed(found, scenario, "rest", "after")
 
 
