@@ -9,6 +9,7 @@ gives the answer. `misconceptions` lists the misconceptions; the functions below
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -34,11 +35,16 @@ def ratio(actual: Tensor, oracle: Tensor) -> float | None:
     return found if torch.allclose(a, found * b, rtol=1e-3, atol=1e-6 * float(b.abs().max())) else None
 
 
-def first_difference(actual: Tensor, oracle: Tensor) -> str:
-    """Describe the first place where two tensors of the same shape differ, with both values."""
-    different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
-    index = tuple(different.nonzero()[0].tolist())
-    return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
+def largest_difference(actual: Tensor, oracle: Tensor) -> str:
+    """Describe the place where two tensors of the same shape differ most, with both values."""
+    same = (actual == oracle) | (actual.isnan() & oracle.isnan())
+    apart = (actual.double() - oracle.double()).abs().nan_to_num(nan=math.inf)
+    index = tuple((apart.masked_fill(same, -1) == apart.masked_fill(same, -1).max()).nonzero()[0].tolist())
+    values = [tensor[index].item() for tensor in (actual, oracle)]
+    got, right = [f"{value:g}" for value in values]
+    if got == right:  # as far as six digits show it
+        got, right = [f"{value:.9g}" for value in values]
+    return f"at {list(index)}: {got} instead of {right}"
 
 
 # --- Logs --------------------------------------------------------------------------------------------------

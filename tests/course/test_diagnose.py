@@ -14,7 +14,7 @@ from hwfsdp.course.diagnose import (
     compare_order,
     explain_broken,
     explain_failure,
-    first_difference,
+    largest_difference,
     ratio,
 )
 from hwfsdp.course.findings import FINDINGS, compare, told
@@ -35,11 +35,15 @@ def test_a_ratio_is_one_number_or_none() -> None:
     assert ratio(ORACLE[0], ORACLE) is None
 
 
-def test_the_first_difference_has_its_place_and_both_values() -> None:
+def test_the_largest_difference_has_its_place_and_both_values() -> None:
     other = ORACLE.clone()
     other[1, 0] = 9
-    assert first_difference(other, ORACLE) == "at [1, 0]: 9 instead of 0.5"
-
+    other[0] += 1e-7
+    assert largest_difference(other, ORACLE) == "at [1, 0]: 9 instead of 0.5"
+    other[1, 1] = float("nan")
+    assert largest_difference(other, ORACLE).startswith("at [1, 1]: nan instead of ")
+    got, right = torch.tensor([0.5, 0.0120640001]), torch.tensor([0.5, 0.0120640012])
+    assert largest_difference(got, right) == "at [1]: 0.0120639997 instead of 0.0120640015"
 
 # --- Logs --------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ def test_a_finding_shows_what_came_back_and_what_should_have() -> None:
     assert (finding.misconception, finding.expected, finding.actual) == ("not-initialized", 3, 2)
     assert finding.message == "Rank 0: init is called for 2 rows; this rank has 3."
     assert told("13.calls", "Rank 0:", 4, 3).misconception == "rows-of-others"
-    with pytest.raises(Finding, match=r"at \[0, 0\]: 2 instead of 1"):
+    with pytest.raises(Finding, match=r"at \[1, 1\]: 8 instead of 4"):
         compare("It", {"part": ORACLE * 2}, {"13.part": ORACLE})
     compare("It", {"part": ORACLE}, {"13.part": ORACLE.clone()})
     with pytest.raises(Finding, match=r"being torch.float64, \(2, 2\)"):

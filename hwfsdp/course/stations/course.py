@@ -76,6 +76,9 @@ OF_DTYPES = {  # what torch raises → what it means
 }
 
 
+COUNTED = "modified by an inplace operation"  # torch: autograd saved a tensor, and it was written to
+
+
 @contextmanager
 def plainly() -> Iterator[None]:
     """Translate errors of ranks into the course's words: functions not written yet, and weights that are not there.
@@ -89,7 +92,10 @@ def plainly() -> Iterator[None]:
         for raised in unreported.run.raised:
             for words, message in NOT_YET.items():
                 if words in raised.message:
-                    raise Finding("not-written", f"{message} yet.") from None
+                    raise Finding("not-yet", f"{message} yet.") from None
+            if COUNTED in raised.message:
+                message = f"{unreported.key}, rank {raised.rank}: {raised.message.splitlines()[0][:200]}"
+                raise Finding("counted-write", message) from None
             for words, what in OF_DTYPES.items():
                 if words in raised.message:
                     said = raised.message.splitlines()[0][:120]
@@ -213,6 +219,9 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         where = f"{PLAIN.name}, {THREE} ranks:"
         if not measured:
             raise told(laws.NONE[op], where, "none", laws.NAMES[op])
+        first, again = (laws.moved(found[0], phase, op) for phase in ("forward", "backward"))
+        if len(first) == len(again) + 1 > 1:  # the model is still whole in its backward (`judge_one`)
+            measured = 2 * sum(each[2] for each in first)
         expect("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 

@@ -334,9 +334,8 @@ def remembered(scenario: Scenario, seed: int, moments: Sequence[str]) -> dict[st
     unit = max(_whole_bytes(module, units) for _, module in units)
     with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
         plain = _moments(scenario, seed, None, witness, unit, {})
-        usual = {moment: plain[moment] for moment in moments}
-        found = _moments(scenario, seed, learners_shard(), witness, unit, usual)
-    return {moment: found[moment] - usual[moment] for moment in usual} | {"unit": unit}
+        found = _moments(scenario, seed, learners_shard(), witness, unit, {m: plain[m] for m in moments})
+    return {moment: found[moment] - plain[moment] for moment in moments} | {"unit": unit}
 
 
 def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:

@@ -279,4 +279,4 @@ def _wrong_traffic(setup: Setup, got: Any, expected: int) -> str:
         return "evenness-assumed"
     if expected and got * 4 == expected:
         return "elements-for-bytes"
-    return "too-much-traffic" if got > expected else "too-little-traffic"
+    return "formula-too-large" if got > expected else "formula-too-small"
