@@ -90,11 +90,20 @@ class Scaled(nn.Sequential):
 
 
 def stack_of_blocks(
-    config: GPTConfig, shard: Shard, with_root: bool, kind: type[nn.Sequential] = nn.Sequential
+    config: GPTConfig,
+    shard: Shard,
+    with_root: bool,
+    kind: type[nn.Sequential] = nn.Sequential,
+    inner: str = "",
 ) -> nn.Sequential:
-    """Build blocks of a transformer, each a unit. With a root, the whole model is a unit too; `kind` decides what the root owns."""
+    """Build blocks of a transformer, each a unit. With a root, the whole model is a unit too; `kind` decides what the root owns.
+
+    With `inner`, the module of this name in each block is a unit inside its block.
+    """
     model = kind(*(Block(config) for _ in range(config.layers)))
     for name, block in model.named_children():
+        if inner:
+            shard(block.get_submodule(inner), f"blocks.{name}.{inner}")
         shard(block, f"blocks.{name}")
     if with_root:
         shard(model, "model")
@@ -105,6 +114,11 @@ def learners_stack(config: GPTConfig, kind: type[nn.Sequential] = nn.Sequential)
     """Build the same stack with the learner's file; the homework has no root."""
     with_root = HOMEWORK not in sys.modules
     return stack_of_blocks(config, learners_shard(), with_root, kind if with_root else nn.Sequential)
+
+
+def nested_stack(config: GPTConfig) -> nn.Sequential:
+    """Build the same stack with a unit inside each block."""
+    return stack_of_blocks(config, learners_shard(), True, inner="attention")
 
 
 def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
@@ -232,14 +246,19 @@ def probe_clock(report: Report, seed: int) -> None:
         attempt_together(report, name, partial(timed, device, backward))
 
 
-def timed(device: Device, with_backward: bool) -> dict[str, Any]:
+def probe_nested(report: Report, seed: int) -> None:
+    """Run a step with nested units on the host."""
+    attempt_together(report, "nested", partial(timed, HOST, True, nested_stack))
+
+
+def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) -> dict[str, Any]:
     """Run it twice. Return figures of the second time, in µs:
 
     gathers, reductions: of each, in order of issue, [begin, end, time alone (no compute), in backward?, owner].
     flying: whenever a reduction starts, the number of reductions that were started and not waited for, with this one.
     step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
     """
-    runner = Runner(WIDE, learners_stack, with_backward)
+    runner = Runner(WIDE, stack, with_backward)
     found = runner.run(device)
     log, (_, forward_end) = found.log, runner.ends[0]
     busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)
