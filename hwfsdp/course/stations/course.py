@@ -38,6 +38,7 @@ BREAKING = (
 )
 WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING)
 CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
+LEFT_OUT = Scenario("a step that leaves layers out", "wide and shortened")
 MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
 CASTS = Scenario("bf16, output in fp32", policy=(*MIXED.policy, ("output_dtype", FP32)))
 NUMBERS = Scenario("bf16, numbers as inputs and by keyword", "nested", policy=MIXED.policy)
@@ -302,6 +303,16 @@ def judge_whole(scenario: str, phase: str, ranks: Ranks, seed: int) -> None:
     found = GRADUAL.found(ranks, seed, case)
     laws.counts(found, case, phase, "all_gather", 0, "resharded-anyway", "not-gathered")
     laws.same_numbers(found, case, seed)
+
+
+# --- 09 Forward prefetch -----------------------------------------------------------------------------------
+
+
+def judge_fresh(ranks: Ranks, seed: int) -> None:
+    """Check that an unused gather changes no number, and that after a step nothing of it is left."""
+    judge_numbers("CHANGED", ranks, seed)
+    found = memory_of(ranks, seed, LEFT_OUT, moments=("after",))
+    laws.freed(found, LEFT_OUT, "after", kind="kept-alive")
 
 
 # --- 10 Backward prefetch ----------------------------------------------------------------------------------

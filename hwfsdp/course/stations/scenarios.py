@@ -202,8 +202,7 @@ class Mixing(nn.Module):
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x.to(self.layer.weight.dtype))
-        return x + out
+        return x + self.layer(x.to(self.layer.weight.dtype))
 
 
 class Gained(GPT):
@@ -372,6 +371,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "wide and frozen": partial(_frozen, widths=WIDE),
     "wide and unused": partial(_stack, kind=Unused, widths=WIDE),
     "wide and twice": partial(_twice, widths=WIDE),
+    "wide and shortened": partial(_stack, kind=Shortened, widths=WIDE),
     "wide and recomputed": partial(_stack, kind=Recomputed, widths=WIDE),
     "wide and nested": partial(_nested, widths=WIDE),
 }
