@@ -44,10 +44,9 @@ StridedShard = _StridedShard  # the placement of a DTensor that later axes of it
 LATE_IMPORT = "torch._dynamo"
 
 # torch's own FSDP2, and `replicate`, which is built on it: these modules keep torch's names
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
-INSIDE_FSDP2 = (_FSDP2 + "_fsdp_", "torch.distributed._composable.replicate_with_fsdp")
+IN_FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_", "torch.distributed._composable.replicate_with_fsdp")
 # Some programs import FSDPModule from here. Torch's methods of modules, replicated ones too, test with this name.
-HOME_OF_FSDP2 = _FSDP2 + "_fully_shard"
+HOME_OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 # Functions of these modules can switch off the modes that watch operators.
 NATIVE_MODULES = ("torch._C", "torch._subclasses")

@@ -153,6 +153,11 @@ def test_memory_of_another_rank_is_other_memory() -> None:
     assert find_races(EventLog([gather, replace(read, rank=1)])) == []
 
 
+def test_streams_of_two_sets_have_no_common_order_if_they_have_two_names() -> None:
+    rows = [on("all_gather", "copy_in", 0, writes=(1,)), on("all_gather 2", "copy_out", 5, reads=(1,))]
+    assert [race.storage for race in find_races(log_of(*rows))] == [1]
+
+
 def test_an_event_of_another_log_is_in_no_order() -> None:
     log, stranger = log_of(GATHER), Event(5, 9, "forward", "compute")
     assert not log.happens_before(stranger, stranger)

@@ -9,6 +9,7 @@ gives the answer. `misconceptions` lists the misconceptions; the functions below
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -34,11 +35,16 @@ def ratio(actual: Tensor, oracle: Tensor) -> float | None:
     return found if torch.allclose(a, found * b, rtol=1e-3, atol=1e-6 * float(b.abs().max())) else None
 
 
-def first_difference(actual: Tensor, oracle: Tensor) -> str:
-    """Describe the first place where two tensors of the same shape differ, with both values."""
-    different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
-    index = tuple(different.nonzero()[0].tolist())
-    return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
+def largest_difference(actual: Tensor, oracle: Tensor) -> str:
+    """Describe the place where two tensors of the same shape differ most, with both values."""
+    same = (actual == oracle) | (actual.isnan() & oracle.isnan())
+    apart = (actual.double() - oracle.double()).abs().nan_to_num(nan=math.inf)
+    index = tuple((apart.masked_fill(same, -1) == apart.masked_fill(same, -1).max()).nonzero()[0].tolist())
+    values = [tensor[index].item() for tensor in (actual, oracle)]
+    got, right = [f"{value:g}" for value in values]
+    if got == right:  # as far as six digits show it
+        got, right = [f"{value:.9g}" for value in values]
+    return f"at {list(index)}: {got} instead of {right}"
 
 
 # --- Logs --------------------------------------------------------------------------------------------------
@@ -68,8 +74,9 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
 
 # --- Failures ----------------------------------------------------------------------------------------------
 
-MISMATCH = (  # messages of torch and of this package when ranks do not run the same collectives
+MISMATCH = (  # messages of torch, of gloo and of this package when ranks do not run the same collectives
     "Detected mismatch between collectives",
+    "Is there a distributed collective mismatch",
     "ranks call different collectives",
 )
 
@@ -146,6 +153,8 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
         "died": ("died", f"Rank {broken.rank}: {got}.{line}{_last_words(broken)}"),
         "late": ("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}"),
     }[broken.reason]
+    if name == "died" and any(sign in message for sign in MISMATCH):
+        name = "order-diverged"
     finding = Finding(name, message)
     finding.provisional = broken.provisional
     return finding

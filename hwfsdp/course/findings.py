@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.diagnose import largest_difference
 from hwfsdp.course.verdict import Finding
 
 FINDINGS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -31,7 +31,7 @@ def told(
     Args:
         where: the first words of the message.
         got, right: the value that came back, and the right value. The sentence may use them in braces. It may also use `words`,
-            and {difference}: the first difference of two tensors.
+            and {difference}: the largest difference of two tensors.
         kind: the misconception, if the name has none of its own.
     """
     exercise, _, key = name.partition(".")
@@ -40,7 +40,7 @@ def told(
     if "{difference}" in sentence:
         is_alike = (got.shape, got.dtype) == (right.shape, right.dtype)
         words["difference"] = (
-            first_difference(got, right) if is_alike else f"being {got.dtype}, {tuple(got.shape)}"
+            largest_difference(got, right) if is_alike else f"being {got.dtype}, {tuple(got.shape)}"
         )
     is_less = len(misconceptions) > 1 and got < right
     message = f"{where} {sentence.format(got=got, right=right, **words)}"

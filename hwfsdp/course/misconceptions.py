@@ -14,13 +14,15 @@ class Misconception(NamedTuple):
     """A learner's probable belief or mistake, and a question that helps the learner on.
 
     Attributes:
-        fatal: nothing of the exercise counts. vague: the sentence says what is wrong, but not why.
+        fatal: nothing of the exercise counts. vague: the sentence says what is wrong, but not why. rank: of several misconceptions,
+            the one with the smallest rank is probably the cause of the others.
     """
 
     sentence: str
     question: str
     fatal: bool = False
     vague: bool = False
+    rank: int = 3
 
 
 MISCONCEPTIONS: dict[str, Misconception] = {

@@ -76,10 +76,16 @@ def shown(
         readme=shown_path(grade.exercise.folder / "README.md"),
         is_void=grade.status == "error" and grade.finding,
         check_lines=lambda result: _check_lines(result, grade, style),
-        first_failed=next((result for result in results if result.finding), None),
+        asked=_cause(grade),
         still_right=earlier if all(result.passed for result in grade.before) else (),
         lost=dict.fromkeys(result.check.id[:2] for result in grade.before if result.passed is False),
     )
+
+
+def _cause(grade: Grade) -> CheckResult | None:
+    """Return the failed check that probably explains the others: by its misconception's rank, then the exercise's own, then the first."""
+    failed = [result for result in [*grade.results, *grade.before] if result.finding]
+    return min(failed, key=lambda result: MISCONCEPTIONS[result.finding.misconception].rank, default=None)
 
 
 def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:

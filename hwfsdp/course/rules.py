@@ -60,10 +60,11 @@ HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.s
 
 
 class Use(NamedTuple):
-    """A use of something that no answer needs: a description, and its line."""
+    """A use of something that no answer needs: a description, its line, and the misconception behind it."""
 
     what: str
     line: int
+    kind: str = "blocked"
 
 
 def check_rules(path: str | Path, text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.fsdp as torchs
 
 import hwfsdp
-from hwfsdp.compat import HOME_OF_FSDP2, INSIDE_FSDP2
+from hwfsdp.compat import HOME_OF_FSDP2, IN_FSDP2
 from hwfsdp.errors import StateError
 
 PIPELINES = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
@@ -47,7 +47,7 @@ def install() -> None:
         )
     public = {id(value): name for name, value in torch_names.items()}
     for module, name in held:
-        if not module.__name__.startswith(INSIDE_FSDP2):
+        if not module.__name__.startswith(IN_FSDP2):
             theirs = vars(module)[name]
             ours = getattr(hwfsdp, public[id(theirs)])
             if ours is hwfsdp.FSDPModule and module.__name__ in PIPELINES:

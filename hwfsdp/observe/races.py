@@ -34,10 +34,8 @@ from typing import NamedTuple, Protocol
 
 from hwfsdp.observe.events import STREAMS, Event
 
-Past = tuple[float, ...]  # nanoseconds, by stream, in the order of STREAMS; Note [One number per stream]
+Past = tuple[float, ...]  # nanoseconds, by stream, in the order of `Order`; Note [One number per stream]
 _NEVER = float("-inf")
-_EMPTY: Past = (_NEVER,) * len(STREAMS)
-_INDEX = {stream: index for index, stream in enumerate(STREAMS)}
 
 
 class HasEvents(Protocol):
@@ -70,28 +68,37 @@ class Order:
     def __init__(self, events: Sequence[Event]) -> None:
         self._pasts: dict[int, Past] = {}  # by seq
         by_seq = {e.seq: e for e in events}
-        streams = {stream: _Ended() for stream in STREAMS}
+        names = dict.fromkeys([*STREAMS, *(e.stream for e in events)])
+        self._index = {stream: index for index, stream in enumerate(names)}
+        self._empty: Past = (_NEVER,) * len(names)
+        streams = {stream: _Ended(self._empty) for stream in names}
         for event in events:
             stream = streams[event.stream]
             past = stream.past_at(_ns(event.start_us))
             for seq in event.after:
                 if seq in self._pasts:
                     awaited = by_seq[seq]  # and all events inside it
-                    past = _later(past, _through(awaited, self._pasts[seq]))
+                    past = _later(past, self._through(awaited, self._pasts[seq]))
                     past = _later(past, streams[awaited.stream].past_at(_ns(awaited.end_us)))
             self._pasts[event.seq] = past
-            stream.add(event, _through(event, past))
+            stream.add(event, self._through(event, past))
 
     def happens_before(self, first: Event, second: Event) -> bool:
         """True if `first` has certainly ended when `second` begins. If `second` is a wait for `first`: when `second` ends."""
-        past = self._pasts.get(second.seq, _EMPTY)
-        return first.seq < second.seq and _ns(first.end_us) <= past[_INDEX[first.stream]]
+        past = self._pasts.get(second.seq, self._empty)
+        return first.seq < second.seq and _ns(first.end_us) <= past[self._index[first.stream]]
+
+    def _through(self, event: Event, past: Past) -> Past:
+        """Return the past that holds once the event has ended."""
+        index = self._index[event.stream]
+        return (*past[:index], max(past[index], _ns(event.end_us)), *past[index + 1 :])
 
 
 class _Ended:
     """The ended events of one stream, and the past of events that follow them."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Past) -> None:
+        self._empty = empty
         self._running: list[tuple[int, int, Past]] = []  # a heap by end
         self._times: list[int] = []
         self._pasts: list[Past] = []  # by the times above: the past of all events that have ended
@@ -107,7 +114,7 @@ class _Ended:
             self._times.append(end)
             self._pasts.append(past)
         count = bisect.bisect_right(self._times, time)
-        return self._pasts[count - 1] if count else _EMPTY
+        return self._pasts[count - 1] if count else self._empty
 
 
 def _ns(us: float) -> int:
@@ -117,12 +124,6 @@ def _ns(us: float) -> int:
 
 def _later(a: Past, b: Past) -> Past:
     return a if a == b else tuple(map(max, a, b))
-
-
-def _through(event: Event, past: Past) -> Past:
-    """Return the past that holds once the event has ended."""
-    index = _INDEX[event.stream]
-    return (*past[:index], max(past[index], _ns(event.end_us)), *past[index + 1 :])
 
 
 def orders(events: Iterable[Event]) -> dict[int, Order]:

@@ -82,7 +82,7 @@ def clock_of(streams: StreamSet) -> Clock:
 def clock_of_stream(stream: Stream) -> Clock:
     """Return the clock of a stream. It is the clock of the stream's set, unless the set has another stream of this name."""
     around = clock_of(stream.streams)
-    if getattr(stream.streams, stream.name) is stream or not isinstance(stream, DeviceStream):
+    if not isinstance(stream, DeviceStream) or getattr(stream.streams, stream.name) is stream:
         return around
     return lambda name: DeviceMark(stream.native) if name == stream.name else around(name)
 

@@ -13,6 +13,7 @@ Note [A host that computes]
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -35,7 +36,7 @@ class Clock:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.host = 0.0
-        self.ends = dict.fromkeys(STREAMS, 0.0)
+        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
         self.current = "compute"
 
     def now(self, stream: str) -> float:
@@ -65,7 +66,7 @@ class Clock:
     def restart(self) -> None:
         """Set the time of the host and of all streams to 0, without pending work."""
         self.host = 0.0
-        self.ends = dict.fromkeys(STREAMS, 0.0)
+        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
 
 
 class VirtualEvent(StreamEvent):

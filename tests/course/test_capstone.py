@@ -159,18 +159,31 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
         "from hwfsdp.streams import core",
         "from hwfsdp import collectives\ncollectives.shared_memory",
         "import hwfsdp.collectives as c\nc.compat.dtensor",
-        "import importlib",
-        "from sys import modules",
         "import torch.distributed.fsdp as f",
         "torch.distributed.fsdp.fully_shard",
         "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam",
-        "__import__('hwfsdp.core.wrap')",
     ],
 )
 def test_a_file_that_uses_the_functions_it_must_supply_is_refused(line: str) -> None:
     with pytest.raises(Finding) as refused:
         check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
     assert refused.value.misconception == "not-alone"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import importlib",
+        "from sys import modules",
+        "__import__('hwfsdp.core.wrap')",
+        "getattr(torch, 'n' + 'n')",
+        "import sys\nsys.modules",
+    ],
+)
+def test_a_file_that_gets_at_anything_is_blocked_though_it_imports_nothing_of_ours(line: str) -> None:
+    with pytest.raises(Finding) as refused:
+        check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
+    assert refused.value.misconception == "blocked"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hwfsdp.course.diagnose import (
     compare_order,
     explain_broken,
     explain_failure,
-    first_difference,
+    largest_difference,
     ratio,
 )
 from hwfsdp.course.findings import FINDINGS, compare, told
@@ -35,10 +35,15 @@ def test_a_ratio_is_one_number_or_none() -> None:
     assert ratio(ORACLE[0], ORACLE) is None
 
 
-def test_the_first_difference_has_its_place_and_both_values() -> None:
+def test_the_largest_difference_has_its_place_and_both_values() -> None:
     other = ORACLE.clone()
     other[1, 0] = 9
-    assert first_difference(other, ORACLE) == "at [1, 0]: 9 instead of 0.5"
+    other[0] += 1e-7
+    assert largest_difference(other, ORACLE) == "at [1, 0]: 9 instead of 0.5"
+    other[1, 1] = float("nan")
+    assert largest_difference(other, ORACLE).startswith("at [1, 1]: nan instead of ")
+    got, right = torch.tensor([0.5, 0.0120640001]), torch.tensor([0.5, 0.0120640012])
+    assert largest_difference(got, right) == "at [1]: 0.0120639997 instead of 0.0120640015"
 
 
 # --- Logs --------------------------------------------------------------------------------------------------
@@ -140,6 +145,13 @@ def test_a_run_that_was_ended_is_explained(reason: str, got: str, misconception:
         assert "free (sharded_parameter.py, line 7)" in finding.message
 
 
+def test_a_rank_that_gloo_ended_for_a_mismatch_did_not_touch_wrong_memory() -> None:
+    stacks = "  what():  [enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 140 vs 28. "
+    stacks += "Is there a distributed collective mismatch in your code?\n"
+    finding = explain_broken(Broken("died", 0, "death by signal SIGABRT", stacks), [FILE])
+    assert finding.misconception == "order-diverged" and "140 vs 28" in finding.message
+
+
 # --- The list ----------------------------------------------------------------------------------------------
 
 
@@ -178,7 +190,7 @@ def test_a_finding_shows_the_actual_and_the_expected_value() -> None:
     assert (finding.misconception, finding.expected, finding.actual) == ("not-initialized", 3, 2)
     assert finding.message == "Rank 0: init is called for 2 rows; this rank has 3."
     assert told("13.calls", "Rank 0:", 4, 3).misconception == "rows-of-others"
-    with pytest.raises(Finding, match=r"at \[0, 0\]: 2 instead of 1"):
+    with pytest.raises(Finding, match=r"at \[1, 1\]: 8 instead of 4"):
         compare("It", {"part": ORACLE * 2}, {"13.part": ORACLE})
     compare("It", {"part": ORACLE}, {"13.part": ORACLE.clone()})
     with pytest.raises(Finding, match=r"being torch.float64, \(2, 2\)"):

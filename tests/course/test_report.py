@@ -50,6 +50,18 @@ def test_a_failure_has_evidence_question_and_time() -> None:
         assert words in text, text
 
 
+def test_the_question_is_about_the_failure_that_explains_the_others() -> None:
+    grade = graded("failed")
+    lost, late = Finding("grad-lost", "It is zero."), Finding("left-in-flight", "One is late.")
+    grade.before = [CheckResult(grade.results[0].check, passed=False, finding=lost)]
+    grade.results[1].finding = late
+    text = shown(grade, Path("x.py"), Style(io.StringIO()))
+    assert text.count("→") == 1 and "→ Which code waits for the reductions" in text
+    grade.results[1].finding = Finding("grad-kept", "It counts twice.")  # of the same rank: the station's own
+    text = shown(grade, Path("x.py"), Style(io.StringIO()))
+    assert text.count("→") == 1 and "→ Which code clears a gradient" in text
+
+
 def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
     text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
     assert "endless: the code does not come to an end" in text and "nothing counts" in text

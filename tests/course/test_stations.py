@@ -116,7 +116,7 @@ def test_a_variable_or_an_attribute_may_be_called_open(text: str) -> None:
 def test_pythons_own_open_is_refused(text: str) -> None:
     with pytest.raises(Finding, match="my_fsdp.py, line .*: open, which gets at anything") as caught:
         check_rules(Source(Path("my_fsdp.py"), text), needed={})
-    assert caught.value.misconception == "not-alone"
+    assert caught.value.misconception == "blocked"
 
 
 def names_not_allowed() -> list[str]:

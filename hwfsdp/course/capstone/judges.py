@@ -125,9 +125,20 @@ def judge_shards(ranks: Ranks, seed: int) -> None:
     compare_params(part_of(ranks, seed, "shards"), cases.PLAIN, seed)
 
 
+def placed_by_rows(found: laws.Facts, scenario: Scenario, seed: int) -> None:
+    """Check that every parameter is a DTensor with the right shape and Shard(0) on a mesh of all ranks."""
+    for name, param in scenarios.build(scenario, seed).model.named_parameters(remove_duplicate=False):
+        expected = [list(param.shape), ["S(0)"], list(range(len(found)))]
+        for rank, facts in enumerate(found):
+            if (got := facts["rows"][name]["placed"]) != expected:
+                shown = f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}" if got else "no DTensor"
+                where = f"{scenario.name}, rank {rank}: {name}"
+                raise told("laws.placed", where, shown, "Shard(0) on all ranks")
+
+
 def compare_params(found: laws.Facts, scenario: Scenario, seed: int) -> None:
     laws.same_rows(found, scenario, seed)
-    laws.placed_by_rows(found, scenario, seed)
+    placed_by_rows(found, scenario, seed)
 
 
 def judge_gathers(ranks: Ranks, seed: int) -> None:

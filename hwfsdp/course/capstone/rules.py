@@ -20,6 +20,7 @@ from hwfsdp.course.submission import NOT_PYTHON, Source, not_python, parameters
 from hwfsdp.course.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
+ALONE = "not-alone"  # the misconception behind imports of the package, and of torch's FSDP
 FROM_READY_MADE = {"MixedPrecisionPolicy", *RECORDS}  # allowed: the policy is an argument
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
@@ -65,7 +66,8 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
     if use := next(forbidden_uses(tree, source.text), None):
         message = f"{name}, line {use.line}: {use.what}."
-        raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
+        allowed = " and ".join(ALLOWED) if use.kind == ALONE else None
+        raise Finding(use.kind, message, allowed, use.what if allowed else None)
     rules.check_rules(name, source.text)
 
 
@@ -113,19 +115,21 @@ def _names_plainly(call: ast.Call) -> bool:
 
 def _imported_module(name: str, line: int) -> Iterator[Use]:
     if name.partition(".")[0] == "hwfsdp" and name not in ALLOWED:
-        yield Use(f"import {name}", line)
-    if name.startswith(READY_MADE) or name in ROUND_ABOUT:
+        yield Use(f"import {name}", line, ALONE)
+    if name.startswith(READY_MADE):
+        yield Use(f"import {name}", line, ALONE)
+    if name in ROUND_ABOUT:
         yield Use(f"import {name}", line)
 
 
 def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Use]:
     whole = f"{module}.{name}"
     if level or (module == "hwfsdp" and whole not in ALLOWED):
-        yield Use(f"from {'.' * level}{module} import {name}", line)
+        yield Use(f"from {'.' * level}{module} import {name}", line, ALONE)
     elif module.startswith("hwfsdp.") and (module not in ALLOWED or name in _borrowed(module)):
-        yield Use(f"from {module} import {name}", line)
+        yield Use(f"from {module} import {name}", line, ALONE)
     elif (module.startswith(READY_MADE) or whole.startswith(READY_MADE)) and name not in FROM_READY_MADE:
-        yield Use(f"from {module} import {name}", line)
+        yield Use(f"from {module} import {name}", line, ALONE)
     elif module in ROUND_ABOUT or (module, name) == ("sys", "modules"):
         yield Use(f"from {module} import {name}", line)
 
@@ -144,10 +148,10 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
     elif parts[0] == "hwfsdp" and first in aliases:
         module = ".".join(parts[:2])
         if module not in ALLOWED or (len(parts) > 2 and parts[2] in _borrowed(module)):
-            yield Use(dotted, line)
+            yield Use(dotted, line, ALONE)
     elif whole.startswith(READY_MADE) and parts[-1] not in FROM_READY_MADE:
         if whole not in READY_MADE:
-            yield Use(dotted, line)
+            yield Use(dotted, line, ALONE)
 
 
 def _borrowed(module: str) -> set[str]:

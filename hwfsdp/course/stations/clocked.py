@@ -11,14 +11,19 @@ twice as long as its bytes travel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.capstone.witness import witnessed
 from hwfsdp.course.run import Report, log_data
 from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
@@ -27,6 +32,8 @@ from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.train.models.gpt import Block, GPTConfig
+from hwfsdp.virtual import world
+from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.programs import Target
 from hwfsdp.virtual.run import Simulation, simulate
@@ -83,11 +90,20 @@ class Scaled(nn.Sequential):
 
 
 def stack_of_blocks(
-    config: GPTConfig, shard: Shard, with_root: bool, kind: type[nn.Sequential] = nn.Sequential
+    config: GPTConfig,
+    shard: Shard,
+    with_root: bool,
+    kind: type[nn.Sequential] = nn.Sequential,
+    inner: str = "",
 ) -> nn.Sequential:
-    """Build blocks of a transformer, each a unit. With a root, the whole model is a unit too; `kind` decides what the root owns."""
+    """Build blocks of a transformer, each a unit. With a root, the whole model is a unit too; `kind` decides what the root owns.
+
+    With `inner`, the module of this name in each block is a unit inside its block.
+    """
     model = kind(*(Block(config) for _ in range(config.layers)))
     for name, block in model.named_children():
+        if inner:
+            shard(block.get_submodule(inner), f"blocks.{name}.{inner}")
         shard(block, f"blocks.{name}")
     if with_root:
         shard(model, "model")
@@ -98,6 +114,11 @@ def learners_stack(config: GPTConfig, kind: type[nn.Sequential] = nn.Sequential)
     """Build the same stack with the learner's file; the homework has no root."""
     with_root = HOMEWORK not in sys.modules
     return stack_of_blocks(config, learners_shard(), with_root, kind if with_root else nn.Sequential)
+
+
+def nested_stack(config: GPTConfig) -> nn.Sequential:
+    """Build the same stack with a unit inside each block."""
+    return stack_of_blocks(config, learners_shard(), True, inner="attention")
 
 
 def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
@@ -116,8 +137,25 @@ def probe_order(report: Report, seed: int) -> None:
 def ordered() -> dict[str, Any]:
     """Run two steps on the GPU. Return the log, the number of events at the end of each forward and backward, and a player's log."""
     runner = Ordered(NARROW, partial(learners_stack, kind=Scaled))
-    found = runner.run(GPU)
-    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(found.log))}
+    with sets_apart():
+        found = runner.run(GPU)
+    plain = EventLog([replace(e, stream=e.stream.partition(" ")[0]) for e in found.log.events])
+    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(plain))}
+
+
+@contextmanager
+def sets_apart() -> Iterator[None]:
+    """Number the streams of the second set that a file makes, and of later ones: "all_gather 2". Each has an order of its own."""
+    number = count()  # 0 is the world's own set
+
+    def numbered(clock: Clock) -> StreamSet:
+        made, place = virtual_streams(clock), next(number)
+        for stream in (made.copy, made.all_gather, made.reduce_scatter, made.all_reduce) if place > 1 else ():
+            stream.name += f" {place}"
+        return made
+
+    with mock.patch.object(world, "virtual_streams", numbered):
+        yield
 
 
 class Runner:
@@ -208,14 +246,19 @@ def probe_clock(report: Report, seed: int) -> None:
         attempt_together(report, name, partial(timed, device, backward))
 
 
-def timed(device: Device, with_backward: bool) -> dict[str, Any]:
+def probe_nested(report: Report, seed: int) -> None:
+    """Run a step with nested units on the host."""
+    attempt_together(report, "nested", partial(timed, HOST, True, nested_stack))
+
+
+def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) -> dict[str, Any]:
     """Run it twice. Return figures of the second time, in µs:
 
     gathers, reductions: of each, in order of issue, [begin, end, time alone (no compute), in backward?, owner].
     flying: whenever a reduction starts, the number of reductions that were started and not waited for, with this one.
     step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
     """
-    runner = Runner(WIDE, learners_stack, with_backward)
+    runner = Runner(WIDE, stack, with_backward)
     found = runner.run(device)
     log, (_, forward_end) = found.log, runner.ends[0]
     busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)

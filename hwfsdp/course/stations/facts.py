@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -315,26 +314,28 @@ def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
 # --- Memory ------------------------------------------------------------------------------------------------
 
 
-def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
-    """Report the bytes alive in steps of a model, with the learner's file and without sharding."""
+def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario], moments: Sequence[str]) -> None:
+    """Report the bytes alive at these moments of a step, with the learner's file and without sharding."""
     ready()
     for scenario in scenarios_:
-        attempt_together(report, f"{scenario.name}, memory", partial(remembered, scenario, seed))
+        attempt_together(report, f"{scenario.name}, memory", partial(remembered, scenario, seed, moments))
 
 
-def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
+def remembered(scenario: Scenario, seed: int, moments: Sequence[str]) -> dict[str, int]:
     """Count the bytes alive besides shards and their gradients. Subtract the bytes that the same model needs without sharding.
 
+    Args:
+        moments: "rest": before the second step. "between": between its forward and its backward. "after": after it.
+
     Returns:
-        rest: before the second step. between: between its forward and its backward. after: after it. unit: bytes of the
-        largest unit, whole and padded.
+        The bytes by moment. unit: bytes of the largest unit, whole and padded.
     """
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
     with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
-        plain = _moments(scenario, seed, None, witness, unit, None)
-        found = _moments(scenario, seed, learners_shard(), witness, unit, plain)
-    return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}
+        plain = _moments(scenario, seed, None, witness, unit, {})
+        found = _moments(scenario, seed, learners_shard(), witness, unit, {m: plain[m] for m in moments})
+    return {moment: found[moment] - plain[moment] for moment in moments} | {"unit": unit}
 
 
 def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
@@ -351,27 +352,27 @@ def _moments(
     shard: Shard | None,
     witness: Witness,
     unit: int,
-    usual: dict[str, int] | None,
+    usual: dict[str, int],
 ) -> dict[str, int]:
-    """Count the bytes at each moment. With `usual`, wait for a while until no more bytes than these are alive."""
+    """Count the bytes at each moment of the second step. At moments in `usual`, wait until no more bytes than these are alive."""
 
     def wait(moment: str, expected: int) -> None:
-        if usual is not None:
+        if step and moment in usual:
             _wait_for_threads(witness, expected + usual[moment], unit)
 
     gc.collect()
     without = witness.alive()
     built = scenarios.build(scenario, seed)
     model = sharded(built, scenario, shard) if shard is not None else built.model
-    batch, found = scenarios.batch_of(model, seed, dist.get_rank(), 0)[:1, :4], {}
-    for _ in range(2):
+    batch, found = scenarios.batch_of(model, seed, dist.get_rank(), 0), {}
+    for step in range(2):
         model.zero_grad()
         gc.collect()
         params = sum(_bytes(param) for param in model.parameters())
         wait("rest", without + params)
         before = witness.alive()
         found["rest"] = before - without - params
-        loss = scenarios.loss_of(model, batch)
+        loss = scenarios.loss_of(model, batch[:1, :4] if step else batch)
         wait("between", before)
         found["between"] = witness.alive() - before
         loss.backward()
@@ -383,7 +384,8 @@ def _moments(
     return found
 
 
-_left = 1000  # how often this process may still look again, in total
+LOOKS = 1000  # how often to look again, at each moment
+_leaks = False  # once a moment has shown more bytes for so long, they will stay, and a check fails
 
 
 def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
@@ -391,13 +393,13 @@ def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
 
     A right file may keep a few bytes. So for less than `MOST_UNITS` of a unit, it looks only three more times.
     """
-    global _left
-    for look in count():
+    global _leaks
+    for look in range(LOOKS):
         more = witness.alive() - enough
-        if more <= 0 or more < MOST_UNITS * unit and look >= 3 or _left <= 0:
+        if more <= 0 or more < MOST_UNITS * unit and look >= 3 or _leaks:
             return
-        _left -= look >= 3
         time.sleep(0.003)
+    _leaks = True
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.course.checks import piece
-from hwfsdp.course.diagnose import first_difference, ratio
+from hwfsdp.course.diagnose import largest_difference, ratio
 from hwfsdp.course.findings import compare, expect, told
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.facts import LR, MOST_UNITS, places_of
@@ -72,21 +72,13 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
     padded = len(rows) == chunk > len(expected) and rows.shape[1:] == expected.shape[1:]
     if rows.shape == param.shape != expected.shape and not padded:  # a single row would be whole and padded
         raise told("laws.whole", where, *shapes)
+    again = piece(expected, world_size, rank)
+    if rows.shape == again.shape != expected.shape and torch.equal(rows, again) and not padded:
+        raise told("laws.cut_again", where, *shapes)
     name = "laws.padded" if padded else "laws.other_shape"
     expect(name, where, *shapes, total=len(param), world_size=world_size)
     expect("laws.other_rows", where, rows, expected)
     compare(where, got, {"laws.is_parameter": True, "laws.requires_grad": param.requires_grad})
-
-
-def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
-    """Check that every parameter is a DTensor with the right shape and Shard(0) on a mesh of all ranks."""
-    for name, param in scenarios.build(scenario, seed).model.named_parameters(remove_duplicate=False):
-        expected = [list(param.shape), ["S(0)"], list(range(len(found)))]
-        for rank, facts in enumerate(found):
-            if (got := facts["rows"][name]["placed"]) != expected:
-                shown = f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}" if got else "no DTensor"
-                where = f"{scenario.name}, rank {rank}: {name}"
-                raise told("laws.placed", where, shown, "Shard(0) on all ranks")
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
@@ -234,7 +226,7 @@ def _gradient_finding(
         return told("laws.times", place, factor, 1)
     if not whole.any():
         return told("laws.zero", place, "zeros", "the mean over all ranks")
-    difference = first_difference(whole, expected)
+    difference = largest_difference(whole, expected)
     is_absurd = not whole.abs().max() < ABSURD * float(expected.abs().max() + 1)  # true for NaN, too
     return told("laws.unwritten" if is_absurd else "laws.wrong", place, at=difference)
 
@@ -278,7 +270,7 @@ def _compare_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
     expect("laws.bits_shape", where, tuple(grad.shape), tuple(expected.shape))
     if not torch.equal(grad, expected):
         close = torch.allclose(grad, expected, rtol=0.05, atol=1e-3)
-        raise told("laws.bits_close" if close else "laws.bits", where, at=first_difference(grad, expected))
+        raise told("laws.bits_close" if close else "laws.bits", where, at=largest_difference(grad, expected))
 
 
 # --- What travels ------------------------------------------------------------------------------------------
@@ -316,8 +308,11 @@ def counts(
     for rank, facts in enumerate(found):
         number = len(moved(facts, phase, op))
         if not least <= number <= most:
-            kind = more if number > most else fewer
-            raise told("laws.counts", f"{scenario.name}, rank {rank}:", number, least, kind=kind, **words)
+            kind, besides = more if number > most else fewer, ""
+            if op == "reduce_scatter" and number < least and (whole := moved(facts, phase, "all_reduce")):
+                kind, besides = "whole-gradients", f"; there are {len(whole)} {NAMES['all_reduce']}"
+            words |= {"kind": kind, "besides": besides}
+            raise told("laws.counts", f"{scenario.name}, rank {rank}:", number, least, **words)
 
 
 def carried(

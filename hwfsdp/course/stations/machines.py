@@ -11,7 +11,8 @@ from typing import Any
 from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Run
 from hwfsdp.course.stations.laws import too_often
-from hwfsdp.course.stations.clocked import MACHINES, WIDE, exposed_of, probe_clock, probe_order
+from hwfsdp.course.stations.clocked import MACHINES, WIDE, exposed_of, probe_clock, probe_nested
+from hwfsdp.course.stations.clocked import probe_order
 from hwfsdp.course.verdict import Finding, Seen, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
@@ -75,7 +76,7 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
 
 def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
     """Return the part of the step that a race belongs to. `ends`: number of events at the end of each forward and backward."""
-    streams = race.first.stream, race.second.stream
+    streams = [each.stream.partition(" ")[0] for each in (race.first, race.second)]  # without a set's number
     if "reduce_scatter" in streams or "reduction" in names.get(race.storage, ""):
         return "reduction"
     return next((part for part, end in ends if race.second.seq < end), "forward")
@@ -221,6 +222,13 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
     _gathered_once(found, "backward")
     compare_exposed(found, "backward", HOST_BACKWARD_US, "not-prefetched")
+    nested = {**ranks.run(probe_nested, 1, seed=seed)["nested"][0], "machine": "host"}
+    try:
+        compare_exposed(nested, "backward", HOST_BACKWARD_US, "guessed-wrong")
+    except Finding as finding:
+        finding.seen = None  # the reference has no such run beside it
+        finding.message = f"With units inside units: {finding.message}"
+        raise
 
 
 def judge_reductions(ranks: Ranks, seed: int) -> None:

@@ -73,9 +73,10 @@ def judge_padded(ranks: Ranks, seed: int) -> None:
         if answer != stop - start:
             misconception = "floor-instead-of-ceil" if answer == n // w else "wrong-value"
             misconception = "padded-always" if always else misconception
-            if isinstance(answer, str) or n > MOST:
+            if "." in str(answer) or n > MOST:
                 misconception = "float-for-integer"
-            raise Finding(misconception, f"padded_rows({n}, {w}) is {answer}.", stop - start, answer)
+            said = "returns nothing" if answer == "None" else f"is {answer}"
+            raise Finding(misconception, f"padded_rows({n}, {w}) {said}.", stop - start, answer)
 
 
 def judge_rows(ranks: Ranks, seed: int) -> None:
@@ -91,17 +92,22 @@ def judge_rows(ranks: Ranks, seed: int) -> None:
             misconception = "float-for-integer" if "." in str(got) else "wrong-value"
         elif n > MOST:
             misconception, more = "float-for-integer", " A float cannot count so many rows."
+        elif want[0] == want[1] and got[0] > n:
+            misconception, more = "past-the-end", " It begins after the last row."
         elif want[0] == want[1] and got[0] == got[1]:
             misconception = "empty-at-zero" if got[0] == 0 else "past-the-end"
             more = " This rank has no rows; its place is the end."
         elif got[1] > n:
             misconception = "past-the-end"
-        elif all(b == stop - start for (_, b), (start, stop) in zip(given, expected, strict=True)):
+        elif all(
+            [a, b] == [start, stop - start] for (a, b), (start, stop) in zip(given, expected, strict=True)
+        ):
             more = " The second number is how many rows there are; asked for is the row after the last."
         elif [b - a for a, b in given] == sorted((n // w + (r < n % w) for r in range(w)), reverse=True):
             misconception = "spread-evenly"
-        message = f"rows_of({n}, {w}, {rank}) is {tuple(got)}.{more}"
-        raise Finding(misconception, message, tuple(want), tuple(got))
+        shown = tuple(got) if isinstance(got, list) else got
+        said = "returns nothing" if got == "None" else f"is {shown}"
+        raise Finding(misconception, f"rows_of({n}, {w}, {rank}) {said}.{more}", tuple(want), shown)
 
 
 # --- 02 Rings ----------------------------------------------------------------------------------------------
@@ -273,4 +279,4 @@ def _wrong_traffic(setup: Setup, got: Any, expected: int) -> str:
         return "evenness-assumed"
     if expected and got * 4 == expected:
         return "elements-for-bytes"
-    return "too-much-traffic" if got > expected else "too-little-traffic"
+    return "formula-too-large" if got > expected else "formula-too-small"

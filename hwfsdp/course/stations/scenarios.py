@@ -20,6 +20,7 @@ from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss
 Units = list[tuple[str, nn.Module]]
 EVEN = 12  # a multiple of 1, 2, 3 and 4
 ROWS = 2  # rows of a micro-batch of one rank
+MICROS = 4  # micro-batches of a step that has several; no check runs on as many ranks
 # units much larger than activations of 4 tokens
 DEEP = GPTConfig(dim=36, layers=8, heads=2, seq_len=12, vocab=12)
 
@@ -172,10 +173,10 @@ class Nested(nn.Module):
 
 
 class Nesting(Stack):
-    """A stack of nested blocks."""
+    """A stack of nested blocks, which get their inputs by keyword."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
-        found = block(x)
+        found = block(x=x.float())  # a block that computes in bf16 has to cast it
         return torch.tanh(found["out"]) - found["less"]
 
 
@@ -191,6 +192,17 @@ class Loud(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.outlet(torch.sigmoid(x))
         return out
+
+
+class Mixing(nn.Module):
+    """A layer that casts its input itself, and adds the input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x.to(self.layer.weight.dtype))
 
 
 class Gained(GPT):
@@ -271,6 +283,13 @@ def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
     return built
 
 
+def _twice(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
+    """The second block has a frozen first layer: its backward comes last in each of the block's two backwards."""
+    built = _stack(draw, Twice, widths=widths)
+    built.model.get_submodule("blocks.1.up").requires_grad_(False)
+    return built
+
+
 def _frozen_inlet(draw: random.Random) -> Built:
     """The root's backward finishes before the blocks' backward."""
     built = _stack(draw)
@@ -283,8 +302,8 @@ def _nested(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
     return _built(_stack(draw, Nesting, Nested, widths).model, "inner")
 
 
-def _loud(draw: random.Random) -> Built:
-    model = Loud()
+def _alone(draw: random.Random, kind: Callable[[], nn.Module]) -> Built:
+    model = kind()
     return Built(model, [("model", model)])
 
 
@@ -332,14 +351,14 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "tied": partial(_gained, tied=True),
     "frozen": _frozen,
     "frozen inlet": _frozen_inlet,
-    "stack": _stack,
-    "twice": partial(_stack, kind=Twice),
+    "twice": _twice,
     "unused": partial(_stack, kind=Unused),
     "changing": partial(_stack, kind=Changing),
     "shortened": partial(_stack, kind=Shortened),
     "recomputed": partial(_stack, kind=Recomputed),
     "nested": _nested,
-    "loud": _loud,
+    "loud": partial(_alone, kind=Loud),
+    "mixing": partial(_alone, kind=Mixing),
     "gained": _gained,
     "gained and tied": partial(_gained, tied=True),
     "gained and frozen": _gained_frozen,
@@ -351,7 +370,8 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "wide and tied": partial(_gained, tied=True, vocabs=(301, 307)),  # the root is the largest unit
     "wide and frozen": partial(_frozen, widths=WIDE),
     "wide and unused": partial(_stack, kind=Unused, widths=WIDE),
-    "wide and twice": partial(_stack, kind=Twice, widths=WIDE),
+    "wide and twice": partial(_twice, widths=WIDE),
+    "wide and shortened": partial(_stack, kind=Shortened, widths=WIDE),
     "wide and recomputed": partial(_stack, kind=Recomputed, widths=WIDE),
     "wide and nested": partial(_nested, widths=WIDE),
 }
@@ -368,11 +388,11 @@ def build(scenario: Scenario, seed: int) -> Built:
 
 
 def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
-    """Return the input of a micro-batch of a rank: GPT tokens [2, T], or numbers [2, 3]; each third of `Shortened` has one row."""
+    """Return the input of a micro-batch of a rank: GPT tokens [2, T], or numbers [2, 3]; the last micro-batch of `Shortened` has one row."""
     draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
     if isinstance(model, GPT):
         return torch.randint(0, model.config.vocab, (ROWS, model.config.seq_len), generator=draw)
-    rows = 1 if isinstance(model, Shortened) and number % 3 == 2 else ROWS
+    rows = 1 if isinstance(model, Shortened) and number % MICROS == MICROS - 1 else ROWS
     return torch.randn(rows, 3, generator=draw)
 
 
