@@ -19,7 +19,7 @@ import pytest
 from suites import fast_are
 
 from hwfsdp import UsageError
-from hwfsdp.cli import release as command
+from hwfsdp.cli import release as release_command
 from hwfsdp.course import holes
 from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import (
@@ -406,10 +406,10 @@ def test_only_files_that_git_tracks_are_copied(
     course = find_course(clone)
     assert not set(names) & set(_travelling(clone, ()))
     assert "exercises/my_fsdp.py" in _travelling(clone, ())
-    monkeypatch.setattr(command, "find_course", lambda: course)
-    monkeypatch.setattr(command, "write_edition", lambda course, out, upto: [])
+    monkeypatch.setattr(release_command, "find_course", lambda: course)
+    monkeypatch.setattr(release_command, "write_edition", lambda course, out, upto: [])
     (tmp_path / "out" / "exercises" / "01_rows").mkdir(parents=True)
-    assert command.release(Namespace(out=tmp_path / "out", upto=None, json=False)) == 0
+    assert release_command.release(Namespace(out=tmp_path / "out", upto=None, json=False)) == 0
     assert capsys.readouterr().out.endswith("Not copied, because git does not track them: docs/mine.md.\n")
 
 

@@ -226,7 +226,7 @@ def _change_page(page: Path, last: str, has_homework: bool) -> None:
         cells = [list(_LINK.finditer(cell)) for cell in line.split("|")] if line.startswith("|") else []
         return all(any(map(there, links)) for links in cells if links)
 
-    text, marked = _FOR_INSTRUCTORS.sub("", page.read_text()), True
+    text, marked = _FOR_INSTRUCTORS.sub("", page.read_text()), 1
     while marked:
         text, marked = _FROM.subn(kept_from, text)
     text = text.rstrip("\n") + "\n"
