@@ -84,10 +84,10 @@ def test_text_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition:
         text, ours = page.read_text(), (COURSE.root / page.relative_to(edition)).read_text()
         assert "instructors" not in text, page.name
         assert text.count("\n\n\n") <= ours.count("\n\n\n") and text.endswith("\n")
-        for command in re.findall(
+        for line in re.findall(
             r"^(?:hwfsdp|make|python -m|\.venv/bin/python -m) \w+[.\w]*", text, re.MULTILINE
         ):
-            assert command.split()[-1] not in ("grade", "release", "bench", "docs", "benchmarks"), page.name
+            assert line.split()[-1] not in ("grade", "release", "bench", "docs", "benchmarks"), page.name
 
 
 def test_its_pages_link_to_existing_files(edition: Path) -> None:
