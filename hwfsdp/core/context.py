@@ -68,14 +68,14 @@ class FSDPCommContext:
         group.post_forward_indices.append(len(self.post_forward_order))
         self.post_forward_order.append(group)
 
-    def take_previous(self, group: ParamGroup) -> ParamGroup | None:
-        """Return the group whose forward ended just before the forward of `group`; None if there is none. Its backward should come next.
+    def take_previous(self, group: ParamGroup) -> list[ParamGroup]:
+        """Return the group whose backward should come next: its forward ended just before the forward of `group`. [] if there is none.
 
         Called when the backward of `group` begins. A group has one place in the order for each of its forwards. Its backwards
         come in reverse, so each of them takes away the last place.
         """
         index = group.post_forward_indices.pop() if group.post_forward_indices else 0
-        return self.post_forward_order[index - 1] if 0 < index < len(self.post_forward_order) else None
+        return self.post_forward_order[index - 1 : index] if 0 < index < len(self.post_forward_order) else []
 
     def forget_forwards(self, keep: int = 0) -> None:
         """Shorten the order of forwards to its first `keep` entries."""

@@ -257,8 +257,9 @@ class FSDPParam:
             self.sharded_param = param
             self.register(param)
         self.dtypes = resolve_dtypes(param, self.policy)
-        if type(self.local) is not before:  # a part of another type may travel in another form
-            self.form = self._make_form(self)
+        form = self._make_form(self)
+        if type(self.local) is not before or type(form) is not type(self.form):
+            self.form = form  # a part of another type, or with methods of its own since then, may travel in another form
         if self.form.reads_rows:
             self.hold_rows(param)
 

@@ -201,8 +201,7 @@ class FSDPState:
 
     def enter_backward(self) -> list[ParamGroup]:
         """Note that the backward enters this group. Return the groups to gather meanwhile."""
-        previous = self.comm_ctx.take_previous(self.group) if self.group else None
-        return [previous] if previous else []
+        return self.comm_ctx.take_previous(self.group) if self.group else []
 
     def post_backward(self) -> None:
         """After the module's backward: free the parameters, and reduce the gradients or accumulate them."""

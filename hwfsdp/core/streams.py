@@ -234,7 +234,8 @@ class DeviceStream(Stream):
         return self._module.current_stream() if self._stream is None else self._stream
 
     def add(self, work: Work | None) -> None:
-        pass
+        if work is not None:  # of a user's collective; the backend's own have none here
+            work.wait()
 
     def then(self, function: Callable[[], None]) -> None:
         function()

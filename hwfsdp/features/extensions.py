@@ -141,12 +141,11 @@ class ExtensionForm(Form):
             storage.allocate(tensor)
         return [tensor.view(mesh.size, -1) for tensor in self.tensors]
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Let the local part make the unsharded tensor. The first time, cut off the padding rows."""
         param, shape = self.param, self.param.layout.shape
         local: Any = param.local
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches autograd on
             for tensor in self.inner:
                 storage.allocate(tensor)
             aliases = [t.data for t in self.tensors]  # `form`, Note [Writing without being noticed]

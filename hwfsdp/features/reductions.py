@@ -46,13 +46,14 @@ class SteeredReducer(Reducer):
         self.hook: Callable[[Tensor], None] | None = None
         self.hook_stream: Stream | None = None
 
-    def divide_by(self, factor: float) -> None:
-        """Set `divide_factor`.
+    def divide_by(self, factor: float | None) -> None:
+        """Set `divide_factor`; None: the number of ranks again.
 
         Raises:
             UsageError: `factor` is 0, or not a finite number.
         """
-        if not isinstance(factor, int | float) or not factor or not math.isfinite(factor):
+        usable = isinstance(factor, int | float) and factor and math.isfinite(factor)
+        if factor is not None and not usable:
             raise UsageError(
                 "set_gradient_divide_factor",
                 expected="a finite number other than 0",
@@ -107,8 +108,8 @@ class SteeredReducer(Reducer):
 class ReductionMethods(wrap.FSDPModule):
     """Methods of sharded modules."""
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the number by which sums of gradients are divided, instead of the number of ranks.
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Set the number by which sums of gradients are divided. None: the number of ranks, which is the default.
 
         Raises:
             UsageError: `factor` is 0, or not a finite number.

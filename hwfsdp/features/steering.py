@@ -150,6 +150,9 @@ class SteeredModule(wrap.FSDPModule):
                 if not keep and param.state is ShardedState.SHARDED:
                     param.form.free()
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing. FSDP2 then allocates gathers on the compute stream; the results are the same."""
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether the backward gathers the parameters of this module's own group."""
         for group in self._groups(recurse=False):
