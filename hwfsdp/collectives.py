@@ -277,6 +277,15 @@ class GroupTransport(Transport):
         self.reduce_group: Group = None
         self._note: history.Note | None = None
 
+    @property
+    def reuses_buffers(self) -> bool:
+        """True if the gather allocates in a way of its own: FSDP2 allows it to hand out one buffer again and again."""
+        return getattr(type(self.gather), "allocate", None) not in (
+            Buffers.allocate,
+            Readable.allocate,
+            FromGroup.allocate,
+        )
+
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a buffer. The first call for a group of ranks may need all its ranks to meet. This may fail."""
         if purpose == "result":
@@ -297,18 +306,22 @@ class GroupTransport(Transport):
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
         issuing = Issuing("all_gather", self.fqn, self._note)
         with issuing:
+            # FSDP2 calls collectives that block, and some of the users' count on it
+            blocks = not isinstance(self.gather, AllGather)
             work = self.gather(
-                output_tensor=whole, input_tensor=part, group=self.ranks.group, async_op=async_op
+                output_tensor=whole,
+                input_tensor=part,
+                group=self.ranks.group,
+                async_op=async_op and not blocks,
             )
         return issuing.follow(work, async_op)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
         issuing = Issuing("reduce_scatter", self.fqn, self._note)
         group = self.reduce_group or self.ranks.group
+        how = {"async_op": async_op} if isinstance(self.scatter, ReduceScatter) else {}
         with issuing:
-            work = self.scatter(
-                output_tensor=part, input_tensor=whole, group=group, op=operation, async_op=async_op
-            )
+            work = self.scatter(output_tensor=part, input_tensor=whole, group=group, op=operation, **how)
         return issuing.follow(work, async_op)
 
     def all_reduce(self, tensor: Tensor, operation: Any, ranks: Axis, async_op: bool) -> Work | None:

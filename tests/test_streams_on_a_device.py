@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
 from hwfsdp.features.lookup import checked_state
+from hwfsdp.collectives import AllGather, ReduceScatter
 from hwfsdp.core.streams import DeviceStream, HostStream, Stream
 from oracles import BITS, Trace, differences
 from together import run_all
@@ -74,14 +75,14 @@ class Collective:
         self.move(output_tensor, input_tensor, group, op)
 
 
-class Gather(Collective):
+class Gather(Collective, AllGather):
     def move(self, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         self.delays(Place.GATHER)
         pretended.gather(output, given, group, op)
         self.delays(Place.GATHERED)
 
 
-class Reduction(Collective):
+class Reduction(Collective, ReduceScatter):
     def move(self, output: Tensor, given: Tensor, group: Any, op: Any) -> None:
         self.delays(Place.REDUCTION)
         pretended.scatter(output, given, group, op)

@@ -6,6 +6,7 @@ differ (`hwfsdp.collectives`). Users may set their own collectives, or take buff
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -29,6 +30,11 @@ from hwfsdp.features.lookup import the_only
 _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
 
 
+def choose(call: Call) -> None:
+    """Let states know that a user's collective may have one buffer only."""
+    call.states.append(OneBufferState)
+
+
 def joined(call: Call, state: FSDPState) -> None:
     """Give the group a transport that notes its calls, and whose collectives can be replaced."""
     for group in state.groups:
@@ -39,6 +45,23 @@ def transport_of(group: ParamGroup) -> GroupTransport:
     """Return the group's transport."""
     assert isinstance(group.transport, GroupTransport)
     return group.transport
+
+
+class OneBufferState(FSDPState):
+    """A state that copies out before the next gather starts, if that gather may get the same buffer."""
+
+    def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_forward(groups)
+
+    def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_backward(groups)
+
+    def copy_out_first(self) -> None:
+        if self.groups and any(transport_of(group).reuses_buffers for group in self.groups):
+            assert self.group is not None
+            self.group.copy_out()
 
 
 class CustomCollectives(wrap.FSDPModule):

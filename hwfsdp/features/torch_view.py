@@ -18,7 +18,7 @@ of a group, by functions of its own. So the schedule calls these by the names th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from hwfsdp import compat
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.context import Phase
-from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import RefusedError
 from hwfsdp.features.call import Call
@@ -47,6 +48,36 @@ def joined(call: Call, state: FSDPState) -> None:
         vars(group)["_module_fqn"] = None  # until the root names it
         vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
         vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
+    for group in state.groups:
+        group.__class__ = named(type(group))
+
+
+@cache
+def named(kind: type[ParamGroup]) -> type[ParamGroup]:
+    """Return a class of groups that also have torch's names."""
+    return type(kind.__name__, (NamedGroup, kind), {})
+
+
+def renamed(path: str) -> property:
+    """Another name for an attribute that may be read and set."""
+    owner, _, name = path.rpartition(".")
+    of = attrgetter(owner) if owner else lambda group: group
+    return property(attrgetter(path), lambda group, value: setattr(of(group), name, value))
+
+
+class NamedGroup:
+    """Attributes of groups that programs read or set, by torch's names."""
+
+    _all_gather_comm = renamed("transport.gather")
+    _reduce_scatter_comm = renamed("transport.scatter")
+    gradient_divide_factor = renamed("reducer.divide_factor")
+    force_sum_reduction_for_comms = renamed("reducer.force_sum")
+    reduce_scatter_unused_params = renamed("reducer.reduce_unused")
+    all_reduce_grads = renamed("reducer.all_reduce_grads")
+    _reshard_after_forward = property(attrgetter("reshard_after_forward"))
+    is_sharded = property(lambda group: group.params[0].state is ShardedState.SHARDED)
+    _orig_dtype = property(lambda group: group.params[0].dtypes.orig)
+    _reduce_dtype = property(lambda group: group.params[0].dtypes.reduce)
 
 
 class SharedView(NamedTuple):
