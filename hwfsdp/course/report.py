@@ -84,8 +84,9 @@ def shown(
 
 def _cause(grade: Grade) -> CheckResult | None:
     """Return the failed check that probably explains the others: by its misconception's rank, then the exercise's own, then the first."""
-    failed = [result for result in [*grade.results, *grade.before] if result.finding]
-    return min(failed, key=lambda result: MISCONCEPTIONS[result.finding.misconception].rank, default=None)
+    failed = [(result.finding, result) for result in [*grade.results, *grade.before] if result.finding]
+    ranks = [MISCONCEPTIONS[finding.misconception].rank for finding, _ in failed]
+    return failed[ranks.index(min(ranks))][1] if failed else None
 
 
 def _check_lines(result: CheckResult, grade: Grade, style: Style) -> str:

@@ -105,7 +105,8 @@ def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
 
 def where_is(found: dict[str, Any], part: str) -> str:
     """Return the beginning of a sentence about a part, a key of `exposed_of`: "A forward on the virtual GPU"."""
-    return f"A {'step' if part == 'reductions' else part} on the virtual {MACHINES[found['machine']]}"
+    what = "forward without gradients" if found["machine"] == "forward" else part
+    return f"A {'step' if part == 'reductions' else what} on the virtual {MACHINES[found['machine']]}"
 
 
 def travels_of(found: dict[str, Any], part: str) -> list[list[Any]]:
@@ -180,7 +181,8 @@ def judge_forward_peak(misconception: str, ranks: Ranks, seed: int, limit: int =
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "forward")
     ranks.measured["board of gathers ahead"] = _board(*board_figures(figures(ranks, seed, "forward")))
-    compare_exposed(figures(ranks, seed, "host"), "forward", HOST_FORWARD_US, "not-prefetched")
+    for machine in ("host", "forward"):
+        compare_exposed(figures(ranks, seed, machine), "forward", HOST_FORWARD_US, "not-prefetched")
 
 
 def board_figures(found: dict[str, Any]) -> tuple[int, int]:

@@ -202,7 +202,7 @@ class Mixing(nn.Module):
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x.to(self.layer.weight.dtype))
+        return x.add(self.layer(x.to(self.layer.weight.dtype)))
 
 
 class Gained(GPT):
