@@ -6,7 +6,7 @@ It does the same as the heart's `fully_shard` (`core.wrap`), but with parts that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +74,7 @@ def fully_shard(
         StateError: there is no process group. After an error, the module is unchanged.
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
-    modules: list[Any] = list(module) if several else [module]
+    modules: list[Any] = [*cast(Any, module)] if several else [module]
     call = Call(
         modules,
         mesh,

@@ -49,7 +49,7 @@ def joined(call: Call, state: FSDPState) -> None:
         vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
         vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
     for group in state.groups:
-        group.__class__ = named(type(group))
+        group.__class__ = named(type(group))  # type: ignore[arg-type]
 
 
 @cache
@@ -59,10 +59,9 @@ def named(kind: type[ParamGroup]) -> type[ParamGroup]:
 
 
 def renamed(path: str) -> property:
-    """Another name for an attribute that may be read and set."""
+    """Return another name for an attribute, which may be read and set. `path`: owner and name, such as "reducer.divide_factor"."""
     owner, _, name = path.rpartition(".")
-    of = attrgetter(owner) if owner else lambda group: group
-    return property(attrgetter(path), lambda group, value: setattr(of(group), name, value))
+    return property(attrgetter(path), lambda group, value: setattr(getattr(group, owner), name, value))
 
 
 class NamedGroup:
