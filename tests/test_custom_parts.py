@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hwfsdp
 from hwfsdp.core.compat import local_of
 from oracles import Library, ours, theirs
 from together import Together
@@ -131,6 +133,35 @@ def is_autograd_off_after_gathers() -> list[bool]:
 two.add(
     "an extension runs without autograd in forward and backward", is_autograd_off_after_gathers, [True, True]
 )
+
+
+@dataclass
+class Offload(hwfsdp.CPUOffloadPolicy):
+    """A user's policy with a field of its own, as torch's class allows it."""
+
+    extra: int = 0
+
+
+@two.finds([False, 7])
+def policies_can_be_changed_and_extended() -> list[Any]:
+    policy = Offload(extra=7)
+    policy.pin_memory = False
+    return [policy.pin_memory, policy.extra]
+
+
+@two.finds([True, True])
+def zero_grad_of_one_module_of_a_list_leaves_the_gradients_of_the_others() -> list[bool]:
+    found = []
+    for library in (ours, theirs):
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        library([model[0], model[1]])  # type: ignore[arg-type]
+        library(model)
+        model(torch.ones(1, 2)).sum().backward()
+        model[0].zero_grad()
+        found.append(model[0].weight.grad is None and model[1].weight.grad is not None)
+    return found
+
+
 two.add(
     "an attribute of torch's group sets what the method sets",
     lambda: all(map(torch.equal, trained(ours, divide_by_an_attribute), trained(ours, divide_by_a_method))),

@@ -35,12 +35,12 @@ class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # torch's can be changed, too
 class OffloadPolicy:
     """No offloading: shards live on the mesh's device."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # torch's can be changed, too
 class CPUOffloadPolicy(OffloadPolicy):
     """Shards, sharded gradients and optimizer state live in host memory.
 
@@ -51,7 +51,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # torch's can be changed, too
 class DataParallelMeshDims:
     """The data-parallel axes of a mesh that also has other axes; see `fully_shard(dp_mesh_dims=…)`.
 

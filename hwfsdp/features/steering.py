@@ -229,7 +229,9 @@ class SteeredModule(wrap.FSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the shards' gradients, as `zero_grad` of any module does, also while modules have their whole parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for shard in [p.sharded_param for group in self._groups(recurse=True) for p in group.params]:
+        below = {*self.modules()}  # type: ignore[attr-defined]  # a group may have modules beside this one
+        params = [p for group in self._groups(recurse=True) for p in group.params]
+        for shard in [p.sharded_param for p in params if any(place.module in below for place in p.places)]:
             if shard.grad is not None:
                 shard.grad = None if set_to_none else shard.grad.zero_()
 
