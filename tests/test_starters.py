@@ -63,8 +63,8 @@ def place_of(view: View) -> tuple[int, int]: ...
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("plase_of", "'place_of'"),
-        ("Handle.is_ower", "'is_over'"),
+        ("plase_of", "Did you mean: place_of"),
+        ("Handle.is_ower", "Did you mean: is_over"),
         ("Nobody.x", "none"),
         ("Handle.begin.x", "none"),
     ],

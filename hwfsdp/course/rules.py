@@ -17,7 +17,7 @@ MODULES = frozenset(  # doors to frames, memory and code of others, and to objec
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
-    torch.utils._python_dispatch torch.testing torch.package torch._C""".split()
+    torch.utils._python_dispatch torch.testing torch.package torch.fx torch._C numpy.ctypeslib cffi _cffi_backend""".split()
 )
 FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
@@ -27,7 +27,7 @@ BOUND = frozenset(["__builtins__", "__match_args__"])  # names that Python also 
 ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
-    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ load_library from_file
     c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
 )
 NAMES = {  # closed names in open modules

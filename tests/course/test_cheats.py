@@ -102,6 +102,13 @@ CHEATS = {
         "import inspect\nfound = inspect.currentframe().f_back.f_globals"
     ),
     "native code": filled("import ctypes\nctypes.CDLL(None).getpid()\nfound = {}"),
+    "native code, by numpy": filled(
+        "import numpy\nnumpy.ctypeslib.load_library('libc.so.6', '.').getpid()\nfound = {}"
+    ),
+    "variables of a function, by a graph": filled(
+        "import torch.fx\nreader = torch.fx.Interpreter.__new__(torch.fx.Interpreter)\n"
+        "reader.module = print\nfound = reader.fetch_attr('__self__').__dict__"
+    ),
     "the solution imported": filled(f"import runpy\nfound = runpy.run_path({str(SOLVED)!r})"),
     "the solution read": filled(f"found = {{}}\nexec(open({str(SOLVED)!r}).read(), found)"),
     "the solution read by another program": filled(
@@ -160,6 +167,8 @@ NAMED = {
     "the frames of others": "looks into the frames of others",
     "the frames of others, handed on": "imports inspect",
     "native code": "imports ctypes",
+    "native code, by numpy": "ctypeslib",
+    "variables of a function, by a graph": "torch.fx",
     "the package's text run": "hwfsdp/layout/extents.py",
     "the package's functions dug out": "imports gc",
     "the solution imported": "opens solutions/",
