@@ -22,6 +22,7 @@
     processes       limit processes, and kill all that are left
     confinement     all of these limits, for one rank
     oracles         the part of the checks that a rank sees
+    wire            everything that a rank sends and receives
     packing         data for the process that grades
     run             ranks that run a learner's code
 

@@ -20,8 +20,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d
@@ -31,6 +30,7 @@ from hwfsdp.course.manifest import Place
 from hwfsdp.course.overlay import SUBMITTED, owner_of
 from hwfsdp.course.rules import RECORDS
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted, names_wrapper
+from hwfsdp.course.wire import collectives_of
 
 _FSDP = "torch.distributed.fsdp"
 FOREIGN = tuple(  # ready-made answers to the course
@@ -49,7 +49,6 @@ _SWITCHES = {
     "hwfsdp.core.streams": ("backend",),
     "hwfsdp.core.observer": ("put",),
 }
-_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
 
 class Blocked(BaseException):
@@ -238,42 +237,6 @@ def _guard_wrapping(doors: Doors) -> None:
         return plain(wrapper, wrapped, assigned, updated)
 
     functools.update_wrapper = update_wrapper
-
-
-def collectives_of(kind: type) -> list[str]:
-    """Return the names of a process group's methods that communicate."""
-    names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
-    return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
-
-
-@contextmanager
-def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
-    """Watch everything that this rank sends and receives: yield a list with ["send" or "recv", peer in the group, bytes] of each.
-
-    Also yield a list with the names of all other communicating calls to process groups, even if no recording sees them.
-    """
-    moves, others = list[list[Any]](), list[str]()
-    kind = distributed_c10d.ProcessGroup
-    originals = {name: getattr(kind, name) for name in collectives_of(kind)}
-
-    def watched(name: str) -> Any:
-        def move(group: Any, tensors: Sequence[Any], peer: int, *rest: Any) -> Any:
-            moves.append([name, int(peer), sum(t.numel() * t.element_size() for t in tensors)])
-            return originals[name](group, tensors, peer, *rest)
-
-        def other(*args: Any, **kwargs: Any) -> Any:
-            others.append(name.lstrip("_"))
-            return originals[name](*args, **kwargs)
-
-        return move if name in ("send", "recv") else other
-
-    try:
-        for name in originals:
-            setattr(kind, name, watched(name))
-        yield moves, others
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
 
 
 def _for_the_package(

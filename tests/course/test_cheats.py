@@ -275,6 +275,66 @@ def test_a_ring_of_the_librarys_collectives_scores_nothing(how: str) -> None:
     assert result.score == 0 and told in described(result)
 
 
+PAST_THE_RING = """
+
+calls = [0]
+
+
+def ring_all_gather(whole, part):
+    whole.copy_(torch.cat(all_of(part)))
+    pass_around(part)
+
+
+def ring_reduce_scatter(part, whole):
+    part.copy_(sum(all_of(whole)).view(dist.get_world_size(), -1)[dist.get_rank()])
+    pass_around(part)
+
+
+def all_of(mine):
+    calls[0] += 1
+    names = [f"{calls[0]}-{rank}" for rank in range(dist.get_world_size())]
+    SEND
+    return [receive(name) for name in names]
+
+
+def pass_around(piece):
+    for _ in range(dist.get_world_size() - 1):
+        pass_on(torch.empty_like(piece), torch.empty_like(piece))
+
+
+"""
+IN_A_FILE = """
+    import os, time
+    torch.save(mine, f"{names[dist.get_rank()]} new")
+    os.rename(f"{names[dist.get_rank()]} new", names[dist.get_rank()])
+
+    def receive(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+        return torch.load(name)
+"""
+IN_THE_STORE = """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(names[dist.get_rank()], ",".join(map(str, mine.tolist())))
+
+    def receive(name):
+        return torch.tensor([float(number) for number in store.get(name).decode().split(",")])
+"""
+
+
+@pytest.mark.parametrize(
+    "send, told",
+    [(IN_THE_STORE, "calls Store.set"), (IN_A_FILE, "do not hold what a ring passes on")],
+    ids=["store", "file"],
+)
+def test_pieces_that_do_not_go_around_the_ring_score_nothing(send: str, told: str) -> None:
+    text = starter(RINGS) + PAST_THE_RING.replace("SEND", send.strip())
+    result = graded(RINGS, COURSE, text, Options(seed=2))
+    verdicts = {r.check.id: r.finding for r in result.results if r.finding}
+    assert result.score == 0 and set(verdicts) == {"02.gather", "02.reduce"}, described(result)
+    assert all(f.misconception == "not-a-ring" and told in f.message for f in verdicts.values())
+
+
 MAKES_STREAMS = "        streams = streams_for(device_type)"
 FASTER = f"""{MAKES_STREAMS}
         time = getattr(streams.all_gather, "_time", None)
