@@ -16,6 +16,7 @@
     rules           find forbidden code in the text of an answer
     trust           find out who wrote the code that a frame runs
     doors           check each attribute that a learner's code reads or sets
+    lookups         check each attribute that a library looks up for a learner
     guard           detect forbidden access while a learner's code runs
     landlock        take the file system away from a process
     privileges      change the user, remove the network
