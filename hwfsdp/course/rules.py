@@ -18,9 +18,9 @@ MODULES = frozenset(  # doors to frames, memory and code of others, and to objec
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
     importlib.machinery importlib.util importlib.abc importlib._bootstrap importlib._bootstrap_external _frozen_importlib
-    _frozen_importlib_external _imp imp zipimport runpy rlcompleter cgitb xmlrpc distutils setuptools
-    torch.utils._python_dispatch torch.testing torch.package torch._C
-    torch.fx torch.export torch.onnx torch.ao torch.quantization torch.hub torch._inductor""".split()
+    _frozen_importlib_external _imp imp zipimport runpy rlcompleter cgitb xmlrpc distutils setuptools cffi _cffi_backend
+    numpy.ctypeslib numpy.f2py numpy.distutils torch.utils._python_dispatch torch.testing torch.package torch._C
+    torch.fx torch.export torch.onnx torch.ao torch.quantization torch.hub torch.utils.cpp_extension torch._inductor""".split()
 )
 FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
@@ -30,7 +30,7 @@ BOUND = frozenset(["__builtins__", "__match_args__"])  # names that Python also 
 ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
-    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ _convert_
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ load_library from_file _convert_
     c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
 )
 NAMES = {  # closed names in open modules

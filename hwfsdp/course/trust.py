@@ -101,8 +101,16 @@ def digging(
         return f"looks for objects of others ({event})" if direct else None
     if event == "object.__getattr__" and args[1] in _FRAME_OF:
         return f"looks into the frames of others ({args[1]})" if direct or _handed_on(caller) else None
-    if event.startswith("ctypes."):
-        return "calls native code by itself (ctypes)" if _is_behind(caller, "/ctypes/") else None
+    return _native(event, args, caller)
+
+
+def _native(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str | None:
+    """Describe an event through which a learner's code gets native code."""
+    loads = event in ("ctypes.dlopen", "ctypes.dlsym") and asked_by_learner(caller)
+    if loads or (event.startswith("ctypes.") and _is_behind(caller, "/ctypes/")):
+        return "calls native code by itself (ctypes)"
+    if event == "import" and isinstance(args[1], str) and not _is_of_library(args[1]):
+        return "loads native code"
     return None
 
 

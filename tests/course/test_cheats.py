@@ -101,6 +101,10 @@ CHEATS = {
     "the frames of others, handed on": filled(
         "import inspect\nfound = inspect.currentframe().f_back.f_globals"
     ),
+    "native code, brought along": filled(
+        "import os, sys\nopen('brought.so', 'wb').write(b'x')\n"
+        "sys.path.append(os.getcwd())\nimport brought\nfound = {}"
+    ),
     "native code": filled("import ctypes\nctypes.CDLL(None).getpid()\nfound = {}"),
     "the solution imported": filled(f"import runpy\nfound = runpy.run_path({str(SOLVED)!r})"),
     "the solution read": filled(f"found = {{}}\nexec(open({str(SOLVED)!r}).read(), found)"),
@@ -159,6 +163,7 @@ NAMED = {
     "code under a name of the package": "compiles code under a name that is not its own",
     "the frames of others": "looks into the frames of others",
     "the frames of others, handed on": "imports inspect",
+    "native code, brought along": "loads native code",
     "native code": "imports ctypes",
     "the package's text run": "hwfsdp/layout/extents.py",
     "the package's functions dug out": "imports gc",
@@ -414,6 +419,7 @@ REACHES = {  # in a few words: what is reached for, in all the ways in which it 
 
 
 KEY = "from torch.utils._pytree import GetAttrKey as Key\n"
+LIBRARIES = str(Path(torch.__file__).parent / "lib")
 CLOCK = "clock = torch._utils._import_dotted_name('hwfsdp.virtual.clock')\n"
 ERRANDS = {  # what a library does for a file → what is told
     "reads the variables of a function": (
@@ -453,6 +459,23 @@ ERRANDS = {  # what a library does for a file → what is told
         "runs code that nobody has seen",
     ),
     "runs a module again": ("import runpy\nrunpy.run_module('colorsys')['__builtins__']", "import runpy"),
+    "loads native code": (
+        "import numpy\nnumpy.ctypeslib.as_array",
+        "uses the module numpy.ctypeslib",
+    ),
+    "loads native code, in numpy": (
+        f"{KEY}import numpy\nKey('load_library').get(Key('ctypeslib').get(numpy))('libc10', {LIBRARIES!r})",
+        "calls native code by itself",
+    ),
+    "loads native code, in torch": (
+        f"{KEY}Key('load_' + 'library').get(torch.ops)('libc.so.6')",
+        "calls native code by itself",
+    ),
+    "loads native code, in an allocator": (
+        "torch.cuda.memory.CUDAPluggableAllocator('libc.so.6', 'malloc', 'free')",
+        "calls native code by itself",
+    ),
+    "maps a file": ("torch.from_file('x', True, 8)", "uses from_file"),
 }
 
 
