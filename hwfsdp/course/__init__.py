@@ -16,12 +16,14 @@
     rules           find forbidden code in the text of an answer
     trust           find out who wrote the code that a frame runs
     doors           check each attribute that a learner's code reads or sets
+    lookups         check each attribute that a library looks up for a learner
     guard           detect forbidden access while a learner's code runs
     landlock        take the file system away from a process
     privileges      change the user, remove the network
     processes       limit processes, and kill all that are left
     confinement     all of these limits, for one rank
     oracles         the part of the checks that a rank sees
+    wire            everything that a rank sends and receives
     packing         data for the process that grades
     run             ranks that run a learner's code
 

@@ -37,11 +37,10 @@ from typing import Any, NamedTuple, NoReturn
 from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.course.overlay import SUBMITTED
 from hwfsdp.course.rules import ATTRIBUTES, BOUND, CLOSED, FRAMES, HOMEWORK_MAY, INSTRUMENTS, LOCKS
-from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, is_below
+from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, STREAMS, is_below, is_stream
 from hwfsdp.course.trust import ROOTS, codes_in
 
 Refuse = Callable[[str], NoReturn]
-_STREAMS = "hwfsdp.core.streams"
 _CLOSED = (*CLOSED, *NATIVE_MODULES)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
@@ -128,7 +127,7 @@ class Doors:
         if name in ATTRIBUTES or (name in _OWN_NAMES and isinstance(value, _TOLD) and self._not_own(value)):
             self._refuse(f"uses {name}")
         kind = type(value)
-        if _is_stream(kind):
+        if is_stream(kind):
             if name.startswith("_") or name == "clock":
                 self._refuse(f"looks into a stream ({name})")
         elif is_below(str(kind.__module__), INSTRUMENTS):
@@ -181,7 +180,7 @@ class Doors:
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
         if isinstance(value, types.ModuleType):
             return "" if value.__name__.startswith(SUBMITTED) else value.__name__
-        if _is_stream(kind) or is_below(str(kind.__module__), (_STREAMS, NATIVE_MODULES[0])):
+        if is_stream(kind) or is_below(str(kind.__module__), (STREAMS, NATIVE_MODULES[0])):
             return f"a {kind.__qualname__}"
         return ""
 
@@ -416,12 +415,6 @@ def _meant(value: Any) -> Any:
     if type(value) is super:
         return super.__getattribute__(value, "__self__")
     return value.__repr__.__self__ if type(value) in _STANDS_FOR else value
-
-
-def _is_stream(kind: type) -> bool:
-    """True if this is the class of a stream, or of a stream's event, on any device."""
-    streams = [each.__name__ for each in kind.__mro__ if each.__module__ == _STREAMS]
-    return "Stream" in streams or "StreamEvent" in streams
 
 
 def _may_hold_spies(module: types.ModuleType, home: str) -> bool:

@@ -1,11 +1,12 @@
 """Detect forbidden access by learner code from inside the rank. The report names the access, and the answer gets no points.
 
-Four checks; no right answer triggers any of them:
+Five checks; no right answer triggers any of them:
 
     audit       the code opens files of the course, starts programs, or reads frames, code and objects of others (`trust`)
     doors       each attribute that the code reads or sets, whatever its spelling; the check has the object (`doors`)
     forgotten   the original functions of the holes, and torch's own `fully_shard`, raise if the code calls them
-    rewired     the code replaced functions or classes of the package, or of torch.distributed
+    lookups     attributes that libraries read or set for the code (`lookups`)
+    rewired     the code replaced functions or classes of the package or of torch.distributed, or constants that figures depend on
 
 Python code cannot hide anything from other Python code: code in this process can undo much of the guard. So other means protect the
 course. The system blocks files that must not be read (`confinement`). Expected values never reach this process. The reports of a rank
@@ -20,17 +21,19 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d
 
+from hwfsdp.course import lookups
 from hwfsdp.course.doors import Doors
 from hwfsdp.course.manifest import Place
-from hwfsdp.course.overlay import SUBMITTED, owner_of
-from hwfsdp.course.rules import RECORDS
+from hwfsdp.course.oracles import ROOMS
+from hwfsdp.course.overlay import owner_of
+from hwfsdp.course.rules import RECORDS, is_below
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted, names_wrapper
+from hwfsdp.course.wire import collectives_of
 
 _FSDP = "torch.distributed.fsdp"
 FOREIGN = tuple(  # ready-made answers to the course
@@ -43,13 +46,13 @@ FOREIGN = tuple(  # ready-made answers to the course
 OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same for the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
+_MEASURED = ("hwfsdp.virtual", *ROOMS)  # modules whose constants may not change
 _NEAR = 8  # number of frames to look through for a reader
 _SWITCHES = {
     "hwfsdp.observe.events": ("activate", "paused", "keeping_clock", "use_clock"),
     "hwfsdp.core.streams": ("backend",),
     "hwfsdp.core.observer": ("put",),
 }
-_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
 
 class Blocked(BaseException):
@@ -70,11 +73,11 @@ class Guard:
         self.seen: list[str] = []
         self.doors = Doors(self._refuse, alone)
         self._bound: dict[tuple[str, str], Any] = {}
+        self._constants: dict[tuple[str, str], str] = {}
         self._off_limits = tuple(os.path.realpath(path) for path in off_limits)
 
     def arm(self) -> None:
         """Begin to watch. Python cannot remove an audit hook, so the guard watches until the process ends."""
-        self._bound = dict(_bindings())
         pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
         came_in = self.doors.came_in
 
@@ -101,6 +104,8 @@ class Guard:
         _guard_instruments(seen)
         _guard_wrapping(self.doors)
         self.doors.close()
+        lookups.watch(self._refuse)
+        self._bound, self._constants = dict(_bindings()), dict(_constants())
         sys.addaudithook(look)
 
     def _refuse(self, tried: str) -> NoReturn:
@@ -108,25 +113,22 @@ class Guard:
         raise Blocked(tried)
 
     def finish(self) -> list[str]:
-        """Return the attempts so far, and the functions that the learner's code replaced."""
-        now = dict(_bindings())
+        """Return the attempts so far, and the functions, classes and constants that the learner's code replaced."""
+        now, constants = dict(_bindings()), dict(_constants())
         changed = [
-            f"exchanges {module}.{name}"
-            for (module, name), bound in self._bound.items()
-            if (found := now.get((module, name))) is not bound and not _is_known(found)
+            place
+            for place, bound in self._bound.items()
+            if (found := now.get(place)) is not bound and not _is_known(found)
         ]
-        return [*self.seen, *changed]
+        changed += [place for place, text in self._constants.items() if constants.get(place) != text]
+        return [*self.seen, *(f"exchanges {module}.{name}" for module, name in changed)]
 
 
 def _is_known(value: Any) -> bool:
-    """True if a value's code is from a file of Python, a library or the package. The checks put spies of their own in some places."""
-    if isinstance(value, type):
-        return value.__module__ in sys.modules and not value.__module__.startswith(SUBMITTED)
+    """True if this is a function of a file of Python, a library or the package, such as a spy of a check."""
     plain = getattr(value, "fget", None) or getattr(value, "__func__", value)
     code = getattr(getattr(plain, "__wrapped__", plain), "__code__", None)
-    if code is None:
-        return value is None or type(value).__module__ in ("builtins", "functools")  # deleted, or native
-    return is_trusted(code)
+    return code is not None and is_trusted(code)
 
 
 def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, ...]) -> str | None:
@@ -200,6 +202,15 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
                         yield (module_name, f"{name}.{inner}"), method
 
 
+def _constants() -> Iterable[tuple[tuple[str, str], str]]:
+    """Yield the text of each constant of the probes and the virtual devices, by module and name: their figures depend on it."""
+    for module_name, module in list(sys.modules.items()):
+        if is_below(module_name, _MEASURED):
+            for name, value in list(vars(module).items()):
+                if name.lstrip("_").isupper():
+                    yield (module_name, name), repr(value)
+
+
 def _guard_groups(seen: list[str]) -> None:
     """Let only torch and the package call a process group's own collectives, because no instrument sees these calls."""
     for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
@@ -238,42 +249,6 @@ def _guard_wrapping(doors: Doors) -> None:
         return plain(wrapper, wrapped, assigned, updated)
 
     functools.update_wrapper = update_wrapper
-
-
-def collectives_of(kind: type) -> list[str]:
-    """Return the names of a process group's methods that communicate."""
-    names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
-    return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
-
-
-@contextmanager
-def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
-    """Watch everything that this rank sends and receives: yield a list with ["send" or "recv", peer in the group, bytes] of each.
-
-    Also yield a list with the names of all other communicating calls to process groups, even if no recording sees them.
-    """
-    moves, others = list[list[Any]](), list[str]()
-    kind = distributed_c10d.ProcessGroup
-    originals = {name: getattr(kind, name) for name in collectives_of(kind)}
-
-    def watched(name: str) -> Any:
-        def move(group: Any, tensors: Sequence[Any], peer: int, *rest: Any) -> Any:
-            moves.append([name, int(peer), sum(t.numel() * t.element_size() for t in tensors)])
-            return originals[name](group, tensors, peer, *rest)
-
-        def other(*args: Any, **kwargs: Any) -> Any:
-            others.append(name.lstrip("_"))
-            return originals[name](*args, **kwargs)
-
-        return move if name in ("send", "recv") else other
-
-    try:
-        for name in originals:
-            setattr(kind, name, watched(name))
-        yield moves, others
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
 
 
 def _for_the_package(

@@ -17,7 +17,10 @@ MODULES = frozenset(  # doors to frames, memory and code of others, and to objec
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
-    torch.utils._python_dispatch torch.testing torch.package torch.fx torch._C numpy.ctypeslib cffi _cffi_backend""".split()
+    importlib.machinery importlib.util importlib.abc importlib._bootstrap importlib._bootstrap_external _frozen_importlib
+    _frozen_importlib_external _imp imp zipimport runpy rlcompleter cgitb xmlrpc distutils setuptools cffi _cffi_backend
+    numpy.ctypeslib numpy.f2py numpy.distutils torch.utils._python_dispatch torch.testing torch.package torch._C
+    torch.fx torch.export torch.onnx torch.ao torch.quantization torch.hub torch.utils.cpp_extension torch._inductor""".split()
 )
 FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
@@ -27,7 +30,7 @@ BOUND = frozenset(["__builtins__", "__match_args__"])  # names that Python also 
 ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
-    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ load_library from_file
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ load_library from_file _convert_
     c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
 )
 NAMES = {  # closed names in open modules
@@ -47,6 +50,9 @@ NAMES = {  # closed names in open modules
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
 # locks stay open, although `_thread` is closed
 LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident"))
+# modules that look up many names, which no caller chooses
+BUSY = frozenset(["torch._compile", "torch._subclasses.fake_tensor"])
+STREAMS = "hwfsdp.core.streams"
 INSTRUMENTS = (  # modules that record what a learner's code did
     *(f"hwfsdp.{name}" for name in ("observe", "core.observer", "comm.history", "comm.divergence")),
     *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),
@@ -92,6 +98,12 @@ def is_below(name: str, roots: tuple[str, ...]) -> bool:
 @lru_cache(maxsize=4096)
 def _is_below(name: str, roots: tuple[str, ...]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def is_stream(kind: type) -> bool:
+    """True if this is the class of a stream, or of a stream's event, on any device."""
+    streams = [each.__name__ for each in kind.__mro__ if each.__module__ == STREAMS]
+    return "Stream" in streams or "StreamEvent" in streams
 
 
 def _use_of(node: ast.AST) -> Use | None:

@@ -12,6 +12,7 @@ Note [Through whom]
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import types
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 
 from hwfsdp.course.manifest import PACKAGE
-from hwfsdp.course.rules import CLOSED, NAMES, is_below
+from hwfsdp.course.rules import ATTRIBUTES, CLOSED, FRAMES, NAMES, is_below
 
 # libraries may be outside of Python's own folders
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _BESIDE_TORCH = os.path.dirname(os.path.dirname(torch.__file__))
 FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
 ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
@@ -39,8 +41,11 @@ _MEMORY = {"gc.get_objects", "gc.get_referrers", "gc.get_referents"}
 _FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 _HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
 _IMPORTLIB = "<frozen importlib"
+# they stand between a learner's code and the libraries that it calls
+_GATES = [str(PACKAGE / "course" / name) for name in ("doors.py", "lookups.py", "guard.py")]
 _DECORATES = os.path.join(os.path.dirname(torch.__file__), "utils", "_contextlib.py")
 _EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
+_OF_FROZEN = {"__setattr__", "__delattr__"}  # in text that `dataclasses` writes and runs
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -79,11 +84,7 @@ def digging(
             "compiles code under a name that is not its own" if direct and named.startswith(ROOTS) else None
         )
     if event == "exec":
-        if direct and is_trusted(args[0]):
-            return "runs code of others by hand"
-        return (
-            None if came_in(args[0]) or not _is_unseen(args[0], caller) else "runs code that nobody has seen"
-        )
+        return None if came_in(args[0]) else _running(args[0], caller)
     if event == "function.__new__":
         return "makes a function of code of others" if direct and is_trusted(args[0]) else None
     if event == "code.__new__":
@@ -100,22 +101,53 @@ def digging(
         return f"looks for objects of others ({event})" if direct else None
     if event == "object.__getattr__" and args[1] in _FRAME_OF:
         return f"looks into the frames of others ({args[1]})" if direct or _handed_on(caller) else None
-    if event.startswith("ctypes."):
-        return "calls native code by itself (ctypes)" if _is_behind(caller, "/ctypes/") else None
+    return _native(event, args, caller)
+
+
+def _native(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str | None:
+    """Describe an event through which a learner's code gets native code."""
+    loads = event in ("ctypes.dlopen", "ctypes.dlsym") and asked_by_learner(caller)
+    if loads or (event.startswith("ctypes.") and _is_behind(caller, "/ctypes/")):
+        return "calls native code by itself (ctypes)"
+    if event == "import" and isinstance(args[1], str) and not _is_of_library(args[1]):
+        return "loads native code"
     return None
+
+
+def _running(code: types.CodeType, caller: types.FrameType) -> str | None:
+    """Describe the run of code that did not come in by the door, if a learner's code may not run it.
+
+    A library may write the words of a learner into text that it runs, as `dataclasses` does with the names of fields.
+    """
+    file, direct = caller.f_code.co_filename, not is_trusted(caller.f_code)
+    if is_trusted(code):
+        return "runs code of others by hand" if direct else None
+    is_text = code.co_filename.startswith("<") and not direct and not file.endswith(_EVALUATES)
+    of_library = file.startswith(_BESIDE_TORCH) and not file.startswith(_TORCH)
+    if not is_text or (of_library and asked_by_learner(caller)):
+        return "runs code that nobody has seen"
+    for each in codes_in(code) if asked_by_learner(caller) else ():
+        called = {i.argval for i in dis.get_instructions(each) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        found = (FRAMES | ATTRIBUTES - _OF_FROZEN) & {*each.co_names} | called & {*NAMES["builtins"]}
+        if found:
+            return f"lets a library look up {min(found)}"
+    return None
+
+
+def asked_by_learner(frame: types.FrameType | None) -> bool:
+    """True if a learner's code called libraries, and they came to this frame. Imports and the package in between ask for themselves."""
+    while frame is not None and is_trusted(frame.f_code):
+        file, asks = frame.f_code.co_filename, is_package(frame.f_code)
+        if (asks and file not in _GATES) or file.startswith(_IMPORTLIB):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def names_wrapper(frame: types.FrameType) -> bool:
     """True if torch names the code of a wrapper that it has just made, as `@torch.no_grad()` does since 2.15."""
     outer = frame.f_back
     return outer is not None and frame.f_code.co_filename == outer.f_code.co_filename == _DECORATES
-
-
-def _is_unseen(code: types.CodeType, caller: types.FrameType) -> bool:
-    """True if the code is from a file that is not trusted, or from text that a library evaluates."""
-    if is_trusted(code):
-        return False
-    return not code.co_filename.startswith("<") or caller.f_code.co_filename.endswith(_EVALUATES)
 
 
 def _is_behind(frame: types.FrameType | None, through: str = "", imports: bool = False) -> bool:
@@ -150,6 +182,8 @@ def _is_known_import(caller: types.FrameType) -> bool:
         path = caller.f_locals.get("bytecode_path")
     elif code.co_filename == FILLER and code.co_name == "_unpack":
         path = caller.f_locals.get("path")
-    return type(path) in (str, type(PACKAGE)) and os.path.realpath(path).startswith(
-        tuple(map(os.path.realpath, FOLDERS))
-    )
+    return type(path) in (str, type(PACKAGE)) and _is_of_library(path)
+
+
+def _is_of_library(path: Any) -> bool:
+    return str(os.path.realpath(path)).startswith(tuple(map(os.path.realpath, FOLDERS)))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,10 +86,9 @@ CHEATS = {
         f"import marshal, base64\nfound = {{'__name__': 'x'}}\nexec(marshal.loads(base64.b64decode({BYTES!r})), found)"
     ),
     "answers brought along, compiled, in a file": filled(
-        "import importlib.machinery, importlib.util, base64, os\n"
-        f"data = base64.b64decode({BYTES!r})\n"
-        "open('brought.dat', 'wb').write(importlib.util.MAGIC_NUMBER + bytes(12) + data)\n"
-        "found = importlib.machinery.SourcelessFileLoader('brought', os.path.abspath('brought.dat')).load_module().__dict__"
+        f"import base64, os, sys\ndata = base64.b64decode({BYTES!r})\n"
+        f"open('brought.pyc', 'wb').write({MAGIC_NUMBER!r} + bytes(12) + data)\n"
+        "sys.path.append(os.getcwd())\nimport brought\nfound = {}"
     ),
     "answers brought along, pickled": filled(f"import cloudpickle\nfound = cloudpickle.loads({_solved()!r})"),
     "code under a name of the package": filled(
@@ -100,6 +100,10 @@ CHEATS = {
     ),
     "the frames of others, handed on": filled(
         "import inspect\nfound = inspect.currentframe().f_back.f_globals"
+    ),
+    "native code, brought along": filled(
+        "import os, sys\nopen('brought.so', 'wb').write(b'x')\n"
+        "sys.path.append(os.getcwd())\nimport brought\nfound = {}"
     ),
     "native code": filled("import ctypes\nctypes.CDLL(None).getpid()\nfound = {}"),
     "native code, by numpy": filled(
@@ -166,12 +170,13 @@ NAMED = {
     "code under a name of the package": "compiles code under a name that is not its own",
     "the frames of others": "looks into the frames of others",
     "the frames of others, handed on": "imports inspect",
+    "native code, brought along": "loads native code",
     "native code": "imports ctypes",
     "native code, by numpy": "ctypeslib",
     "variables of a function, by a graph": "torch.fx",
     "the package's text run": "hwfsdp/layout/extents.py",
     "the package's functions dug out": "imports gc",
-    "the solution imported": "opens solutions/",
+    "the solution imported": "imports runpy",
     "the solution read": "opens solutions/",
     "the solution read by another program": "imports subprocess",
     "the probe exchanged": "imports hwfsdp.course",
@@ -284,6 +289,66 @@ def test_a_ring_of_the_librarys_collectives_scores_nothing(how: str) -> None:
     assert result.score == 0 and told in described(result)
 
 
+PAST_THE_RING = """
+
+calls = [0]
+
+
+def ring_all_gather(whole, part):
+    whole.copy_(torch.cat(all_of(part)))
+    pass_around(part)
+
+
+def ring_reduce_scatter(part, whole):
+    part.copy_(sum(all_of(whole)).view(dist.get_world_size(), -1)[dist.get_rank()])
+    pass_around(part)
+
+
+def all_of(mine):
+    calls[0] += 1
+    names = [f"{calls[0]}-{rank}" for rank in range(dist.get_world_size())]
+    SEND
+    return [receive(name) for name in names]
+
+
+def pass_around(piece):
+    for _ in range(dist.get_world_size() - 1):
+        pass_on(torch.empty_like(piece), torch.empty_like(piece))
+
+
+"""
+IN_A_FILE = """
+    import os, time
+    torch.save(mine, f"{names[dist.get_rank()]} new")
+    os.rename(f"{names[dist.get_rank()]} new", names[dist.get_rank()])
+
+    def receive(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+        return torch.load(name)
+"""
+IN_THE_STORE = """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(names[dist.get_rank()], ",".join(map(str, mine.tolist())))
+
+    def receive(name):
+        return torch.tensor([float(number) for number in store.get(name).decode().split(",")])
+"""
+
+
+@pytest.mark.parametrize(
+    "send, told",
+    [(IN_THE_STORE, "calls Store.set"), (IN_A_FILE, "do not hold what a ring passes on")],
+    ids=["store", "file"],
+)
+def test_pieces_that_do_not_go_around_the_ring_score_nothing(send: str, told: str) -> None:
+    text = starter(RINGS) + PAST_THE_RING.replace("SEND", send.strip())
+    result = graded(RINGS, COURSE, text, Options(seed=2))
+    verdicts = {r.check.id: r.finding for r in result.results if r.finding}
+    assert result.score == 0 and set(verdicts) == {"02.gather", "02.reduce"}, described(result)
+    assert all(f.misconception == "not-a-ring" and told in f.message for f in verdicts.values())
+
+
 MAKES_STREAMS = "        streams = streams_for(device_type)"
 FASTER = f"""{MAKES_STREAMS}
         time = getattr(streams.all_gather, "_time", None)
@@ -360,6 +425,147 @@ REACHES = {  # a name for the forbidden thing → all ways to spell it
         "__builtins__ = {}",
     ),
 }
+
+
+KEY = "from torch.utils._pytree import GetAttrKey as Key\n"
+LIBRARIES = str(Path(torch.__file__).parent / "lib")
+CLOCK = "clock = torch._utils._import_dotted_name('hwfsdp.virtual.clock')\n"
+ERRANDS = {  # what a library does for a file → what is told
+    "reads the variables of a function": (
+        f"{KEY}Key('__globals__').get(all_gather_flat)",
+        "lets a library look up __globals__",
+    ),
+    "reads the variables of a function, in a graph": (
+        "import torch.fx\nreader = torch.fx.Interpreter.__new__(torch.fx.Interpreter)\n"
+        "reader.module = all_gather_flat\nreader.fetch_attr('__globals__')",
+        "imports torch.fx",
+    ),
+    "reads the variables of a function, in a text": (
+        "class Pair:\n    __annotations__ = {'one.__globals__': object}\n"
+        "setattr(Pair, 'one.__globals__', None)\nimport dataclasses\ndataclasses.dataclass(Pair, init=False, repr=False)",
+        "lets a library look up __globals__",
+    ),
+    "reads all names of a class": (
+        f"{KEY}Key('__dict__').get(type(all_gather_flat))",
+        "lets a library look up __dict__",
+    ),
+    "reads a stream": (
+        f"{KEY}Key('_recorder').get(streams_for('cpu').copy)",
+        "lets a library look up _recorder",
+    ),
+    "sets a constant": (
+        f"{CLOCK}import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--x', dest='_VIEW')\n"
+        "parser.parse_args(['--x', '0'], namespace=clock)",
+        "lets a library exchange _VIEW",
+    ),
+    "sets a constant, in a copy": (
+        f"{CLOCK}import copy\nclass Copied:\n    def __reduce_ex__(self, version):\n"
+        "        return lambda: clock, (), {'_VIEW': 0.0}\ncopy.copy(Copied())",
+        "exchanges hwfsdp.virtual.clock._VIEW",
+    ),
+    "runs a text": (
+        "import sympy\nsympy.sympify('one.real', locals={'one': 1})",
+        "runs code that nobody has seen",
+    ),
+    "runs a module again": ("import runpy\nrunpy.run_module('colorsys')['__builtins__']", "import runpy"),
+    "loads native code": (
+        "import numpy\nnumpy.ctypeslib.as_array",
+        "uses the module numpy.ctypeslib",
+    ),
+    "loads native code, in numpy": (
+        f"{KEY}import numpy\nKey('load_library').get(Key('ctypeslib').get(numpy))('libc10', {LIBRARIES!r})",
+        "calls native code by itself",
+    ),
+    "loads native code, in torch": (
+        f"{KEY}Key('load_' + 'library').get(torch.ops)('libc.so.6')",
+        "calls native code by itself",
+    ),
+    "loads native code, in an allocator": (
+        "torch.cuda.memory.CUDAPluggableAllocator('libc.so.6', 'malloc', 'free')",
+        "calls native code by itself",
+    ),
+    "maps a file": ("torch.from_file('x', True, 8)", "uses from_file"),
+}
+
+
+@pytest.mark.parametrize("what", ERRANDS)
+def test_a_library_does_no_errands_for_a_cheat(what: str) -> None:
+    lines, told = ERRANDS[what]
+    result = graded(ROWS, COURSE, f"{solution(ROWS)}\n{lines}\n", Options(seed=2))
+    assert result.score == 0 and told in described(result), described(result)
+
+
+def test_libraries_still_look_up_names_for_right_answers() -> None:
+    result = graded(ROWS, COURSE, f"{solution(ROWS)}\n{LOOKED_UP}", Options(seed=2))
+    assert result.score == ROWS.points, described(result)
+
+
+LOOKED_UP = """
+import collections, contextlib, copy, dataclasses, enum, functools, operator, typing
+import numpy
+from torch.nn.utils import parametrize
+from torch.utils._pytree import GetAttrKey, tree_map
+from torch.utils.checkpoint import checkpoint
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Pair:
+    left: int = 1
+    right: list = dataclasses.field(default_factory=list)
+
+class Named(typing.NamedTuple):
+    one: int
+
+class Color(enum.Enum):
+    RED = 1
+
+class Bits(enum.IntFlag):
+    ONE, TWO = 1, 2
+
+@functools.total_ordering
+class Ordered:
+    def __lt__(self, other):
+        return False
+
+@typing.runtime_checkable
+class Sized(typing.Protocol):
+    def size(self): ...
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+@torch.no_grad()
+def copied(model):
+    return copy.deepcopy(model)
+
+@functools.wraps(torch.cat)
+def cat(tensors):
+    return torch.cat(tensors)
+
+pair = dataclasses.replace(Pair(), left=2)
+assert dataclasses.asdict(copy.deepcopy(pair)) == {"left": 2, "right": []} and Pair() < pair
+assert operator.itemgetter(0)(collections.namedtuple("One", "x")(3)) == 3 and Named(1)._replace(one=2).one == 2
+assert Color["RED"] is Color(1) and Bits.ONE | Bits.TWO and isinstance(torch.ones(1), Sized)
+assert GetAttrKey("left").get(pair) == 2 and Ordered() >= Ordered() and numpy.ones(2).sum() == 2
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+parametrize.register_parametrization(model[0], "weight", Doubled())
+copied(model).get_parameter("1.weight"), model.get_submodule("0"), model.state_dict()
+with contextlib.suppress(ValueError):
+    out = checkpoint(model, Twice.apply(torch.ones(1, 2, requires_grad=True)), use_reentrant=False)
+    torch.func.functional_call(model[1], dict(model[1].named_parameters()), out)
+    cat([tree_map(torch.clone, {"a": out})["a"]]).sum().backward()
+torch.optim.AdamW(model.parameters()).step()
+"""
 
 
 class Refused(Exception):

@@ -28,7 +28,7 @@ from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
 from hwfsdp.course.stations.course import THREE, memory_of, plainly
 from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, judge_forward_peak
-from hwfsdp.course.stations.machines import refuse_races, travels_of
+from hwfsdp.course.stations.machines import refuse_races, refuse_shortcuts, travels_of
 from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
@@ -243,7 +243,7 @@ def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
 
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 2: gathers have a stream of their own. Only code that reads a gathered weight waits for its gather."""
-    refuse_races(ranks, seed, "forward")
+    refuse_shortcuts(ranks, seed, "forward")
     compare_exposed(figures(ranks, seed, "gpu"), "forward", GPU_FORWARD_US, "no-overlap")
 
 
@@ -254,7 +254,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     if twice := sorted({name for name in order if order.count(name) > 1}):
         where, right = "A backward on the virtual host", "each once, the last first"
         raise told("capstone.order", where, ", ".join(order), right, twice=", ".join(twice))
-    refuse_races(ranks, seed, "backward")
+    refuse_shortcuts(ranks, seed, "backward")
     compare_exposed(found, "backward", HOST_GATHERS_US, "not-prefetched")
     if max(found["flying"], default=0) <= 2:
         compare_step_peak(found, "unbounded-prefetch")
@@ -262,7 +262,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
 
 def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
     """Task 3: the gradients of one module travel while the next module computes its own."""
-    refuse_races(ranks, seed, "reduction")
+    refuse_shortcuts(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
     compare_exposed(found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
     if max(found["flying"], default=0) > 2:

@@ -74,7 +74,7 @@ def simulate_here(target: Target, gpus: int, device: Device | str) -> Simulation
     return simulate(target, gpus, device)
 
 
-Stack = Callable[[GPTConfig], nn.Sequential]
+Stack = Callable[[GPTConfig], nn.Module]
 
 
 class Scaled(nn.Sequential):
@@ -121,10 +121,10 @@ def nested_stack(config: GPTConfig) -> nn.Sequential:
     return stack_of_blocks(config, learners_shard(), True, inner="attention")
 
 
-def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """Return the name of each unit: in the homework as it was passed to `shard`, at a station as in the model."""
     prefix = "blocks." if HOMEWORK in sys.modules else ""
-    return {block: f"{prefix}{name}" for name, block in model.named_children()}
+    return {each: f"{prefix}{name}" for name, each in model.named_modules() if isinstance(each, Block)}
 
 
 # --- Order -------------------------------------------------------------------------------------------------
@@ -135,12 +135,12 @@ def probe_order(report: Report, seed: int) -> None:
 
 
 def ordered() -> dict[str, Any]:
-    """Run two steps on the GPU. Return the log, the number of events at the end of each forward and backward, and a player's log."""
+    """Run two steps on the GPU. Return `Runner.witnessed_log`, and a player's log."""
     runner = Ordered(NARROW, partial(learners_stack, kind=Scaled))
     with sets_apart():
         found = runner.run(GPU)
     plain = EventLog([replace(e, stream=e.stream.partition(" ")[0]) for e in found.log.events])
-    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(runner.shown(plain))}
+    return {**runner.witnessed_log(found.log), "shown": log_data(runner.shown(plain))}
 
 
 @contextmanager
@@ -173,9 +173,9 @@ class Runner:
         self.watch, self.ends = Watch(), list[tuple[str, int]]()
         self.model: Any = None
 
-    def run(self, device: Device) -> Simulation:
+    def run(self, device: Device | str, gpus: int = GPUS) -> Simulation:
         with self.watch.looking():
-            return simulate_here(self.start, GPUS, device)
+            return simulate_here(self.start, gpus, device)
 
     def start(self) -> Callable[[], None]:
         self.model = self.stack(self.config)
@@ -198,15 +198,23 @@ class Runner:
 
     def micro_batch(self) -> None:
         self.watch.enter("forward")
-        loss = self.model(self.batch).square().mean()
+        loss = self.loss()
         self.end("forward")
         self.watch.enter("backward")
         loss.backward()
         self.end("backward")
 
+    def loss(self) -> torch.Tensor:
+        out: torch.Tensor = self.model(self.batch)
+        return out.square().mean()
+
     def end(self, part: str) -> None:
         recorder = events.active()
         self.ends.append((part, len(recorder.drafts) if recorder else 0))
+
+    def witnessed_log(self, log: EventLog) -> dict[str, Any]:
+        """Return the log, the number of events at the end of each forward and backward, and the marks of the watch (`Watch.marks`)."""
+        return {"log": log_data(log), "ends": self.ends, "marks": self.watch.marks}
 
     def shown(self, log: EventLog) -> EventLog:
         """Return the log of the step for a player."""
@@ -257,10 +265,12 @@ def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) ->
     gathers, reductions: of each, in order of issue, [begin, end, time alone (no compute), in backward?, owner].
     flying: whenever a reduction starts, the number of reductions that were started and not waited for, with this one.
     step_us: of the whole step. peak_bytes: most bytes alive at once. shown: the log for a player.
+    The rest is `Runner.witnessed_log`: a witness takes no time.
     """
-    runner = Runner(WIDE, stack, with_backward)
+    runner = Timed(WIDE, stack, with_backward)
     found = runner.run(device)
     log, (_, forward_end) = found.log, runner.ends[0]
+    plain = EventLog([e for e in log.events if e.op != "free" or e.bytes], log.samples)
     busy, gathers, reductions = union(runner.watch.kernels), log.select("all_gather"), log.select(*REDUCTIONS)
     # reductions are not to blame for a late gather
     waited = union([*busy, *((e.start_us, e.end_us) for e in gathers)])
@@ -270,8 +280,17 @@ def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) ->
         "gathers": _exposed(gathers, busy, forward_end),
         "reductions": _exposed(reductions, waited, 0),
         "flying": _in_flight(log),
-        "shown": log_data(runner.shown(log)),
+        "shown": log_data(runner.shown(plain)),
+        **runner.witnessed_log(log),
     }
+
+
+class Timed(Runner):
+    """One step with a witness."""
+
+    def step(self) -> None:
+        with witnessed():
+            super().step()
 
 
 def _in_flight(log: EventLog) -> list[int]:

@@ -1,4 +1,4 @@
-"""Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then times, then bytes.
+"""Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then content, then times and bytes.
 
 Each target leaves the reference some room. The file of the previous station misses it by far.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Run
-from hwfsdp.course.stations.laws import too_often
-from hwfsdp.course.stations.clocked import MACHINES, WIDE, exposed_of, probe_clock, probe_nested
+from hwfsdp.course.stations.clocked import MACHINES, NARROW, WIDE, exposed_of, probe_clock, probe_nested
 from hwfsdp.course.stations.clocked import probe_order
+from hwfsdp.course.stations.flow import Flow
+from hwfsdp.course.stations.laws import too_often
 from hwfsdp.course.verdict import Finding, Seen, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
+from hwfsdp.train.models.gpt import Block, GPTConfig
 
 GPU_FORWARD_US = 350.0  # exposed gathers in a forward on the GPU: the first unit's
 UNITS = WIDE.layers
@@ -49,16 +53,40 @@ def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
     Args:
         part: "forward", "backward" or "reduction"; without one, all of them.
     """
-    reported = ranks.run(probe_order, 1, seed=seed)["order"][0]
-    log = Run([{"log": reported["log"]}]).log()
+    _refuse_races_of("order", ranks.run(probe_order, 1, seed=seed)["order"][0], part)
+
+
+def refuse_shortcuts(ranks: Ranks, seed: int, part: str = "") -> None:
+    """Refuse races in the steps above, and in the steps that are timed. Refuse steps that do not compute with what travelled (`flow`)."""
+    refuse_races(ranks, seed, part)
+    timed = ranks.run(probe_clock, 1, seed=seed).reports[0]
+    steps = {**ranks.run(probe_order, 1, seed=seed).reports[0], **timed}
+    for machine in (each for each in MACHINES if each in steps):
+        _refuse_races_of(machine, found := {**steps[machine], "machine": machine}, part)
+        refuse_loose_ends(
+            f"The virtual {MACHINES[machine]}", found, NARROW if machine == "order" else WIDE, part
+        )
+
+
+def _refuse_races_of(machine: str, found: dict[str, Any], part: str) -> None:
+    log = Run([found]).log()
     names = _names_of_memory(log.events)
     for race in find_races(log):
-        if part in ("", _part(race, reported["ends"], names)):
+        if part in ("", _part(race, found["ends"], names)):
             sentence = race.sentence
             if name := names.get(race.storage):
                 sentence = sentence.replace(f"memory {race.storage}:", f"memory {race.storage}, {name}:", 1)
-            seen = Seen("order", reported["shown"], race.second.start_us)
+            seen = Seen(machine, found["shown"], race.second.start_us)
             raise Finding(_misconception(race), sentence).at(seen)
+
+
+def refuse_loose_ends(where: str, found: dict[str, Any], config: GPTConfig, part: str = "") -> None:
+    """Check that a step computes with what travelled. `found`: a `Runner.witnessed_log`. where: the first words of a finding."""
+    with torch.device("meta"):
+        unit_bytes = sum(p.numel() * p.element_size() for p in Block(config).parameters())
+    for loose in Flow(Run([found]).log().events, found["marks"], where, unit_bytes).loose_ends():
+        if part in ("", loose.part):
+            raise loose.finding.at(_seen(found, loose.event.start_us)) if "shown" in found else loose.finding
 
 
 def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
@@ -150,7 +178,7 @@ def compare_peak(where: str, found: dict[str, Any], limit: int, misconception: s
 
 def judge_races(ranks: Ranks, seed: int) -> None:
     """Report races first: they explain why a file is fast. A file without overlap has none, which is no merit."""
-    refuse_races(ranks, seed)
+    refuse_shortcuts(ranks, seed)
     try:
         compare_overlap(ranks, seed)
     except Finding:
@@ -160,7 +188,7 @@ def judge_races(ranks: Ranks, seed: int) -> None:
 def judge_overlap(ranks: Ranks, seed: int) -> None:
     """Check the overlap. A file that waits for nothing is fast; `judge_races` reports its races."""
     try:
-        refuse_races(ranks, seed, "forward")
+        refuse_shortcuts(ranks, seed, "forward")
     except Finding:
         raise Undecided("08.races") from None
     compare_overlap(ranks, seed)
@@ -179,7 +207,7 @@ def judge_forward_peak(misconception: str, ranks: Ranks, seed: int, limit: int =
 
 
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
-    refuse_races(ranks, seed, "forward")
+    refuse_shortcuts(ranks, seed, "forward")
     ranks.measured["board of gathers ahead"] = _board(*board_figures(figures(ranks, seed, "forward")))
     for machine in ("host", "forward"):
         compare_exposed(figures(ranks, seed, machine), "forward", HOST_FORWARD_US, "not-prefetched")
@@ -220,7 +248,7 @@ def _gathered_once(found: dict[str, Any], part: str) -> None:
 
 
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
-    refuse_races(ranks, seed, "backward")
+    refuse_shortcuts(ranks, seed, "backward")
     found = figures(ranks, seed, "host")
     _gathered_once(found, "backward")
     compare_exposed(found, "backward", HOST_BACKWARD_US, "not-prefetched")
@@ -234,7 +262,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
 
 
 def judge_reductions(ranks: Ranks, seed: int) -> None:
-    refuse_races(ranks, seed, "reduction")
+    refuse_shortcuts(ranks, seed, "reduction")
     compare_exposed(figures(ranks, seed, "host"), "reductions", HOST_REDUCTIONS_US, "no-overlap")
 
 

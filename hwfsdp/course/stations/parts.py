@@ -6,7 +6,7 @@ Rings work on whole numbers, so sums are exact in any order. The wire is watched
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp.course.findings import expect, told
-from hwfsdp.course.guard import watch_wire
 from hwfsdp.course.run import Ranks, Report, attempt
 from hwfsdp.course.stations.facts import learners
 from hwfsdp.course.verdict import Finding
+from hwfsdp.course.wire import watch_wire
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 
 MOST = 64
@@ -135,9 +135,10 @@ def _reduce(whole: Tensor) -> dict[str, Any]:
 
 def _watched(ring: Callable[[Tensor, Tensor], None], output: Tensor, mine: Tensor) -> dict[str, Any]:
     dist.barrier()
-    with watch_wire() as (moves, others):
+    with watch_wire() as wire:
         ring(output, mine)
-    return {"output": output, "input": mine, "moves": moves, "others": others}
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *wire.sent])
+    return {"output": output, "input": mine, "moves": wire.moves, "sent": sent, "others": wire.others}
 
 
 def judge_gather(ranks: Ranks, seed: int) -> None:
@@ -153,7 +154,8 @@ def judge_gather(ranks: Ranks, seed: int) -> None:
             expected = whole[:, :N].flatten()
             if not torch.equal(result["output"], expected):
                 raise _wrong_blocks(where, result["output"].view(size, N), whole[:, :N], mirrored)
-            _compare_wire(where, result, whole[rank, :N], (size - 1) * N * 4, rank, size)
+            _compare_wire(where, result, whole[rank, :N], rank, size)
+            _compare_sent(where, result, [whole[(rank - step) % size, :N] for step in range(size - 1)])
 
 
 def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
@@ -183,7 +185,10 @@ def judge_reduce(ranks: Ranks, seed: int) -> None:
             _refuse_others(where, result)
             if not torch.equal(result["output"], totals[rank]):
                 raise _wrong_sum(where, result["output"], totals, rank)
-            _compare_wire(where, result, whole[rank], (size - 1) * N * 4, rank, size)
+            _compare_wire(where, result, whole[rank], rank, size)
+            pieces = whole.view(size, size, N)
+            sums = [pieces[[rank - back for back in range(step)], rank - step] for step in range(1, size)]
+            _compare_sent(where, result, [each.sum(0) for each in sums])
 
 
 def _wrong_sum(where: str, got: Tensor, totals: Tensor, rank: int) -> Finding:
@@ -199,9 +204,7 @@ def _refuse_others(where: str, result: Mapping[str, Any]) -> None:
         raise told("02.calls", f"{where}:", ", ".join(dict.fromkeys(result["others"])), "send and receive")
 
 
-def _compare_wire(
-    where: str, result: Mapping[str, Any], kept: Tensor, sent: int, rank: int, size: int
-) -> None:
+def _compare_wire(where: str, result: Mapping[str, Any], kept: Tensor, rank: int, size: int) -> None:
     """Check that the input is unchanged, and that this rank sent only the necessary bytes, and only to its neighbor."""
     expect("02.input", f"{where}:", result["input"], kept)
     for kind, peer in (("send", (rank + 1) % size), ("recv", (rank - 1) % size)):
@@ -210,7 +213,14 @@ def _compare_wire(
         for each in peers:
             expect("02.stranger", f"{where}: {kind}s", f"rank {each}", f"rank {peer}")
         words = {"steps": len(bytes_), "piece": 4 * N, "enough": size - 1}
-        expect("02.wire", f"{where}: {kind}", sum(bytes_), sent, **words)
+        expect("02.wire", f"{where}: {kind}", sum(bytes_), (size - 1) * N * 4, **words)
+
+
+def _compare_sent(where: str, result: Mapping[str, Any], right: Sequence[Tensor]) -> None:
+    """Check that the messages consist of these tensors, in any order and cut in any way: nothing else goes around a ring."""
+    expected = torch.cat([torch.empty(0, dtype=torch.uint8), *(each.view(torch.uint8) for each in right)])
+    if not torch.equal(result["sent"].sort().values, expected.sort().values):
+        raise told("02.sent", f"{where}:")
 
 
 # --- 05 Closed forms ---------------------------------------------------------------------------------------

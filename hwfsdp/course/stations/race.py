@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hwfsdp
 from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Report
 from hwfsdp.course.stations import machines
-from hwfsdp.course.stations.clocked import simulate_here
+from hwfsdp.course.stations.clocked import Timed
 from hwfsdp.course.stations.facts import attempt_together, learners
 from hwfsdp.train.models.gpt import GPT, GPTConfig
 
@@ -29,22 +30,31 @@ MODELS = {
 }
 BOUND = 1.15  # times FSDP2's step, and its peak
 Shard = Callable[[torch.nn.Module], Any]
-Board = dict[str, tuple[dict[str, float], dict[str, float]]]
+Board = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
-def start(config: GPTConfig, shard: Shard) -> Callable[[], None]:
-    """Build and shard a model; return its training step."""
+class Lap(Timed):
+    """A training step of a language model."""
+
+    def __init__(self, config: GPTConfig, shard: Shard) -> None:
+        super().__init__(config, partial(sharded, shard))
+
+    def start(self) -> Callable[[], None]:
+        step = super().start()
+        self.batch = torch.zeros(BATCH, self.config.seq_len, dtype=torch.int64)
+        return step
+
+    def loss(self) -> Tensor:
+        logits: Tensor = self.model(self.batch)
+        return logits.float().mean()
+
+
+def sharded(shard: Shard, config: GPTConfig) -> GPT:
     model = GPT(config)
     for block in model.blocks:
         shard(block)
     shard(model)
-    tokens = torch.zeros(BATCH, config.seq_len, dtype=torch.int64)
-
-    def step() -> None:
-        model.zero_grad()
-        model(tokens).float().mean().backward()
-
-    return step
+    return model
 
 
 def probe_race(report: Report, seed: int) -> None:
@@ -57,19 +67,22 @@ def probe_package(report: Report, seed: int) -> None:
 
 def _race(report: Report, shard: Shard) -> None:
     for name, config in MODELS.items():
-        attempt_together(report, name, partial(_figures, partial(start, config, shard)))
+        attempt_together(report, name, partial(_figures, Lap(config, shard)))
 
 
-def _figures(target: Callable[[], Callable[[], None]]) -> dict[str, Any]:
-    found = simulate_here(lambda: target(), GPUS, DEVICE)
-    return {"step_us": found.step_seconds * 1e6, "peak_bytes": round(found.peak_allocated_gib * (1 << 30))}
+def _figures(lap: Lap) -> dict[str, Any]:
+    found = lap.run(DEVICE, GPUS)
+    peak = round(found.peak_allocated_gib * (1 << 30))
+    return {"step_us": found.step_seconds * 1e6, "peak_bytes": peak, **lap.witnessed_log(found.log)}
 
 
 def judge_step(ranks: Ranks, seed: int) -> None:
     """Races first, and gathers: a file that waits for nothing is quick, and so is one that shards nothing."""
-    machines.refuse_races(ranks, seed)
+    machines.refuse_shortcuts(ranks, seed)
     machines.compare_overlap(ranks, seed)
     found = board(ranks, seed)
+    for name, config in MODELS.items():
+        machines.refuse_loose_ends(f"{name!r} on {GPUS} virtual GPUs", found[name][0], config)
     for name, (mine, theirs) in found.items():
         ranks.measured[f"{name}, {GPUS} GPUs"] = (
             f"step {mine['step_us'] / 1e3:.1f} ms (FSDP2 {theirs['step_us'] / 1e3:.1f}), "

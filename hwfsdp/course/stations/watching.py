@@ -43,12 +43,14 @@ class Watch:
     Attributes:
         kernels: when compute was busy, in µs.
         spans: the same by unit. samples: bytes alive whenever a kernel was issued, where they differ.
+        marks: (number of the first event, op, unit) of each span, also of those without kernels.
     """
 
     def __init__(self) -> None:
         self.kernels: list[Interval] = []
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
+        self.marks: list[tuple[int, str, str]] = []
         self._names: dict[nn.Module, str] = {}
         self._allocator: Allocator | None = None
         self._now = "forward", "", ()  # type: tuple[str, str, tuple[int, ...]]
@@ -56,18 +58,18 @@ class Watch:
     def begin(self, names: dict[nn.Module, str]) -> None:
         """Begin a step. `names`: the names of the units in the learner's file."""
         self._names = names
-        for seen in (self.kernels, self.spans, self.samples):
+        for seen in (self.kernels, self.spans, self.samples, self.marks):
             seen.clear()
         self.enter("forward")
 
     def enter(self, op: str, module: nn.Module | None = None) -> None:
         """Assign the next kernels to a forward or a backward, of a unit or of none. op "": an operation that has its own event."""
-        if module is None:
-            self._now = op, "", ()
-            return
         recorder = events.active()
-        reads = recorder.identify(list(module.parameters())) if recorder else ()
-        self._now = op, self._names.get(module, ""), reads
+        unit = self._names.get(module, "") if module else ""
+        reads = recorder.identify(list(module.parameters())) if recorder and module else ()
+        self._now = op, unit, reads
+        if recorder:
+            self.marks.append((len(recorder.drafts), op, unit))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -124,7 +126,7 @@ class Watch:
             for e in log.events
             if e.op in _KEPT
         ]
-        free = len(log.events)  # the first unused event number
+        free = max((e.seq for e in log.events), default=-1) + 1  # the first unused event number
         spans = [
             Event(
                 *(0, free + number, each.op, "compute", each.unit, each.op),
