@@ -5,8 +5,11 @@ tests/course/test_workbook.py compares the files of the course with its manifest
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ import pytest
 
 import hwfsdp
 from hwfsdp import UsageError
+from hwfsdp.course.holes import extract
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.provided import Definition, described
+from hwfsdp.course.provided import Definition, described, summary
 from hwfsdp.course.starters import render
 
 PACKAGE = Path(hwfsdp.__file__).parent
@@ -88,3 +92,43 @@ def test_signatures_of_the_course_match_python():
                 assert [p for p in parameters if p not in text] == []
             elif kind in ("property", "attribute"):
                 assert isinstance(found, property) == (kind == "property"), name.name
+
+
+def test_what_helps_is_explained_in_a_line():
+    text = (
+        'class Handle:\n    """Of a save.\n\n    Attributes:\n        at: see there. last: the save\n'
+        '            before (Note [Order]). size: bytes.\n    """\n'
+        '    def wait(self) -> str:\n        """Wait (Note [Order]); return the id.\n\n        Once."""\n'
+    )
+    for name, told in {
+        "Handle": "Of a save.",
+        "Handle.wait": "Wait; return the id.",
+        "Handle.last": "the save before.",
+        "Handle.size": "bytes.",
+        "Handle.start": "",
+        "Nobody.last": "",
+    }.items():
+        assert summary(Definition("hwfsdp.given", text, name)) == told, name
+
+
+def test_specifications_of_electives_do_not_dictate_the_answers():
+    """Half a line for each line of the answers, and a quarter of the names that they use."""
+    told, answers = 0, 0
+    for exercise in find_course(PACKAGE).exercises:
+        known, used = 0, 0
+        for hole in exercise.holes:
+            function = ast.parse(textwrap.dedent(extract(hole.source, hole.name))).body[0]
+            assert isinstance(function, ast.FunctionDef)
+            specification, body = ast.get_docstring(function) or "", function.body[1:]
+            told += sum(1 for line in specification.splitlines() if line.strip())
+            answers += (function.end_lineno or 0) - body[0].lineno + 1
+            names = {name for node in body for name in names_in(node)} - {a.arg for a in function.args.args}
+            known += sum(1 for name in names if re.search(rf"\b{name}\b", specification))
+            used += len(names)
+        assert known <= used / 4, (exercise.directory, known, used)
+    assert told <= answers / 2
+
+
+def names_in(node: ast.AST) -> set[str]:
+    loaded = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return loaded | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}

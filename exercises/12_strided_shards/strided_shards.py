@@ -25,38 +25,51 @@ from hwfsdp.layout.extents import (
     slices_of,
 )
 
-# Names of the package that the docstrings mention:
+# Names of the package that may help:
 #
 # hwfsdp.compat
 #     function   strided_shard(dim: int, split_factor: int) -> Placement
+#                  Make a `Shard(dim)` of a tensor that later axes of the mesh have already cut into
+#                  `split_factor` parts along `dim`.
 #     function   is_shard(placement: Placement) -> bool
+#                  True if the placement cuts the tensor. `_StridedShard` does, although only some versions of
+#                  torch make it a `Shard`.
 # hwfsdp.core.sharding
 #     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
+#                  Return the rows of `rank` if `n` rows are cut for `world_size` ranks as `torch.chunk` cuts
+#                  them.
 # hwfsdp.layout.extents
 #     constant   SHARDS = (StridedShard, Shard)
 #     class      LocalExtent(shape: tuple[int, ...], offset: tuple[int, ...])
+#                  The box that a rank holds: its `shape`, and the `offset` of its first element in the whole
+#                  tensor.
 #     function   impossible_factor(mesh_shape: Sequence[int], mesh_dim: int, placement: Placement,
 #                    pieces: Sequence[int]) -> UsageError
+#                  Make the error for a placement on `mesh_dim`. `pieces`: the numbers of pieces that cuts on
+#                  its right do make, including 1.
 #     function   extents_of(global_shape: Sequence[int], mesh_shape: Sequence[int],
 #                    placements: Sequence[Placement]) -> dict[tuple[int, ...], LocalExtent]
+#                  Return the extent of every coordinate, in row-major order. Raises UnsupportedError for
+#                  `Partial` placements.
 #     function   largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]
+#                  Return the largest local shape. It is the first rank's shape, because no chunk of a cut is
+#                  longer than the first chunk.
 #     function   slices_of(extent: LocalExtent) -> tuple[slice, ...]
+#                  Return the index of a box in the whole tensor: `whole[slices_of(extent)]` is a view of the
+#                  box.
 #     function   front_of(extent: LocalExtent) -> tuple[slice, ...]
+#                  Return the index of a shard without its padding: `padded[front_of(extent)]` is a view of
+#                  everything except padding.
 #     function   check_shards(shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int,
 #                    ...], LocalExtent]) -> None
+#                  Raise UsageError if the shards do not match the extents in number and shape. Of replicas,
+#                  only the first one is checked.
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return the placement of FSDP's axis, which cuts tensor dim `dim` after other axes. It says how they have cut this dim.
+    """Return the placement of an axis that cuts `dim` after the axes on its right: it says into how many parts these have cut `dim`.
 
-    Args:
-        placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
-            number of ranks along its axis.
-
-    Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts into which these cuts have divided `dim`. If
-        `parts` is 1, `dim` is still in one piece; then a plain `Shard(dim)`. `compat.is_shard` is True for placements that cut.
-        The `dim` of such a placement may be another tensor dim.
+    `placements`: of the axes on the right, each with its number of ranks. If `dim` is still in one piece, a plain `Shard`.
     """
     # TODO(12)
     raise NotImplementedError
@@ -65,46 +78,24 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Return the placements on the joined mesh of a sharded parameter that was a DTensor before. Data-parallel axes come first.
+    """Return the placements of a sharded parameter that was a DTensor before: first FSDP's axes, then its own.
 
-    Args:
-        own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
-            sharding.
-        before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
-        sizes: the number of ranks along each of these axes.
-        dim: the tensor dim that FSDP cuts.
-
-    Returns:
-        One placement for each axis of the joined mesh. Where `own` cuts, the placement has to say what `before` has cut
-            already (`cut_after`). Where `own` replicates, the placement replicates, too.
+    `own`: what a plain parameter would get. `before`, `sizes`: placements and sizes of the DTensor's axes, which stay.
     """
     # TODO(12)
     raise NotImplementedError
 
 
 def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """Return, for each tensor dim, the mesh dims that cut it, in the order of their cuts (Note [Right to left]).
-
-    Args:
-        mesh_shape: the number of ranks along each mesh dim.
-        placements: one for each mesh dim. If `isinstance(placement, SHARDS)`, this mesh dim cuts tensor dim `placement.dim`,
-            counted from the front. All other placements cut nothing.
-
-    Returns:
-        A dict from each tensor dim that is cut to a new list of all mesh dims that cut it. The caller may change the lists.
-
-    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number of
-    pieces when the mesh dim cuts it, if we count only cuts by mesh dims on its right. So go from the last mesh dim to the first.
-    Insert each into the order of its tensor dim: at the place where the product of the mesh sizes of the cuts before it is the
-    number that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
+    """Return, for each tensor dim that is cut, the mesh dims that cut it, in the order of their cuts. The lists are new.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
+    A placement tells how many pieces the mesh dims on its right have made before it cuts; a plain `Shard` cuts before them.
+
     Raises:
-        UsageError: there is no such place, because the cuts so far never make this number of pieces.
-            `impossible_factor(mesh_shape, mesh_dim, placement, pieces)` returns the error to raise. `pieces` are the numbers of
-            pieces at all places, including 1.
+        UsageError: no order of cuts makes that number of pieces.
     """
     # TODO(12)
     raise NotImplementedError
@@ -116,21 +107,9 @@ def nested_extent(
     orders: Mapping[int, Sequence[int]],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """Return the box that the rank at this coordinate keeps after all cuts. Integers only.
+    """Return the box that the rank at this coordinate keeps after all cuts. Integers only. `orders`: see `orders_of_cuts`.
 
-    Args:
-        global_shape: of the whole tensor; sizes may be 0.
-        mesh_shape: the number of ranks along each mesh dim.
-        orders: the result of `orders_of_cuts`. Tensor dims that are not in it are not cut.
-        coordinate: the rank's index along each mesh dim.
-
-    Each cut divides the part of the tensor dim that earlier cuts have left to this rank. It divides this part among the ranks
-    along its mesh dim, as `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. The sizes
-    need not divide evenly.
-
-    Returns:
-        Shape, and offset in the whole tensor, as tuples of integers. If nothing is left of a tensor dim, the offset in it is
-        the size of this dim in `global_shape`, so that an empty part never has the offset of a real part.
+    A cut leaves a rank one chunk of what it had. If nothing is left of a dim, the offset is the size of that dim in the whole.
     """
     # TODO(12)
     raise NotImplementedError
@@ -139,21 +118,13 @@ def nested_extent(
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh.
+    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh. Autograd knows where they come from.
 
     Args:
-        tensor: the whole, of any shape; it does not change.
-        pad: append zeros in each sharded dim, so that all local tensors have the largest local shape, as collectives need.
+        pad: append zeros in each sharded dim, so that all have the largest local shape, as collectives need.
 
     Returns:
-        One tensor for each rank of the mesh: contiguous, in the dtype of `tensor`, in its own memory, which is no larger than
-        necessary. If nothing is left for a rank, its tensor is empty; with `pad`, it is full of zeros. Autograd knows that they
-        come from `tensor`.
-
-    `extents_of(shape, mesh_shape, placements)` gives the box of each coordinate: a dict from coordinate to `LocalExtent`, in
-    row-major order. `largest_shape(extents)` of this dict has, in each dim, the largest size of all boxes. `slices_of(extent)` is
-    the index of the box in the whole tensor. `front_of(extent)` is the index of the same number of elements at the front of a
-    shard.
+        Contiguous tensors, each in its own memory, no larger than necessary; empty or all zeros if a rank has nothing.
 
     Raises:
         The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
@@ -168,23 +139,13 @@ def unshard_strided(
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
 ) -> Tensor:
-    """Put the whole tensor together from the local tensors of all coordinates; the inverse of `shard_strided`.
+    """Put the whole tensor together: the inverse of `shard_strided`. Autograd knows where it comes from.
 
     Args:
-        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They do not change.
-
-    Returns:
-        A tensor of `global_shape`, in its own memory, with the shards' dtype and device. Autograd knows that it comes from the
-        shards.
-
-    `extents_of(global_shape, mesh_shape, placements)` gives the place of each shard in the whole: a dict from coordinate to
-    `LocalExtent`, in row-major order. The elements of a shard are at its front: `front_of(extent)` is their index in the shard,
-    `slices_of(extent)` in the whole. The rest of a shard is padding. Leave it out. Several coordinates may have the same extent
-    (replicas). Take the shard of the first one, and ignore the others.
+        shards: of all coordinates, in row-major order, with or without padding. Of replicas, the first one counts.
 
     Raises:
-        UsageError: a shard is smaller than its extent, or larger than padding makes it, or there is not one shard for each
-            coordinate. `check_shards(shards, mesh_shape, extents)` checks all of this. Also the errors of `shard_strided`.
+        UsageError: a shard has no possible shape for its place, or there is not one shard for each coordinate.
     """
     # TODO(12)
     raise NotImplementedError

@@ -13,78 +13,73 @@ from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 
-# Names of the package that the docstrings mention:
+# Names of the package that may help:
 #
 # hwfsdp.core.compat
 #     function   local_of(tensor: Tensor) -> Tensor
+#                  Return this rank's part of a DTensor, without an autograd node between the two (`to_local`
+#                  makes one); other tensors as they are.
 #     function   replace_local(tensor: DTensor, local: Tensor) -> None
+#                  Replace the rank's part of a DTensor that optimizers and users already hold.
 # hwfsdp.layout.extents
 #     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
 #                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
 #                    tuple[int, ...]]
+#                  Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank
+#                  is not in the mesh.
 # hwfsdp.layout.init_shards
 #     class      Part(local: Tensor, offset: tuple[int, ...])
+#                  A rank's part of a parameter: the memory to fill, and the index of its first element in the
+#                  whole parameter.
 #     constant   Init = Callable[[str, Tensor, torch.Generator], object]
 #     function   reshard_all(model: nn.Module) -> None
+#                  Register the shards of all groups below `model`. Values in whole parameters would be lost
+#                  at the next gather.
 #     function   require_memory(fqn: str, param: Tensor) -> None
+#                  Raise StateError if the parameter is still on the meta device.
 # hwfsdp.core.compat
 #     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
+#                  Return the storage, the offset and the dtype with which a tensor begins. Unlike `data_ptr`,
+#                  this works for fake and freed memory.
 # hwfsdp.core.param
 #     attribute  FSDPParam.layout: Layout
+#                  how it is cut.
 #     attribute  FSDPParam.home: Home
+#                  where its shard lives.
 #     attribute  FSDPParam.local_numel
 #     attribute  FSDPParam.padded_numel
 #     attribute  FSDPParam.padded_shard: Tensor
+#                  [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
 #     method     Home.keep(shard: Tensor) -> Tensor
+#                  Return `shard`, or a copy of it in the place where shards live.
 # hwfsdp.core.form
 #     attribute  Layout.local_shape
+#                  the shape of this rank's part.
 #     attribute  Layout.padded_shape
+#                  the shape of a full chunk of rows.
 
 
 def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
-    """Make a CPU generator for one row of one parameter.
+    """Make a CPU generator for one row: row `number` of the whole parameter `fqn`, in a model with any integer as `seed`.
 
-    Args:
-        seed: of the whole model, any integer. fqn: the parameter's name. number: the row's number in the whole parameter.
-
-    Returns:
-        A new generator that depends only on these three arguments. It gives the same numbers in every process on every machine,
-        no matter what was drawn before. If one of the three is different, it gives different numbers. Its `manual_seed` takes
-        integers of 64 bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
+    Its numbers depend on these three alone: they are the same in every process on every machine.
     """
     # TODO(13)
     raise NotImplementedError
 
 
 def part_of(param: Tensor) -> Part:
-    """Return this rank's part of a parameter, sharded or not.
-
-    Returns:
-        `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
-        For a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` is the second of the two results of
-        `compute_local_shape_and_global_offset(shape, mesh, placements)` for its `shape`, `device_mesh` and `placements`.
-        A parameter that is not sharded is its own part, at offset 0 in every dim.
-    """
+    """Return this rank's part of a parameter, sharded or not: the memory itself, not a copy, and where in the whole it begins."""
     # TODO(13)
     raise NotImplementedError
 
 
 def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a rank's part of a parameter, row by row. Called with autograd off.
+    """Fill a part in place: call `init(fqn, row, generator)` once for each row that has elements here, first row first.
 
-    Args:
-        fqn: the parameter's. part: the part of this rank, `part.local`, at `part.offset` in the whole (see `part_of`). Fill it
-            in place. It may have no elements; then there is nothing to do.
-        shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row without dims.
-        init: call it as `init(fqn, row, generator)` once for each row of which the part has elements, first row first.
-        seed: of the whole model.
-
-    A row is a slice of the *whole* parameter along dim 0. For `init`, it is a new tensor of shape `shape[1:]`, in the part's
-    dtype, on the CPU, contents undefined. Its generator is `row_generator(seed, fqn, number)`, where `number` counts the rows of
-    the whole parameter. Then copy the row into the part. If the part is cut along other dims as well, copy only the elements that
-    belong to the part, as `part.offset` and the part's shape say.
-
-    At any time, there is memory for the part and for at most one row.
+    A row is a new CPU tensor of the part's dtype: a whole parameter of this `shape` without dim 0, even if the part has only some
+    columns. Its generator is the one of its number in the whole. A parameter without dims is one row. Besides the part, at most one
+    row has memory. Autograd is off.
     """
     # TODO(13)
     raise NotImplementedError
@@ -92,22 +87,17 @@ def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: in
 
 @torch.no_grad()
 def init_shards(model: nn.Module, init: Init, seed: int) -> None:
-    """Initialize this rank's rows of every parameter, without communication.
+    """Initialize this rank's rows of every parameter, without communication, with equal weights at any number of ranks.
 
     Args:
-        model: sharded, after `to_empty`. Parameters that are not sharded are initialized, too; buffers are not.
-        init: called with a parameter's fqn, one of its rows, which it fills in place, and a CPU generator. The row has the
-            shape of the parameter without dimension 0, and its dtype; for a 1D parameter it is a scalar. If a parameter is
-            cut along another dimension, the whole row is drawn, and this rank keeps its part of the row.
-        seed: of the whole model.
-
-    First call `reshard_all(model)`: a forward may have left whole parameters, and the shards must be filled. Then go through the
-    parameters of the model, each once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
-    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, not even its
-    random numbers.
+        model: sharded, after `to_empty`; a forward may have left parameters whole. Parameters that are not sharded are
+            initialized, too; buffers are not.
+        init: `init(fqn, row, generator)` fills one row of a parameter in place, with a CPU generator. The row has the parameter's
+            shape without dimension 0, and its dtype; for a 1D parameter it is a scalar.
+        seed: of the whole model. No other random numbers of the process change.
 
     Raises:
-        StateError: a parameter is still on the meta device (`require_memory` raises this).
+        StateError: a parameter is still on the meta device.
     """
     # TODO(13)
     raise NotImplementedError
@@ -132,9 +122,8 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
 
-        Called when the user may have replaced the parameter or its memory. Rows that need no padding stay where they are. Other
-        rows are copied to the front of new, padded memory, which then is the memory of `param`'s local part. `param` stays the
-        same object.
+        Called when the user may have replaced the parameter or its memory. Rows that are padded already, or need no padding, stay where
+        they are. Otherwise `param`, which stays the same object, gets new memory: the front of a new `padded_shard`.
         """
         # TODO(13)
         raise NotImplementedError

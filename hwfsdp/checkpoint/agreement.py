@@ -68,7 +68,7 @@ class Abandoned(Exception):
 
 
 class Agreement:
-    """One call of a function that all ranks of a group call.
+    """One call of a function that all ranks of a group call. `what` names the function in errors.
 
     Attributes:
         rank: the rank of this process in the group; 0 without a process group.

@@ -43,13 +43,7 @@ class SaveHandle:
         self._thread.start()
 
     def _run(self) -> None:
-        """Run the save, in its own thread.
-
-        Call `save_agreed(agreement, state_dict, target)` with the handle's `self._agreement`, `self._state_dict` and
-        `self._target`. It does the save and returns its id: store the id in `_save_id`. If it raises any BaseException, store it
-        in `_error` and do not raise it again, because no code sees an exception of this thread. In both cases, set `_state_dict`
-        to None at the end: the handle may live long, and a buffer to which it refers cannot be lent to the next save.
-        """
+        """Do the work of the save, in its own thread; keep its id, or its error of any kind. Then refer to the staged copy no more."""
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
         except BaseException as error:
@@ -62,9 +56,7 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Wait for the end of the save (of `_thread`); return its id.
-
-        From then on `_heard` is True, so that the next save does not raise the error of this one again.
+        """Wait for the end of the save; return its id. The next save does not raise this save's error again.
 
         Raises:
             The error of the save, as `store.save` raises it, at each call.
@@ -99,21 +91,9 @@ class SaveQueue:
         self.last: SaveHandle | None = None
 
     def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """Start a save for `store.async_save`. Return as soon as changes to the tensors can no longer change the save.
+        """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
 
-        Do these in order:
-            1. Make an `Agreement(group, "save")`. Every rank has to make it at the same place of its program.
-            2. Wait for the end of the previous save (`self.end_before(agreement)`). Its copy and a new copy would take twice the
-               memory, and saves must end in the order in which they began.
-            3. Make the copy (`self.stage(state_dict)`), here, in the thread that trains, because only this thread changes the
-               values.
-            4. Make the handle: `self.begin(agreement, staged, target)` returns it. Its thread does the rest. Do not wait for it.
-
-        Args:
-            state_dict, group: as for `store.async_save`. target: where the save goes.
-
-        Returns:
-            The handle. It is also kept as `last`, so that the next save finds it.
+        Saves end in the order in which they began, and memory has room for one copy. The handle is kept as `last`.
 
         Raises:
             The error of the previous save, if no call has raised it yet. Then nothing was started.
@@ -124,12 +104,7 @@ class SaveQueue:
         return self.last
 
     def stage(self, state_dict: Any) -> Any:
-        """Make a copy on the CPU. If this fails, return an object that tells the other ranks why.
-
-        Returns:
-            The result of `stager.stage(state_dict)`, or `Unstaged(error)` if that raises an Exception. The other ranks may have
-            made their copies, and would wait for this rank. `save_agreed` raises the error of an `Unstaged` on all ranks.
-        """
+        """Return a copy on the CPU. If that fails, return what tells the other ranks, which would wait: `Unstaged`."""
         try:
             return self.stager.stage(state_dict)
         except Exception as error:

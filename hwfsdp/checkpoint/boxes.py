@@ -36,14 +36,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the box that two parts of one tensor share.
-
-    Both parts count from the tensor's first element. They have as many dims as the tensor: one or more, or none if the tensor
-    is a single number, which they then both contain. A box may be empty (0 along some dim).
-
-    Returns:
-        The elements that are in both parts, in the same coordinates: a `Box` of two tuples. None if there are no such elements.
-    """
+    """Return the box of the elements that two parts of one tensor share; None if there are none. Parts may be empty, or without dims."""
     starts = tuple(max(a, b) for a, b in zip(one.offset, other.offset))
     ends = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape)]
     shape = tuple(end - start for start, end in zip(starts, ends))
@@ -51,39 +44,15 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Return the same elements, counted from another origin.
-
-    Args:
-        box: counted from the tensor's first element. outer: counted in the same way; `box` lies in it.
-
-    Returns:
-        A box of the same shape, whose offset is counted from the first element of `outer`. So
-        `outer_values[within(box, outer).slices]` has the same elements as `box` has in the tensor.
-    """
+    """Return the same box, counted from the first element of `outer`, in which it lies."""
     return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say why the boxes do not make up a tensor of this shape, with every element once; None if they do.
+    """Say in one phrase why the boxes do not make up a tensor of this shape, with every element once; None if they do.
 
-    A save calls this for the parts that its ranks have, and a load for the parts in a manifest. So it must give an answer for any
-    input: boxes in any order, from different ranks, of different sizes, cut along any dims, no boxes at all, or boxes that make
-    no sense. There may be thousands of boxes, and tensors with billions of elements. So count with integers, and do not mark
-    single elements.
-
-    Args:
-        shape: of the tensor, which has `prod(shape)` elements. A single number has the shape (), and its one part is
-            `Box((), ())`.
-        boxes: counted from the tensor's first element. An empty box is a fault, too: it holds nothing and has no place.
-
-    Returns:
-        None if every element is in exactly one box. Otherwise one phrase that names a box or counts elements, such as
-        "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). There is a fault if
-
-        - a box has a different number of dims than the tensor,
-        - a box does not lie within the shape,
-        - two boxes have an element in common (`find_overlap` finds such a pair among boxes within the shape),
-        - none of these, but some elements are in no box.
+    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes
+    may be of any size, in any order, and make no sense; an empty box is a fault. There may be thousands, with billions of elements.
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):

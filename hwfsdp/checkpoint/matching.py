@@ -169,23 +169,9 @@ class Need(NamedTuple):
 
 
 def needs_of(matched: Match) -> Iterator[Need]:
-    """List the parts that this rank reads: from which chunk, and for which place.
+    """List what this rank reads: a part of a chunk for each target and chunk of the same path that have elements in common.
 
-    Here a save of W ranks meets a load on W' ranks. A chunk is a part that a saving rank had. `box_of` a target is the part
-    that this rank has now. The rank reads only what is in both.
-
-    Args:
-        matched: `matched.tensors` holds, by path, every target of which this rank has a part.
-            `matched.manifest.entries[path]` is the saved tensor of the same path, and
-            `matched.manifest.chunks_of(entry)` returns its chunks. (If two tensors were one object at the save, one of them
-            lists no chunks itself.)
-
-    Returns:
-        An iterator over one `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have elements in common,
-        in any order. Other pairs give nothing. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the `Chunk`s
-        of this tensor; its part of the tensor is `chunk.box`. `box`: the `box_of` the target. `shared`: the elements that `box`
-        and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. Together, the `shared`
-        boxes of one target make up its `box`.
+    Together, the parts for one target make up its `box_of`.
     """
     for path, target in matched.tensors.items():
         entry, box = matched.manifest.entries[path], box_of(target)

@@ -66,20 +66,9 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Return the part of the whole tensor that this rank has, counted from the first element of the whole.
+    """Return the part of the whole tensor that this rank has, in tuples; None if it has no element, or is outside the tensor's mesh.
 
-    A save calls this for what it writes, a load for what it fills, each on its own mesh. Everything that depends on the number of
-    ranks is in this function. A checkpoint itself does not depend on this number.
-
-    Args:
-        tensor: a plain tensor, of which every rank has everything; or a DTensor, of which this rank has the part that the
-            placements say. This rank may be outside the DTensor's mesh; then `device_mesh.get_coordinate()` is None.
-
-    Returns:
-        None if this rank has no element: it is not in the mesh, its shard is empty, or the tensor has no elements at all.
-        Otherwise a `Box` of two tuples (not lists, because boxes are keys of dicts). For a DTensor,
-        `layout.compute_local_shape_and_global_offset(shape, mesh, placements)` gives the shape and the offset, in this order,
-        for any number of cuts, even or not. Neither of the two includes padding.
+    Every rank has all of a plain tensor. Padding belongs to no part.
     """
     if not isinstance(tensor, DTensor):
         box = whole(tensor.shape)
@@ -228,30 +217,19 @@ def _brief(entry: dict[str, Any]) -> str:
 
 
 def _refuse(path: KeyPath, expected: str, got: str) -> None:
+    """Raise UsageError: the ranks' parts of what is at `path` do not fit together."""
     remedy = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
     refuse(path, expected, got, remedy)
 
 
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
-    """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
-
-    The leader of a save calls this for every tensor. The result decides which rank writes a box: each box is written once, by one
-    of its ranks.
+    """List which ranks have which part of one tensor: (path, box) to ranks. Parts and ranks are in the order of ranks.
 
     Args:
-        path: of the tensor in the state dict.
-        by_rank: the description of the tensor by each rank, in the order of ranks, as JSON: "shape", a list, the same on all;
-            "box", [offset, shape], two lists, or None if the rank has no part of it. If other ranks may have the same box
-            (replicas), there is also "crc32", a checksum of the box's bytes.
-
-    Returns:
-        A dict from (path, box) to the ranks that have the box, in their order. The boxes are `Box`es of tuples, in the order of
-        their first rank. A box that several ranks have is there once.
+        by_rank: "shape" and "box" ([offset, shape], or None) of each rank and, if the box may have replicas, "crc32" of its bytes.
 
     Raises:
-        UsageError: call `_refuse(path, expected, got)`, which raises it, in two cases. Two ranks have the same box with
-            different checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not make up the
-            shape: `got` is the answer of `find_fault(shape, boxes)`.
+        UsageError: copies of one box have different checksums (the error tells both), or the boxes do not make up the shape.
     """
     holders: dict[tuple[KeyPath, Box], list[int]] = {}
     for rank, entry in enumerate(by_rank):

@@ -100,6 +100,7 @@ def find_current(path: Path) -> Current:
 
 
 def _current_bytes(save_id: str, digest: str) -> bytes:
+    """Return what `CURRENT` holds: the id of the save that counts, and the SHA-256 of its manifest."""
     tree = {"format": FORMAT, "version": VERSION, "save": save_id, "manifest_sha256": digest}
     text = json.dumps(tree)[:-1]
     return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
@@ -197,31 +198,13 @@ def begin(path: Path) -> str:
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Commit the save: bring the manifest and the names to the disk, then let the save count.
+    """Commit the save: write its manifest, then let `CURRENT` name it. The data files are in `path / save_id`; their names may be lost.
 
-    The leader calls this when the data files of all ranks are in `path / save_id`. Their bytes are on the disk, but their names
-    and the name of the folder are not. Between any two operations, the process may be killed, or the machine may lose power.
-    After a power cut, a file has at least the bytes that it had at its last fsync, and a directory has at least the names that it
-    had at its own last fsync. Any later change may be lost. At every moment, a load must find either the whole save that counted
-    before, or the whole new save. After this function has returned, it must find the new save.
-
-    What to do:
-        Write `manifest` to the file `MANIFEST` in the folder. A folder that has a file of this name counts as a finished
-        save. So first write all bytes under another name and bring them to the disk; then give the file its name
-        (`os.replace`). At the end, the folder has the data files and the manifest, and nothing else.
-        Then make `CURRENT` in `path` hold `_current_bytes(save_id, digest)`. Replace it in one operation, by the file `_NEW`
-        in `path`, and only when nothing that it refers to can be lost any more. A save that died may have left a `_NEW`.
-        Remove it, because `blocks.write_small_file(path, data)`, which writes and fsyncs a file, needs a new name.
-        `blocks.sync_directory` of a directory brings the names in this directory to the disk.
-
-    Args:
-        path: of the checkpoint. save_id: the name of the new save's folder in it. manifest: its text. digest: the SHA-256
-            of the manifest, for `CURRENT`.
+    At every moment, also after a power cut, a load must find the whole old save or the whole new one; on return, the new one. A
+    power cut may undo everything except the bytes of a file and the names in a folder at their last fsync.
 
     Raises:
-        OSError: the disk failed. Then the save from before must still count; if there was none, there must be no `CURRENT`.
-            The last step brings the replaced name to the disk. If this step fails, call `_put_back(path, before)`, where
-            `before` is the bytes that `CURRENT` had before you replaced it, or None.
+        OSError: the disk failed. Then the save from before still counts; if there was none, none counts.
     """
     folder = path / save_id
     blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)

@@ -146,26 +146,13 @@ class StateDictStager:
                 tensor.data = quantized_over(part, tensor) if tensor.is_quantized else part
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
-        """Find memory for the copies, and list what to copy there. `stage` makes the copies after this function returns.
-
-        Tensors that share memory also share it in the copy: tied weights, slices of one buffer, a tensor and its transpose.
+        """Lend memory for copies of these tensors, and list the copies to make, one for each block. `stage` makes them later.
 
         Args:
-            tensors: by id, the tensors of the state dict (for a DTensor the local part), with memory on any device. Each tensor
-                comes once, but several may have one storage, or be equal views of it.
+            tensors: by id; some share a storage, some are equal views of it, some have no elements.
 
         Returns:
-            First, by the same ids, tensors on the CPU with the same shape, dtype and place relative to each other, in lent memory
-            without values yet. Second, the copies to make, one for each block.
-
-        What to do:
-            A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
-            Sort all other tensors by `untyped_storage()`, and those of one storage by `view_of(tensor)`. Both can be keys of a
-            dict. For all distinct views of a storage, `blocks_of(views)` makes blocks: the parts that are copied together.
-            `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each block.
-            `_copy_of(block, buffer, storage, tensor)` is the copy of a block; `tensor` is a tensor that has the view
-            `block.views[0]`. `place_of(view, block)` gives the place of a view in the buffer, as offset and stride. Every tensor
-            that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
+            By the same ids, CPU tensors without values yet, which share memory as the given ones do; and the copies.
         """
         staged: dict[int, Tensor] = {}
         copies: list[_Copy] = []
@@ -187,23 +174,10 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """Lend an unused buffer for each of these sizes: a free one or a new one (Note [Lent memory]).
+        """Lend an unused buffer of `source` for each of these sizes (bytes), all different. A free one is better than a new one.
 
-        Args:
-            source: the storage that is staged. `self._pools[source]` is the list of all buffers that were made for it and not
-                released yet, lent or free. This list may not exist yet.
-            sizes: the bytes of each buffer; some may be equal.
-
-        Returns:
-            As many buffers as sizes, in the same order, all different. `is_referred_to_elsewhere(pool, index)` is False if this
-            buffer of the pool is free. It is True if anything except the pool refers to the buffer, directly or through a
-            tensor, a view, or an array (a name in this function counts, too). It is None if this torch cannot tell; do not lend
-            such a buffer. Lend a free buffer of the right size before you make a new one. `self._add(pool, size)` makes a buffer
-            and keeps it in the pool.
-
-        Of the buffers that were free when the call began, the pool keeps the buffers that this call lends. It also keeps spare
-        ones: for each size, at most as many as `sizes` asks for, because the next copy needs them while the buffers of this copy
-        are being written. Release all other free buffers.
+        A buffer is free if only its pool refers to it; if torch cannot tell, it is not. Of the free buffers that are left, keep for each
+        size as many as `sizes` has: the next copy needs them while these are written. Release the others.
         """
         pool = self._pools.setdefault(source, [])
         free: defaultdict[int, list[int]] = defaultdict(list)
@@ -218,11 +192,13 @@ class StateDictStager:
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 
     def _add(self, pool: list[Storage], size: int) -> Storage:
+        """Make a buffer and keep it in the pool. Return it."""
         pool.append(self._allocate(size))
         # If references cannot be counted, the pool never lends this buffer again, so it need not keep it.
         return pool.pop() if is_referred_to_elsewhere(pool, -1) is None else pool[-1]
 
     def _allocate(self, size: int) -> Storage:
+        """Make a buffer of `size` bytes, which no pool keeps."""
         like = {"buffer": torch.empty(size, dtype=torch.uint8, device="meta")}
         buffer: Tensor = create_cpu_state_dict(like, self._pin, self._share)["buffer"]
         return buffer.untyped_storage()
@@ -342,20 +318,9 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
 
 
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """Build the state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
+    """Return a deep copy of the state dict in which the staged parts stand for `tensors`, all that are in it.
 
-    Args:
-        state_dict: any object. tensors: all tensors in it, each once, also those inside objects. staged: by the `id` of a
-            tensor, its staged tensor; for a DTensor, the staged tensor of its local part.
-
-    Returns:
-        The result of `_copied(state_dict, tensors, memo)`. `memo` is the memo of `copy.deepcopy`: a dict from the `id` of an
-        object to its copy. A deep copy looks there before it copies an object, and adds each copy that it makes. So one
-        object at two places stays one object. All tensors must be in the memo from the beginning. The copy of a tensor is
-        `_dressed(staged part, tensor)`, which, for example, makes a DTensor of the part of a DTensor.
-
-    Raises:
-        UsageError: something cannot be copied.
+    `staged`: by the id of a tensor, or of a DTensor's local part (Note [A memo that answers tensors]). Raises UsageError if something cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
     return _copied(state_dict, tensors, memo)

@@ -56,6 +56,7 @@ class Block(NamedTuple):
 
 
 def view_of(tensor: Tensor) -> View:
+    """Return the place of a tensor in its storage. The tensor has elements."""
     shape, stride, size = tensor.shape, tensor.stride(), tensor.element_size()
     begin = int(tensor.storage_offset())
     end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride))

@@ -267,9 +267,8 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
 
-        Called when the user may have replaced the parameter or its memory. Rows that need no padding stay where they are. Other
-        rows are copied to the front of new, padded memory, which then is the memory of `param`'s local part. `param` stays the
-        same object.
+        Called when the user may have replaced the parameter or its memory. Rows that are padded already, or need no padding, stay where
+        they are. Otherwise `param`, which stays the same object, gets new memory: the front of a new `padded_shard`.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

@@ -11,7 +11,7 @@ A station is a chapter of the learner's own file, which grows from station to st
 An elective is cut out of the package:
 
     exercises/12_strided_shards/
-        exercise.toml         holes in place of file; calls: the names of the package that the docstrings mention
+        exercise.toml         holes in place of file; calls: the names of the package that may help
         .hints.toml, README.md    as above
         picture.png           drawn by the package
         strided_shards.py     the starter, made from the package; learners edit it in place

@@ -1,20 +1,22 @@
-"""Definitions for learners who fill a hole: the names that the docstrings mention, with the package's signatures.
+"""Definitions for learners who fill a hole: names of the package that may help, each with its signature and the first line of its docstring.
 
-    # Names of the package that the docstrings mention:
+    # Names of the package that may help:
     #
     # hwfsdp.streams
     #     property   StreamEvent.is_over -> bool
     #     method     Stream.record() -> StreamEvent
+    #                    Return an event after all work that was issued here so far.
     #     attribute  StreamSet.copy: Stream
 
-A manifest lists the names as `module:name`. The signatures and types come from the package, so they cannot be out of date. A type is
-shown only if the source states it. So an attribute that a function of another module makes has no type here.
+A manifest lists the names as `module:name`. Everything else comes from the package, so it cannot be out of date. A type is shown only if
+the source states it. So an attribute that a function of another module makes has no type here.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -24,9 +26,10 @@ from hwfsdp.course import holes
 from hwfsdp.course.refusals import suggestion, unusable
 
 WIDTH = 110  # of a line
-TITLE = "# Names of the package that the docstrings mention:"
+TITLE = "# Names of the package that may help:"
 _TIED = "\0"  # stands for a space at which no line may break
 _SHORT = 60  # characters of a value; a longer value is not shown
+_NOTE = re.compile(r" \(Note \[.*?\]\)")  # of the module, which a learner does not see
 
 
 class Definition(NamedTuple):
@@ -55,7 +58,9 @@ def block(names: Sequence[Definition]) -> list[str]:
     """
     lines = []
     for module, group in groupby(names, key=lambda name: name.module):
-        lines += [f"# {module}", *(line for name in group for line in _wrapped(described(name)))]
+        lines.append(f"# {module}")
+        for name in group:
+            lines += [*_wrapped(described(name)), *_explained(summary(name))]
     return [TITLE, "#", *lines] if lines else []
 
 
@@ -68,6 +73,31 @@ def _wrapped(text: str) -> list[str]:
     return [line.replace(_TIED, " ") for line in wrapper.wrap(tied)]
 
 
+def _explained(text: str) -> list[str]:
+    indent = "#" + " " * 18
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def summary(name: Definition) -> str:
+    """Return the first line of a definition's docstring, or what its class says about the attribute; "" if there is neither."""
+    last = name.name.rpartition(".")[2]
+    for node in _scope(name).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
+            return _NOTE.sub("", (ast.get_docstring(node) or "").partition("\n")[0])
+    told = " ".join((ast.get_docstring(_scope(name)) or "").partition("Attributes:")[2].split())
+    found = re.search(rf"(?:^|[.] ){last}: (.*?[.])(?: |$)", told) if name.owner else None
+    return _NOTE.sub("", found[1]) if found else ""
+
+
+def _scope(name: Definition) -> ast.Module | ast.ClassDef:
+    """Return the module or the class that a definition is in; an empty module if there is no such class."""
+    scope: ast.Module | ast.ClassDef = holes.parsed(name.source)
+    for part in name.owner.split(".") if name.owner else ():
+        classes = (node for node in scope.body if isinstance(node, ast.ClassDef) and node.name == part)
+        scope = next(classes, ast.Module([], []))
+    return scope
+
+
 @functools.lru_cache(maxsize=1024)
 def described(name: Definition) -> str:
     """Return the kind of a definition in one word, then its signature or type.
@@ -75,10 +105,8 @@ def described(name: Definition) -> str:
     Raises:
         UsageError: the name is not in its module.
     """
-    body: Sequence[ast.stmt] = holes.parsed(name.source).body
     owner, last = name.owner, name.name.rpartition(".")[2]
-    for part in owner.split(".") if owner else ():
-        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == part), [])
+    body = _scope(name).body
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == last:
             return _function(node, name.name, is_method=bool(owner))

@@ -5,7 +5,7 @@ A starter and its solution are the same file except for the bodies. Both are mad
     imports      the imports of names that the functions use; the file imports names of the functions' own module from it
     functions    signature, decorators, docstring; then a hole, or the package's body
     methods      inside a class of the same name, with the package's docstring; one per class of the package
-    comment      signatures of names that the docstrings mention and that are not in the file (`provided`)
+    comment      names of the package that may help and that are not in the file (`provided`)
 
 So a starter shows only the holes of a module. An import at its top is a hint at most.
 """
@@ -54,7 +54,7 @@ def render(
     Args:
         chosen: the holes in the order in which learners fill them; holes of one class follow each other.
         label: the label of the exercise, for example "04". title: the first line of the file.
-        calls: names of the package that the docstrings mention; names of one module follow each other.
+        calls: names of the package that may help; names of one module follow each other.
 
     Raises:
         UsageError: a hole, or one of `calls`, is not in its module.

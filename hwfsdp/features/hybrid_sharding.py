@@ -73,10 +73,9 @@ class HybridMesh(ShardMesh):
     around: DeviceMesh | None = None
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Return the placements of a plain parameter that is sharded along dimension `dim`: one for each axis of `mesh`.
+        """Return one placement for each axis of `mesh`, for a plain parameter that is cut along dimension `dim`.
 
-        First `Replicate()` for the axis of replicas, if there is one (if `replicate` has a group). Then `Shard(dim)` for the axis
-        of shards, if there is one. An axis that exists may have only one rank.
+        An axis exists if it has a group, even if the group has only one rank.
         """
         replicate = (Replicate(),) if self.replicate.group else ()
         return (*replicate, Shard(dim)) if self.shard.group else replicate
@@ -112,15 +111,7 @@ def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = Non
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
-    """Return the axis to shard over and the axis to replicate over, as this process sees them.
-
-    Args:
-        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have only one rank. `axis_along(mesh, dim)` makes the `Axis`
-            of one dimension. An axis that the mesh does not have is `Axis()`: no group, one rank.
-
-    Returns:
-        (shard, replicate), in this order.
-    """
+    """Return (shard, replicate), the axes of a mesh (shard) or (replicate, shard). A missing axis is `Axis()`: one rank, no group."""
     replicate = axis_along(mesh, 0) if mesh.ndim == 2 else Axis()
     return axis_along(mesh, mesh.ndim - 1), replicate
 
@@ -183,15 +174,10 @@ class HybridReducer(SteeredReducer):
         return self.zeros(param) if waiting else super().stand_in(param)
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue the work that follows a reduction over the shard axis; return at once. The reduction may still be in flight.
+        """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
 
-        If `all_reduce_grads` is False, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
-        gradients. Otherwise, kept partial gradients are added to the result (`take_partial_grads`). Then the result is reduced
-        over the replicas (`reduce_over_replicas`). With one replica, it goes directly to the shards' gradients (`finish_shards`).
-        `comm_ctx.hold` keeps the memory of the all-reduce until the backward is over.
-
-        `finish_shards` is called directly. The calls of the other three functions are handed to `reducing.stream.then` inside
-        `reducing.stream.run()`, and must not refer to `reducing.flat`.
+        Its result reaches the shards' gradients, or `partial_grads` if `all_reduce_grads` is off. Nothing that is queued may keep
+        `reducing.flat` alive. Memory of an all-reduce is kept until the backward is over.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -218,16 +204,10 @@ class HybridReducer(SteeredReducer):
     def reduce_over_replicas(
         self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
     ) -> None:
-        """All-reduce the result of the reduce-scatter over the replicas, in place. Then add it to the shards' gradients.
+        """Reduce `result` over the replicas, in place, on the all-reduce stream; then add it to the shards' gradients there.
 
-        Replicas hold the same rows, so only these rows cross: 1/S of the elements that the reduce-scatter read, for S shards.
-        Called once, when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after the
-        reduce-scatter and after `take_partial_grads`.
-
-        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for this event. On this stream, the collective
-        starts (`start_all_reduce`). Then, on the same stream, the result is divided and added to the shards' gradients
-        (`add_divided`). Nothing else waits: neither compute, nor the host, nor the reduce-scatter stream, which has the next
-        group to reduce.
+        Called when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after it. Only the
+        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: what is left of the mean.
         """
         stream = self.group.comm_ctx.streams.all_reduce
         stream.wait(reduced)
@@ -246,15 +226,9 @@ class HybridReducer(SteeredReducer):
             stream.add(work)
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Keep the result of a reduction over the shard axis only, which has not reached the replicas yet.
+        """Add a result [n] of a reduction over the shard axis only to the partial gradients of `params`.
 
-        Args:
-            params: the parameters that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. You
-                may keep views of it, except if the mesh has only one shard. Then `result` is the flat buffer of the gradients,
-                whose memory belongs to the compute stream, so you must keep a copy.
-
-        Afterwards `partial_grads` has an entry for each of `params`: the old entry, to which the piece was added in place; or,
-        without an old entry, the piece.
+        With one shard, `result` is memory that the compute stream will use again.
         """
         with no_autograd():
             if self.group.mesh.size == 1:  # the result is the input, which belongs to the compute stream
@@ -264,12 +238,7 @@ class HybridReducer(SteeredReducer):
                 self.partial_grads[param] = grad if kept is None else kept.add_(grad)
 
     def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add partial gradients to the result of a reduction that goes on over the replicas. Each is added once.
-
-        Args:
-            params: the parameters that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in
-                place.
-        """
+        """Add the partial gradients of `params` to `result` [n], in place. Each counts once."""
         with no_autograd():
             for param, grad in self.group.pieces(params, result):
                 if param in self.partial_grads:

@@ -166,16 +166,9 @@ def placements_of(
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return the placement of FSDP's axis, which cuts tensor dim `dim` after other axes. It says how they have cut this dim.
+    """Return the placement of an axis that cuts `dim` after the axes on its right: it says into how many parts these have cut `dim`.
 
-    Args:
-        placements: the placements of the axes on the right of FSDP's axis, which have made their cuts already, each with the
-            number of ranks along its axis.
-
-    Returns:
-        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts into which these cuts have divided `dim`. If
-        `parts` is 1, `dim` is still in one piece; then a plain `Shard(dim)`. `compat.is_shard` is True for placements that cut.
-        The `dim` of such a placement may be another tensor dim.
+    `placements`: of the axes on the right, each with its number of ranks. If `dim` is still in one piece, a plain `Shard`.
     """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
@@ -184,18 +177,9 @@ def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placemen
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Return the placements on the joined mesh of a sharded parameter that was a DTensor before. Data-parallel axes come first.
+    """Return the placements of a sharded parameter that was a DTensor before: first FSDP's axes, then its own.
 
-    Args:
-        own: the placements that a plain parameter would get: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid
-            sharding.
-        before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
-        sizes: the number of ranks along each of these axes.
-        dim: the tensor dim that FSDP cuts.
-
-    Returns:
-        One placement for each axis of the joined mesh. Where `own` cuts, the placement has to say what `before` has cut
-            already (`cut_after`). Where `own` replicates, the placement replicates, too.
+    `own`: what a plain parameter would get. `before`, `sizes`: placements and sizes of the DTensor's axes, which stay.
     """
     cut = cut_after(zip(before, sizes, strict=True), dim)
     return (*(cut if compat.is_shard(p) else p for p in own), *before)

@@ -107,28 +107,15 @@ def _check_placements(mesh_shape: Sequence[int], placements: Sequence[Placement]
 
 
 def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """Return, for each tensor dim, the mesh dims that cut it, in the order of their cuts (Note [Right to left]).
-
-    Args:
-        mesh_shape: the number of ranks along each mesh dim.
-        placements: one for each mesh dim. If `isinstance(placement, SHARDS)`, this mesh dim cuts tensor dim `placement.dim`,
-            counted from the front. All other placements cut nothing.
-
-    Returns:
-        A dict from each tensor dim that is cut to a new list of all mesh dims that cut it. The caller may change the lists.
-
-    A `StridedShard` asks for `placement.split_factor` pieces, and a plain `Shard` asks for 1. The tensor dim is in this number of
-    pieces when the mesh dim cuts it, if we count only cuts by mesh dims on its right. So go from the last mesh dim to the first.
-    Insert each into the order of its tensor dim: at the place where the product of the mesh sizes of the cuts before it is the
-    number that it asks for (for 1: at the front). If there are several such places, because some mesh dims have size 1, take any.
+    """Return, for each tensor dim that is cut, the mesh dims that cut it, in the order of their cuts. The lists are new.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
+    A placement tells how many pieces the mesh dims on its right have made before it cuts; a plain `Shard` cuts before them.
+
     Raises:
-        UsageError: there is no such place, because the cuts so far never make this number of pieces.
-            `impossible_factor(mesh_shape, mesh_dim, placement, pieces)` returns the error to raise. `pieces` are the numbers of
-            pieces at all places, including 1.
+        UsageError: no order of cuts makes that number of pieces.
     """
     orders: defaultdict[int, list[int]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
@@ -146,11 +133,7 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
 def impossible_factor(
     mesh_shape: Sequence[int], mesh_dim: int, placement: Placement, pieces: Sequence[int]
 ) -> UsageError:
-    """Make the error for a split factor that no cuts make.
-
-    Args:
-        mesh_dim: the mesh dim of the placement. pieces: the numbers of pieces that the cuts on its right make, including 1.
-    """
+    """Make the error for a placement on `mesh_dim`. `pieces`: the numbers of pieces that cuts on its right do make, including 1."""
     return UsageError(
         f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
         expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
@@ -194,21 +177,9 @@ def nested_extent(
     orders: Mapping[int, Sequence[int]],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """Return the box that the rank at this coordinate keeps after all cuts. Integers only.
+    """Return the box that the rank at this coordinate keeps after all cuts. Integers only. `orders`: see `orders_of_cuts`.
 
-    Args:
-        global_shape: of the whole tensor; sizes may be 0.
-        mesh_shape: the number of ranks along each mesh dim.
-        orders: the result of `orders_of_cuts`. Tensor dims that are not in it are not cut.
-        coordinate: the rank's index along each mesh dim.
-
-    Each cut divides the part of the tensor dim that earlier cuts have left to this rank. It divides this part among the ranks
-    along its mesh dim, as `sharding.chunk_extent` does, and keeps the chunk for this rank's index along that mesh dim. The sizes
-    need not divide evenly.
-
-    Returns:
-        Shape, and offset in the whole tensor, as tuples of integers. If nothing is left of a tensor dim, the offset in it is
-        the size of this dim in `global_shape`, so that an empty part never has the offset of a real part.
+    A cut leaves a rank one chunk of what it had. If nothing is left of a dim, the offset is the size of that dim in the whole.
     """
     shape, offset = list(global_shape), [0] * len(global_shape)
     for dim, order in orders.items():
@@ -375,21 +346,13 @@ def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh.
+    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh. Autograd knows where they come from.
 
     Args:
-        tensor: the whole, of any shape; it does not change.
-        pad: append zeros in each sharded dim, so that all local tensors have the largest local shape, as collectives need.
+        pad: append zeros in each sharded dim, so that all have the largest local shape, as collectives need.
 
     Returns:
-        One tensor for each rank of the mesh: contiguous, in the dtype of `tensor`, in its own memory, which is no larger than
-        necessary. If nothing is left for a rank, its tensor is empty; with `pad`, it is full of zeros. Autograd knows that they
-        come from `tensor`.
-
-    `extents_of(shape, mesh_shape, placements)` gives the box of each coordinate: a dict from coordinate to `LocalExtent`, in
-    row-major order. `largest_shape(extents)` of this dict has, in each dim, the largest size of all boxes. `slices_of(extent)` is
-    the index of the box in the whole tensor. `front_of(extent)` is the index of the same number of elements at the front of a
-    shard.
+        Contiguous tensors, each in its own memory, no larger than necessary; empty or all zeros if a rank has nothing.
 
     Raises:
         The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
@@ -409,23 +372,13 @@ def unshard_strided(
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
 ) -> Tensor:
-    """Put the whole tensor together from the local tensors of all coordinates; the inverse of `shard_strided`.
+    """Put the whole tensor together: the inverse of `shard_strided`. Autograd knows where it comes from.
 
     Args:
-        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They do not change.
-
-    Returns:
-        A tensor of `global_shape`, in its own memory, with the shards' dtype and device. Autograd knows that it comes from the
-        shards.
-
-    `extents_of(global_shape, mesh_shape, placements)` gives the place of each shard in the whole: a dict from coordinate to
-    `LocalExtent`, in row-major order. The elements of a shard are at its front: `front_of(extent)` is their index in the shard,
-    `slices_of(extent)` in the whole. The rest of a shard is padding. Leave it out. Several coordinates may have the same extent
-    (replicas). Take the shard of the first one, and ignore the others.
+        shards: of all coordinates, in row-major order, with or without padding. Of replicas, the first one counts.
 
     Raises:
-        UsageError: a shard is smaller than its extent, or larger than padding makes it, or there is not one shard for each
-            coordinate. `check_shards(shards, mesh_shape, extents)` checks all of this. Also the errors of `shard_strided`.
+        UsageError: a shard has no possible shape for its place, or there is not one shard for each coordinate.
     """
     extents = extents_of(global_shape, mesh_shape, placements)
     check_shards(shards, mesh_shape, extents)
