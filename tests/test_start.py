@@ -22,6 +22,7 @@ from hwfsdp import explain, fully_shard, init_shards, launch
 from hwfsdp.compat import fake_process_group
 from hwfsdp.core.ranks import default_mesh
 from hwfsdp.layout.blueprint import on_paper
+from hwfsdp.layout.init_shards import generator_of
 from oracles import (
     BITS,
     REGROUPING,
@@ -174,6 +175,17 @@ def test_init_is_called_for_each_row_of_the_rank_with_that_row_in_whole(world_si
             if calls:
                 rows = local if local.shape[1:] == torch.Size(shape[1:]) else found.whole[name]
                 assert torch.equal(torch.stack(calls), rows), name
+
+
+def test_a_generator_depends_on_all_64_bits_of_its_seed():
+    drawn = {
+        tuple(torch.rand(4, generator=generator_of(seed)).tolist())
+        for seed in (0, 5, 5 + 2**32, 5 + 2**40, 2**64 - 1, 2**63 - 1, 2**32 - 1)
+    }
+    assert len(drawn) == 7
+    noise = torch.stack([torch.empty(1000).normal_(generator=generator_of(seed)) for seed in range(100)])
+    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
+    assert noise.corrcoef().fill_diagonal_(0).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("case", STARTS)

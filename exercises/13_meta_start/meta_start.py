@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core import compat
 from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
-from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
+from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, reshard_all
 
 # Names of the package that may help:
 #
@@ -32,6 +32,9 @@ from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 #                  A rank's part of a parameter: the memory to fill, and the index of its first element in the
 #                  whole parameter.
 #     constant   Init = Callable[[str, Tensor, torch.Generator], object]
+#     function   generator_of(seed: int) -> torch.Generator
+#                  Make a CPU generator from all 64 bits of a seed. torch's `manual_seed` keeps only 32, and a
+#                  model has millions of rows.
 #     function   reshard_all(model: nn.Module) -> None
 #                  Register the shards of all groups below `model`. Values in whole parameters would be lost
 #                  at the next gather.
@@ -120,10 +123,10 @@ class FSDPParam:
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
+        """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
-        Called when the user may have replaced the parameter or its memory. Rows that are padded already, or need no padding, stay where
-        they are. Otherwise `param`, which stays the same object, gets new memory: the front of a new `padded_shard`.
+        The user may have replaced the parameter or its memory. Rows that lie right already, or that need neither padding nor another
+        place (`home`), stay where they are. Otherwise `param`, the same object, gets the front of a new `padded_shard` as its memory.
         """
         # TODO(13)
         raise NotImplementedError

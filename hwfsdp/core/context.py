@@ -108,7 +108,7 @@ class FSDPCommContext:
         self._reducing.append(reduction)
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor until the backward is over, because work on this stream still uses it."""
+        """Keep a tensor until the backward is over; the end of the backward waits for the work on this stream."""
         self._held.setdefault(stream, []).append(tensor)
 
     def wait_for_reductions(self, leave: int = 0) -> None:

@@ -265,10 +265,10 @@ class FSDPParam:
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Let `padded_shard`, the memory that gathers read, hold the rows of `param` (Note [Padding lives in the shard]).
+        """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
-        Called when the user may have replaced the parameter or its memory. Rows that are padded already, or need no padding, stay where
-        they are. Otherwise `param`, which stays the same object, gets new memory: the front of a new `padded_shard`.
+        The user may have replaced the parameter or its memory. Rows that lie right already, or that need neither padding nor another
+        place (`home`), stay where they are. Otherwise `param`, the same object, gets the front of a new `padded_shard` as its memory.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

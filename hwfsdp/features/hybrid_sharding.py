@@ -146,7 +146,7 @@ class HybridReducer(SteeredReducer):
 
     def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
-        self.replicas = replicas_of(group.mesh)
+        self.replicas: Axis = replicas_of(group.mesh)
         self.all_reduce_grads = True
         self.partial_grads: dict[FSDPParam, Tensor] = {}
 
@@ -177,7 +177,7 @@ class HybridReducer(SteeredReducer):
         """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
 
         Its result reaches the shards' gradients, or `partial_grads` if `all_reduce_grads` is off. Nothing that is queued may keep
-        `reducing.flat` alive. Memory of an all-reduce is kept until the backward is over.
+        `reducing.flat` alive. On return, the memory of an all-reduce is already kept until the backward is over.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -198,7 +198,7 @@ class HybridReducer(SteeredReducer):
         return reducing.stream.record()
 
     def finish_shards(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue the heart's work (divide, add). If there is a hook, it runs before the division."""
+        """Queue the usual work: divide, add to the shards' gradients. If there is a hook, it runs before the division."""
         return super().finish(params, reducing)
 
     def reduce_over_replicas(
@@ -207,7 +207,7 @@ class HybridReducer(SteeredReducer):
         """Reduce `result` over the replicas, in place, on the all-reduce stream; then add it to the shards' gradients there.
 
         Called when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after it. Only the
-        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: what is left of the mean.
+        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: divide by it in the end.
         """
         stream = self.group.comm_ctx.streams.all_reduce
         stream.wait(reduced)

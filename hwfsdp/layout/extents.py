@@ -114,6 +114,8 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
 
     A placement tells how many pieces the mesh dims on its right have made before it cuts; a plain `Shard` cuts before them.
 
+    If mesh dims of one rank leave several orders, any of them is right.
+
     Raises:
         UsageError: no order of cuts makes that number of pieces.
     """
@@ -355,7 +357,7 @@ def shard_strided(
         Contiguous tensors, each in its own memory, no larger than necessary; empty or all zeros if a rank has nothing.
 
     Raises:
-        The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
+        UnsupportedError: a placement is Partial: a sum does not tell which rank had which part. Also the errors of `extents_of`.
     """
     extents = extents_of(tensor.shape, mesh_shape, placements)
     shards = []

@@ -104,4 +104,16 @@ def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
     Its numbers depend on these three alone: they are the same in every process on every machine.
     """
     digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return generator_of(int.from_bytes(digest, "little"))
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Make a CPU generator from all 64 bits of a seed. torch's `manual_seed` keeps only 32, and a model has millions of rows."""
+    made = torch.Generator()
+    # 30 bits each, and the number of the part; generators are linear, so the exclusive or of three states is a state
+    first, *others = (
+        made.manual_seed(i << 30 | seed >> 30 * i & (1 << 30) - 1).get_state() for i in range(3)
+    )
+    state = first ^ others[0] ^ others[1]
+    made.set_state(state)
+    return made

@@ -36,6 +36,9 @@ from hwfsdp.core.streams import StreamEvent
 #     class      Mean(before: float, operation: Any, after: float)
 #                  The steps of a mean: divide by `before`, reduce with `operation`, divide by `after`.
 #                  Division by 1 is left out.
+# hwfsdp.core.compat
+#     function   no_autograd() -> AbstractContextManager[Any]
+#                  Keep the operations of the block out of autograd, and out of any `torch.func` transform.
 # hwfsdp.core.streams
 #     method     Stream.run() -> AbstractContextManager[Any]
 #                  Issue the work of the block on this stream.
@@ -50,7 +53,8 @@ from hwfsdp.core.streams import StreamEvent
 #     attribute  FSDPCommContext.streams
 #                  see `streams.StreamSet`.
 #     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
-#                  Keep a tensor until the backward is over, because work on this stream still uses it.
+#                  Keep a tensor until the backward is over; the end of the backward waits for the work on
+#                  this stream.
 # hwfsdp.core.group
 #     attribute  ParamGroup.mesh: ShardMesh
 #                  the ranks over which they are sharded.
@@ -68,7 +72,7 @@ from hwfsdp.core.streams import StreamEvent
 #     attribute  Reducer.group: ParamGroup
 #                  the group of these gradients.
 # hwfsdp.features.hybrid_sharding
-#     attribute  HybridReducer.replicas
+#     attribute  HybridReducer.replicas: Axis
 #                  the ranks of the all-reduce.
 #     attribute  HybridReducer.all_reduce_grads: bool
 #                  if False, partial gradients add up.
@@ -79,7 +83,8 @@ from hwfsdp.core.streams import StreamEvent
 #                  Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current;
 #                  return at once.
 #     method     HybridReducer.finish_shards(params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent
-#                  Queue the heart's work (divide, add). If there is a hook, it runs before the division.
+#                  Queue the usual work: divide, add to the shards' gradients. If there is a hook, it runs
+#                  before the division.
 # hwfsdp.features.reductions
 #     method     SteeredReducer.add_divided(stream: Stream, params: Sequence[FSDPParam], result: Tensor,
 #                    divisor: float) -> None
@@ -125,7 +130,7 @@ class HybridReducer:
         """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
 
         Its result reaches the shards' gradients, or `partial_grads` if `all_reduce_grads` is off. Nothing that is queued may keep
-        `reducing.flat` alive. Memory of an all-reduce is kept until the backward is over.
+        `reducing.flat` alive. On return, the memory of an all-reduce is already kept until the backward is over.
 
         Returns:
             An event after which `reducing.flat` may be reused.
@@ -151,7 +156,7 @@ class HybridReducer:
         """Reduce `result` over the replicas, in place, on the all-reduce stream; then add it to the shards' gradients there.
 
         Called when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after it. Only the
-        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: what is left of the mean.
+        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: divide by it in the end.
         """
         stream = self.group.comm_ctx.streams.all_reduce
         stream.wait(reduced)

@@ -35,6 +35,8 @@ from hwfsdp.layout.extents import (
 #                  True if the placement cuts the tensor. `_StridedShard` does, although only some versions of
 #                  torch make it a `Shard`.
 # hwfsdp.core.sharding
+#     class      Extent(start: int, length: int)
+#                  A run of consecutive rows: `start`, `start + 1`, … , `start + length - 1`.
 #     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
 #                  Return the rows of `rank` if `n` rows are cut for `world_size` ranks as `torch.chunk` cuts
 #                  them.
@@ -94,6 +96,8 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
 
     A placement tells how many pieces the mesh dims on its right have made before it cuts; a plain `Shard` cuts before them.
 
+    If mesh dims of one rank leave several orders, any of them is right.
+
     Raises:
         UsageError: no order of cuts makes that number of pieces.
     """
@@ -140,7 +144,7 @@ def shard_strided(
         Contiguous tensors, each in its own memory, no larger than necessary; empty or all zeros if a rank has nothing.
 
     Raises:
-        The errors of `local_extent_of`, and UnsupportedError for Partial, because a sum does not tell which rank had which part.
+        UnsupportedError: a placement is Partial: a sum does not tell which rank had which part. Also the errors of `extents_of`.
     """
     extents = extents_of(tensor.shape, mesh_shape, placements)
     shards = []

@@ -153,7 +153,7 @@ class StateDictStager:
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
     """Return a deep copy of the state dict in which the staged parts stand for `tensors`, all that are in it.
 
-    `staged`: by the id of a tensor, or of a DTensor's local part (Note [A memo that answers tensors]). Raises UsageError if something cannot be copied.
+    `staged`: by the id of a tensor; of a DTensor, its local part (Note [A memo that answers tensors]). Raises UsageError if something cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
     return _copied(state_dict, tensors, memo)

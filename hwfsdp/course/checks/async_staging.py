@@ -75,6 +75,9 @@ def judge_buffers(ranks: Ranks, seed: int) -> None:
     for rank, turns in enumerate(run["turns"]):
         for hold in ("nothing", *HOLDS):
             _compare_turns(f"rank {rank}, {hold} of the copy before is kept:", turns[hold], hold, seed)
+    for rank, (elements, allocated) in enumerate(run["blocks"]):
+        where = f"rank {rank}, parts of {elements[0]} and {elements[1]} elements of one large tensor, each copy dropped before the next:"
+        _compare_allocated(where, allocated, [sum(elements) * ITEM, 0, 0])
     for rank, untold in enumerate(run["untold"]):
         if not all(untold):
             raise told("15.untold", f"rank {rank}:", "the memory of the copy before", "memory of its own")
@@ -204,7 +207,7 @@ def _expect_error(where: str, got: str | None, part: str, kind: str = "UsageErro
     if got is None:
         raise told("15.silent", where, "nothing", kind)
     if not got.startswith(kind) or part not in got:
-        raise told("15.other_error", where, got, part)
+        raise told("15.other_error", where, got, f"{kind}: … {part} …")
 
 
 def _expect_none(where: str, got: str | None) -> None:

@@ -29,7 +29,7 @@ Data = dict[str, Any]
 def probe_staging(report: Report, seed: int) -> None:
     """Run each staging part by itself; nothing is communicated."""
     ready()
-    for part in (_snapshot, _turns, _twins, _bound, _released, _untold):
+    for part in (_snapshot, _turns, _twins, _blocks, _bound, _released, _untold):
         attempt(report, part.__name__[1:], partial(part, seed))
 
 
@@ -228,6 +228,17 @@ def _twins(seed: int) -> Data:
     right += _are_equal(stager.stage(longer), longer)
     right += _are_equal(staged, parts)
     return {"right": right, "allocated": [first.nbytes, second.nbytes], "elements": n}
+
+
+def _blocks(seed: int) -> list[list[int]]:
+    """Stage two parts of one large tensor, far apart and of different sizes, three times. Return sizes, and allocated bytes."""
+    n = sizes(seed)[0]
+    large, stager, allocated = _numbers(n * 20, 0), StateDictStager(), list[int]()
+    for _ in range(3):
+        with Allocations() as seen:
+            stager.stage({"first": large[:n], "last": large[-2 * n :]})
+        allocated.append(seen.nbytes)
+    return [[n, 2 * n], allocated]
 
 
 def _are_equal(staged: dict[str, Tensor], parts: dict[str, Tensor]) -> list[bool]:

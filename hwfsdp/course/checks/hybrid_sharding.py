@@ -157,7 +157,7 @@ def judge_finish(ranks: Ranks, seed: int) -> None:
             pieces = _pieces(seed, mesh, rank, range(len(shapes_of(seed, mesh.shards))), 0)
             for case, one in zip(FINISHES, found, strict=True):
                 earlier = ", a partial gradient before" if case.partial else ""
-                at = f"{where[:-1]}, all_reduce_grads={case.all_reduce}{earlier}:"
+                at = f"{where[:-1]}, a group with {case.replicas} replicas, all_reduce_grads={case.all_reduce}{earlier}:"
                 _compare_finish(at, case, one, pieces)
 
 
@@ -170,6 +170,8 @@ def _compare_finish(where: str, case: Finish, found: Mapping[str, Any], pieces: 
         total = new + 512.0 if case.partial and index == 0 else new
         grad, kept = after["grads"][index], after["partials"][index]
         if case.all_reduce:
+            if grad is not None and total is not new and new.numel() and is_same(grad, new / 4):
+                raise told("11.not_added", where, grad, total / 4, index=index)
             _compare_sum(f"{where} the partial gradient of p{index}", kept, None)
             if grad is None:
                 raise told("11.no_gradient", where, "none", total / 4, index=index)

@@ -126,7 +126,11 @@ def keys(seed: int) -> list[Key]:
         "w",
         "w1",
     )
-    return [(s, name, row) for s in seeds for name in names for row in (0, 1, 2, 11, 12, 110, 10**9)]
+    rows = (0, 1, 2, 11, 12, 110, 10**9)
+    # of 16 bits, so many seeds would collide
+    return [(s, name, row) for s in seeds for name in names for row in rows] + [
+        (seed, "w", row) for row in range(200, 800)
+    ]
 
 
 def _generators(seed: int) -> Tensor:
