@@ -30,6 +30,7 @@ Note [A memo that answers tensors]
 Left out: references that Python and torch do not count. Another process may have mapped a staged tensor, or a copy from it to a
 device may still be under way. If the staged dict was dropped before this was done, the process or the copy sees the values of the
 next staging. A tensor that is moved afterwards gets new memory each time. It does not share memory with tensors found before.
+The traceback of a failed save refers to its copy, so its buffers are not lent again as long as someone keeps the error or the handle.
 """
 
 from __future__ import annotations
