@@ -223,7 +223,7 @@ PICTURES: dict[str, Callable[[Runs], Figure]] = {
     "lifetimes": lambda runs: lifetimes.plot_lifetimes(runs.virtual[SEQUENCES[0]]),
     "traffic": _traffic,
     "states": _states,
-    "overlap": lambda runs: overlap.plot_overlap(runs.logs[2], step=STEPS - 1),
+    "overlap": lambda runs: overlap.plot_overlap(runs.logs[2], step=max(e.step for e in runs.logs[2].events)),
     "comparison": lambda runs: comparison.plot_comparison(
         {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}
     ),

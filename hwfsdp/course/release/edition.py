@@ -107,8 +107,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     """
     check_new_folder("release", out)
     last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
-    later = [exercise for exercise in course.exercises if exercise.number > last]
-    missing = [exercise.directory for exercise in later]
+    missing = [exercise.directory for exercise in course.exercises if exercise.number > last]
     if int(last) < LAST:
         missing.append(HOMEWORK)
     for name in _travelling(course.root, [f"exercises/{directory}/" for directory in missing]):
@@ -118,7 +117,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     _blank_package(course, out)
     _compile_checks(out / "hwfsdp")
     for exercise in everything(course):
-        if exercise not in later:
+        if exercise.directory not in missing:
             _put_starter(exercise, out / "exercises" / exercise.target)
     _change_files(out, last)
     leaks = list(find_leaks(out, secrets_of(course)))
