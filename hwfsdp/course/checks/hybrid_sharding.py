@@ -157,7 +157,7 @@ def judge_finish(ranks: Ranks, seed: int) -> None:
             pieces = _pieces(seed, mesh, rank, range(len(shapes_of(seed, mesh.shards))), 0)
             for case, one in zip(FINISHES, found, strict=True):
                 earlier = ", a partial gradient before" if case.partial else ""
-                at = f"{where[:-1]}, a group with {case.replicas} replicas, all_reduce_grads={case.all_reduce}{earlier}:"
+                at = f"{where[:-1]}, a group with one replica, all_reduce_grads={case.all_reduce}{earlier}:"
                 _compare_finish(at, case, one, pieces)
 
 

@@ -189,19 +189,17 @@ def _memory(tensor: Tensor | None) -> int:
 
 
 class Finish(NamedTuple):
-    """A call of `HybridReducer.finish` on a rank by itself.
+    """A call of `HybridReducer.finish` on a rank that has no other replicas: the replica axis has one rank.
 
     Attributes:
         all_reduce: of the group. partial: p0 has a partial gradient.
-        replicas: the size of the replica axis. Its process group has one rank, so an all-reduce changes nothing.
     """
 
     all_reduce: bool
     partial: bool = False
-    replicas: int = 1
 
 
-FINISHES = (Finish(False), Finish(True), Finish(True, True), Finish(False, True), Finish(True, True, 2))
+FINISHES = (Finish(False), Finish(True), Finish(True, True), Finish(False, True))
 
 
 def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any]:
@@ -210,8 +208,7 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
     for case in FINISHES:
         reducer, work = _reducer(seed, mesh), mock.Mock(spec=["wait"])  # over once someone waits for it
         group = reducer.group
-        reducer.replicas, reducer.all_reduce_grads = Axis(alone, case.replicas, 0), case.all_reduce
-        reducer.force_sum = True
+        reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
         if case.partial:
             first = group.params[0]
             reducer.partial_grads[first] = torch.full(first.layout.local_shape, 512.0)
