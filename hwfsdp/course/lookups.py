@@ -15,13 +15,17 @@ from __future__ import annotations
 import builtins
 import sys
 import types
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor, nn
 
 from hwfsdp.course.rules import ATTRIBUTES, BUSY, FRAMES, INSTRUMENTS, is_below, is_stream
 from hwfsdp.course.trust import asked_by_learner, is_package, is_trusted
 
 _WORDS = FRAMES | ATTRIBUTES
+_KINDS = frozenset({type, ABCMeta, type(Tensor), type(nn.Parameter)})  # of classes that cannot deceive a set
 _ALL_NAMES = ("__dict__", "__builtins__", "__subclasses__")
 _CODE = (  # kinds of objects that lead to code and variables
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType),
@@ -42,10 +46,10 @@ def watch(refuse: Callable[[str], Any]) -> None:
 
     def checked_getattr(value: Any, name: str, /, *default: Any) -> Any:
         kind = type(value)
-        if type(name) is str and name not in checked and type(kind) is type and kind in plain:
+        if type(name) is str and name not in checked and type(kind) in _KINDS and kind in plain:
             return look_up(value, name, *default)  # almost always, as this is called very often
         word = _plain(name)
-        if not _is_instrument(value) and type(kind) is type:
+        if not _is_instrument(value) and type(kind) in _KINDS:
             plain.add(kind)
         if word in checked or _is_instrument(value):
             caller = frame_of(1)
