@@ -303,7 +303,7 @@ def test_methods_that_call_each_other_under_one_name_are_one_place(log: EventLog
 
 
 class Elements(HTMLParser):
-    """The elements of a page, with the texts of those that have one."""
+    """The elements of a page, and their texts, if they have one."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

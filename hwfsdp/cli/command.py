@@ -106,7 +106,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Call the function that the table names for this verb, and before it those that refuse values of options."""
+    """First check the values of the options. Then call the function that the table names for this verb."""
     for option, check in args.does.get("first", {}).items():
         _function(check)(getattr(args, option))
     if args.does.get("server"):

@@ -41,7 +41,7 @@ from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS
 from hwfsdp.course.trust import ROOTS, codes_in
 
 Refuse = Callable[[str], NoReturn]
-_CLOSED = (*CLOSED, *NATIVE_MODULES)
+_CLOSED = CLOSED | {*NATIVE_MODULES}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
 _OWN_NAMES = ("__dict__",)  # may be read of instances, but not of objects in `_TOLD`

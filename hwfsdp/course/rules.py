@@ -53,15 +53,15 @@ LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock
 # modules that look up many names, which no caller chooses
 BUSY = frozenset(["torch._compile", "torch._subclasses.fake_tensor"])
 STREAMS = "hwfsdp.core.streams"
-INSTRUMENTS = (  # modules that record what a learner's code did
-    *(f"hwfsdp.{name}" for name in ("observe", "core.observer", "comm.history", "comm.divergence")),
-    *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),
+INSTRUMENTS = frozenset(  # modules that record what a learner's code did
+    f"hwfsdp.{name}"
+    for name in ("observe", "core.observer", "comm.history", "comm.divergence", "virtual", "launcher")
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # torch's arguments, open
 # also torch's, and open: records, and the function that finds where parameters are registered
 RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
-CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.course")  # cannot be imported
+CLOSED = MODULES | INSTRUMENTS | {"hwfsdp.course"}  # cannot be imported
 HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.streams")
 
 
@@ -89,14 +89,14 @@ def find_digging(text: str) -> Use | None:
     return min(found, key=lambda use: use.line, default=None)
 
 
-def is_below(name: str, roots: tuple[str, ...]) -> bool:
-    """True if a dotted name is one of these roots, or below one of them."""
+def is_below(name: str, roots: tuple[str, ...] | frozenset[str]) -> bool:
+    """True if a dotted name is one of these roots, or below one of them. Long collections should be frozensets, which keep their hash."""
     # a learner's own kind of str may say that it equals another, so it must not become a key
     return _is_below(name, roots) if type(name) is str else _is_below.__wrapped__(name, roots)
 
 
 @lru_cache(maxsize=4096)
-def _is_below(name: str, roots: tuple[str, ...]) -> bool:
+def _is_below(name: str, roots: tuple[str, ...] | frozenset[str]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 

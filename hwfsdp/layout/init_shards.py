@@ -110,7 +110,7 @@ def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
 def generator_of(seed: int) -> torch.Generator:
     """Make a CPU generator from all 64 bits of a seed. torch's `manual_seed` keeps only 32, and a model has millions of rows."""
     made = torch.Generator()
-    # 30 bits each, and the number of the part; generators are linear, so the exclusive or of three states is a state
+    # Each state gets 30 bits and its own number. Generators are linear: the exclusive or of three states is a state, too.
     first, *others = (
         made.manual_seed(i << 30 | seed >> 30 * i & (1 << 30) - 1).get_state() for i in range(3)
     )

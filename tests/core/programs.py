@@ -163,7 +163,7 @@ class Watched:
 def observed() -> tuple[list[str], dict[str, int]]:
     """Watch the second step. Return its gathers, copy-outs and reductions in order, and the bytes of unsharded parameters.
 
-    The bytes are those alive at several moments, by moment, and those of each group, by fqn.
+    First the bytes that are alive, by moment. Then the bytes of each group, by fqn.
     """
     from hwfsdp.core import observer, state
 

@@ -150,6 +150,13 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
     assert run.stdout.splitlines() == ["torch.Size([20]) True", "torch.Size([2, 5])"], run.stderr
 
 
+def refusal(line: str) -> str:
+    """Return the misconception for which the rules refuse our file with this line at its end."""
+    with pytest.raises(Finding) as refused:
+        check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
+    return refused.value.misconception
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -165,9 +172,7 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
     ],
 )
 def test_a_file_that_uses_the_functions_it_must_supply_is_refused(line: str) -> None:
-    with pytest.raises(Finding) as refused:
-        check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
-    assert refused.value.misconception == "not-alone"
+    assert refusal(line) == "not-alone"
 
 
 @pytest.mark.parametrize(
@@ -181,9 +186,7 @@ def test_a_file_that_uses_the_functions_it_must_supply_is_refused(line: str) -> 
     ],
 )
 def test_a_file_that_gets_at_anything_is_blocked_though_it_imports_nothing_of_ours(line: str) -> None:
-    with pytest.raises(Finding) as refused:
-        check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
-    assert refused.value.misconception == "blocked"
+    assert refusal(line) == "blocked"
 
 
 @pytest.mark.parametrize(

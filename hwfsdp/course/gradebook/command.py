@@ -148,7 +148,7 @@ def grade_submissions(
 
 
 def _limits(isolated: bool) -> list[Limit]:
-    """Return the limits of submissions. Name those that are not in force: in a UsageError if `isolated`, else on standard error."""
+    """Return the limits of submissions. If some are not in force, name them on standard error, or raise UsageError if `isolated`."""
     limits = limits_in_force()
     if missing := "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force):
         if isolated:

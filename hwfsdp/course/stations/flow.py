@@ -33,7 +33,7 @@ class Loose(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The events of a forward or a backward of one unit, and those of its kernels; events between units have the unit ""."""
+    """The events of one unit's forward or backward, and the kernels among them. Between units, `unit` is ""."""
 
     op: str
     unit: str

@@ -1,4 +1,4 @@
-"""Colors and hatches of the page, which are those of all pictures (`plot.style`)."""
+"""Colors and hatches of the page. All pictures have the same ones (`plot.style`)."""
 
 from __future__ import annotations
 
