@@ -110,24 +110,31 @@ def chunks_row_by_row(grads: Sequence[Tensor], world_size: int) -> list[list[flo
     return parts
 
 
-def copied_in(grads: Sequence[Tensor], world_size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+def copied_in(
+    grads: Sequence[Tensor], world_size: int, dtype: torch.dtype = torch.float32, on_host: bool = True
+) -> list[Any]:
     numel = len(chunks_row_by_row(grads, world_size)[0])
     flat = torch.full((world_size, numel), torch.nan, dtype=dtype)
-    copy_in_grads(grads, flat)
+    copy_in_grads(grads, flat, on_host)
     return flat.tolist()
 
 
 @given(
     st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), max_size=4),
     st.integers(1, 9),
+    st.lists(st.sampled_from(FLOATING), min_size=1, max_size=2),
     st.sampled_from(FLOATING),
-    st.sampled_from(FLOATING),
+    st.booleans(),
 )
-@example([[4, 3], [8]], 4, torch.float32, torch.float32)  # no padding
-@example([[1, 4], [2], [0, 3], [3, 0]], 4, torch.float32, torch.float32)  # fewer rows than ranks
-def test_gradients_of_any_shapes_are_cut_padded_and_cast(shapes, world_size, grad_dtype, reduce_dtype):
-    grads = [numbered(shape, grad_dtype, first=i) for i, shape in enumerate(shapes)]
-    assert copied_in(grads, world_size, reduce_dtype) == chunks_row_by_row(grads, world_size)
+@example([[4, 3], [8]], 4, [torch.float32], torch.float32, True)  # no padding
+@example([[1, 4], [2], [0, 3], [3, 0]], 4, [torch.float32], torch.float32, True)  # fewer rows than ranks
+@example([[5, 3], [1]], 4, [torch.bfloat16], torch.float32, False)  # padding and casts, as a device does them
+def test_gradients_of_any_shapes_are_cut_padded_and_cast(
+    shapes, world_size, grad_dtypes, reduce_dtype, on_host
+):
+    dtypes = itertools.cycle(grad_dtypes)
+    grads = [numbered(shape, next(dtypes), first=i) for i, shape in enumerate(shapes)]
+    assert copied_in(grads, world_size, reduce_dtype, on_host) == chunks_row_by_row(grads, world_size)
 
 
 STRIDED = {

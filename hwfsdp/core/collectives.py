@@ -182,11 +182,11 @@ def reduce_scatter(
     Returns:
         The reduction in flight. When it is done, `result` has this rank's padded chunks of all gradients, end to end, in `dtype`.
     """
-    ranks = transport.ranks
+    ranks, is_host = transport.ranks, streams.reduce_scatter.is_host
     numel = sum(_chunk_numel(grad.shape, ranks.size) for grad in grads)
     flat = made(transport.allocate("reduce_scatter", ranks.size * numel, dtype))
     with moment("copy_in", transport, "compute", grads, (flat,)):
-        copy_in_grads(grads, flat.view(ranks.size, numel))
+        copy_in_grads(grads, flat.view(ranks.size, numel), is_host)
     grads.clear()
     with moment("reduce_scatter", transport):
         streams.reduce_scatter.wait(streams.compute.record())
@@ -196,39 +196,35 @@ def reduce_scatter(
             result = flat
             if ranks.size > 1:
                 result = made(transport.allocate("result", numel, dtype))
-                is_host = streams.reduce_scatter.is_host
                 streams.reduce_scatter.add(transport.reduce_scatter(result, flat, mean.operation, is_host))
     return Reducing(flat, result, mean, streams.reduce_scatter)
 
 
-def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
+def copy_in_grads(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> None:
     """Cut gradients into the chunks of the ranks, so that row r of `flat` is what rank r will get.
 
     Args:
         grads: each [d0, *rest], any strides and dtype; they do not change. d0 may be less than W, or not a multiple of W.
         flat: [W, n], in the reduce dtype; every element is written. Row r has, for one gradient after the other, the rows of rank
             r (`sharding.chunk_extent`), then zeros up to `sharding.chunk_length` rows.
+        on_host: True if the host copies; False if a device does.
     """
-    world_size = flat.shape[0]
-    if grads and all(
-        g.shape[0] % world_size == 0 and g.dtype == flat.dtype and g.is_contiguous() for g in grads
-    ):
-        torch.cat([grad.view(world_size, -1) for grad in grads], dim=1, out=flat)  # no chunk needs padding
+    if compat.cat_chunks(grads, flat, on_host):
         return
-    targets, sources, padding = [], [], []
+    world_size = flat.shape[0]
+    targets, sources = [], []
     sizes = [_chunk_numel(grad.shape, world_size) for grad in grads]
     for grad, columns in zip(grads, flat.split_with_sizes(sizes, 1), strict=True):
         rows = chunk_length(grad.shape[0], world_size)
-        full = grad.shape[0] // max(1, rows)  # ranks with a full chunk
-        rest = grad.shape[0] - full * rows  # rows of the one rank with a shorter chunk
+        # the number of ranks with a full chunk, and the rows of the one with a shorter chunk
+        full, rest = divmod(grad.shape[0], max(1, rows))
         chunks = (full, rows, *grad.shape[1:])
         targets.append(columns.narrow(0, 0, full).view(chunks))
         sources.append((grad.narrow(0, 0, full * rows) if rest else grad).view(chunks))
         if full < world_size:
-            padding.append(columns.narrow(0, full, world_size - full))
+            columns.narrow(0, full, world_size - full).zero_()
         if rest:
             shorter = grad.narrow(0, full * rows, rest)
             targets.append(columns[full, : shorter.numel()].view(shorter.shape))
             sources.append(shorter)
-    compat.fill_each_with_zeros(padding)
     compat.copy_each(targets, sources)

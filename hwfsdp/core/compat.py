@@ -96,7 +96,7 @@ def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_late
 
 
 def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Call `output.copy_(input)` for every pair, casting where dtypes differ; on CUDA, one kernel does all.
+    """Call `output.copy_(input)` for every pair, casting where dtypes differ; on CUDA, one kernel does all that are contiguous.
 
     From pinned host memory the copies are asynchronous.
     """
@@ -104,10 +104,17 @@ def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(outputs), list(inputs), non_blocking=True)
 
 
-def fill_each_with_zeros(tensors: Sequence[Tensor]) -> None:
-    """Call `tensor.zero_()` on each tensor; on CUDA, one kernel does all."""
-    if tensors:
-        torch._foreach_zero_(list(tensors))
+def cat_chunks(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> bool:
+    """Fill `flat` as `collectives.copy_in_grads` does, in one call; return False if torch has no quick one for these gradients.
+
+    A device has one kernel that pads and casts. The host does this quickly only if there is nothing to pad or cast.
+    """
+    dtypes, ranks = {grad.dtype for grad in grads}, flat.shape[0]
+    nothing_to_do = dtypes == {flat.dtype} and all(grad.shape[0] % ranks == 0 for grad in grads)
+    lie_right = len(dtypes) == 1 and all(grad.is_contiguous() and grad.numel() for grad in grads)
+    if quick := lie_right and (nothing_to_do or not on_host):
+        torch._chunk_cat(list(grads), 0, ranks, out=flat)
+    return quick
 
 
 def move_in_place(tensor: Tensor, device: torch.device) -> None:

@@ -50,6 +50,7 @@ class FSDPCommContext:
         streams: see `streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
+        reducing: the reductions in flight, the oldest first.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -58,7 +59,7 @@ class FSDPCommContext:
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
-        self._reducing: deque[InFlight] = deque()  # the oldest first
+        self.reducing: deque[InFlight] = deque()
         self._held: dict[Stream, list[Tensor]] = {}
 
     # --- the order of forwards ---
@@ -98,14 +99,9 @@ class FSDPCommContext:
             self.streams.copy.wait(self._copied_out[1])
             self._copied_out = None
 
-    @property
-    def is_full(self) -> bool:
-        """True if a new reduction must first wait for one in flight."""
-        return len(self._reducing) >= self.max_reductions
-
     def keep_until_reduced(self, reduction: InFlight) -> None:
         """Keep the input of a reduction that was just started, until compute has waited for it."""
-        self._reducing.append(reduction)
+        self.reducing.append(reduction)
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
         """Keep a tensor until the backward is over; the end of the backward waits for the work on this stream."""
@@ -113,8 +109,8 @@ class FSDPCommContext:
 
     def wait_for_reductions(self, leave: int = 0) -> None:
         """Make compute wait for the oldest reductions in flight, until at most `leave` of them are left."""
-        while len(self._reducing) > leave:
-            _, done, transport = self._reducing.popleft()
+        while len(self.reducing) > leave:
+            _, done, transport = self.reducing.popleft()
             with moment("wait_for_reduction", transport):
                 self.streams.compute.wait(done)
 

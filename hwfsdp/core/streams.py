@@ -116,8 +116,9 @@ class Stream(ABC):
     @abstractmethod
     def _wait(self, event: StreamEvent) -> None: ...
 
-    @abstractmethod
-    def _current(self) -> AbstractContextManager[Any]: ...
+    def _current(self) -> AbstractContextManager[Any]:
+        """Make this stream the one on which work is issued; on the host there is only one."""
+        return _NOTHING
 
 
 class StreamSet:
@@ -208,9 +209,6 @@ class HostStream(Stream):
         if isinstance(event, HostEvent):
             event.stream.finish(event.ticket)
 
-    def _current(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
 
 # --- Accelerators ------------------------------------------------------------------------------------------
 
@@ -225,13 +223,15 @@ class DeviceStream(Stream):
     def __init__(self, name: str, device_type: str, native: Any = None) -> None:
         super().__init__(name)
         self._module: Any = torch.get_device_module(device_type)
+        # with its index, torch need not look for the device each time
+        self._device = self._module.current_device()
         high = -1 if name in ("all_gather", "reduce_scatter", "copy") else 0
         self._stream = native or (None if name == "compute" else self._module.Stream(priority=high))
 
     @property
     def native(self) -> Any:
         """The device's own stream object."""
-        return self._module.current_stream() if self._stream is None else self._stream
+        return self._stream or self._module.current_stream(self._device)
 
     def add(self, work: Work | None) -> None:
         if work is not None:  # of a user's collective; the backend's own have none here
@@ -249,8 +249,14 @@ class DeviceStream(Stream):
     def _wait(self, event: StreamEvent) -> None:
         self.native.wait_event(event.native)
 
-    def _current(self) -> AbstractContextManager[Any]:
-        return _NOTHING if self._stream is None else self._module.stream(self._stream)
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        before = self._module.current_stream(self._device)
+        self._module.set_stream(self.native)
+        try:
+            yield
+        finally:
+            self._module.set_stream(before)
 
 
 # --- Choice of backend -------------------------------------------------------------------------------------

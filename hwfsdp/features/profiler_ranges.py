@@ -54,7 +54,7 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
         return _NOTHING
     if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):
         return _NOTHING
-    if name == "post_backward_rs_wait" and not of.comm_ctx.is_full:
+    if name == "post_backward_rs_wait" and len(of.comm_ctx.reducing) < of.comm_ctx.max_reductions:
         return _NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
     shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
