@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import assert_refused, said_by
 
 from hwfsdp import EventLog, UsageError
 from hwfsdp.cli import main
+from hwfsdp.train import loop
 from hwfsdp.train.loop import TrainConfig
 
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
@@ -66,6 +68,33 @@ def test_a_verb_refuses_an_unknown_argument_with_its_own_usage(
 ) -> None:
     said = said_by(capsys, *argv)
     assert said.status == 2 and said.err.startswith(f"usage: hwfsdp {argv[0]} ") and complaint in said.err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "device"),
+    [
+        (0, [], "cpu"),
+        (1, [], "cpu"),  # two ranks
+        (1, ["--ranks", "1"], "cuda"),
+        (2, [], "cuda"),
+        (2, ["--device", "cpu"], "cpu"),
+        (1, ["--device", "cuda"], "refused"),
+    ],
+)
+def test_ranks_train_on_gpus_if_each_has_its_own(
+    gpus: int,
+    options: list[str],
+    device: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(loop, "launch_blaming", lambda *args, device: pytest.fail(f"it trains on {device}"))
+    if device == "refused":
+        assert_refused(said_by(capsys, "train", *options), "a GPU for each of 2 ranks; got 1 GPU")
+    else:
+        with pytest.raises(pytest.fail.Exception, match=f"it trains on {device}"):
+            main(["train", *options])
 
 
 def test_a_folder_for_saves_that_cannot_be_is_said_before_the_first_step(

@@ -10,15 +10,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hwfsdp.cli import training
 from hwfsdp.cli.options import answer
-from hwfsdp.errors import UsageError
 from hwfsdp.launcher.ranks import stoppable
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train import loop
 from hwfsdp.train.snapshots import SnapshotConfig
+from hwfsdp.train.traced_run import device_for
 
 
 def train(args: argparse.Namespace) -> int:
@@ -36,7 +34,7 @@ def train(args: argparse.Namespace) -> int:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
     on_step = training.progress(args, "train")
-    device = _device(args)
+    device = device_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), args.device)
     with stoppable() if config.snapshots else nullcontext(), training.prints_of_ranks(args.json):
         results = loop.launch_blaming(config, loop.train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":
@@ -82,15 +80,3 @@ def _report(summary: dict[str, Any], path: str) -> str:
         text += f"\nSaved in {path}"
         text += "; stopped on request. --resume continues from here" if summary["stopped"] else ""
     return text
-
-
-def _device(args: argparse.Namespace) -> str:
-    available = torch.cuda.is_available()
-    if args.device == "cuda" and not available:
-        raise UsageError(
-            "--device cuda",
-            expected="a GPU that this build of torch can use",
-            got="none",
-            remedy="Leave out --device to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
-        )
-    return args.device or ("cuda" if available else "cpu")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed.fsdp
 
 from hwfsdp.course import landlock, privileges
@@ -75,6 +76,8 @@ class Confinement:
         Args:
             folder: the folder where the ranks of the run meet. The new user becomes the owner of its files.
         """
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the course computes on the CPU
+        torch.cuda.is_available()  # torch keeps the answer; under the limits CUDA could not give one, and torch would warn
         limit_this_process(own_user=self.user is not None)
         close_pipes()
         os.chdir(self.write[0])

@@ -69,10 +69,9 @@ MOST_LOAD = 4.0  # largest value of that number of processes per core
 PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both limits, on a slow or crowded machine
 WORLD_SIZE = 2  # number of ranks of runs for which it does not matter
 FAILED = "parts that raised"  # key in a report: the exception of each part that raised, by the part's key
-KEPT = frozenset(  # environment variables that ranks keep
-    """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
+# environment variables that ranks keep
+KEPT = """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
     MKL_NUM_THREADS PYTHONHASHSEED PYTHONPATH PYTHONWARNINGS""".split()
-)
 PRINTED = 4_000  # number of printed characters that are kept
 
 
@@ -384,9 +383,13 @@ def _run_of(results: list[Report]) -> Run:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return this process's environment without private variables and without variables that change how ranks behave."""
+    """Return this process's environment without private variables and without variables that change how ranks behave.
+
+    Ranks of the course see no GPU, because they compute on the CPU.
+    """
     ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
-    return {**ours, "HOME": str(folder), "TMPDIR": str(folder), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    ours |= {"HOME": str(folder), "TMPDIR": str(folder)}
+    return ours | {"CUDA_VISIBLE_DEVICES": "", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
 def _result(pickled: bytes) -> Any:

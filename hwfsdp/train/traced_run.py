@@ -67,8 +67,7 @@ def trace_run(
         RankError: the script raised an error. The message names the rank and the line.
     """
     _check(target)
-    _check_gpus(ranks, device)
-    device = device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    device = device_for(ranks, device)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous, contextlib.ExitStack() as output:
         if not own_output:
             output.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -97,14 +96,21 @@ def _say_if_fewer(wanted: Steps, made: int) -> None:
         print(text, file=sys.stderr)
 
 
-def _check_gpus(ranks: int, device: str | None) -> None:
-    if device == "cuda" and (gpus := torch.cuda.device_count()) < ranks:
+def device_for(ranks: int, asked: str | None) -> str:
+    """Return the device for this number of ranks on this machine: the one asked for, or else "cuda" if each rank has a GPU.
+
+    Raises:
+        UsageError: "cuda" needs more GPUs than there are.
+    """
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and gpus < ranks:
         raise UsageError(
             "--device cuda",
-            expected=f"a GPU for each of {ranks} ranks",
-            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)}",
+            expected=f"a GPU for each of {ranks} ranks" if ranks > 1 else "a GPU",
+            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)} that this build of torch can use",
             remedy="Use --device cpu, or fewer --ranks." if gpus else "Use --device cpu.",
         )
+    return asked or ("cuda" if gpus >= ranks else "cpu")
 
 
 def _check(target: Target) -> None:

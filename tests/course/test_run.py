@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +114,12 @@ def test_all_times_grow_with_the_patience_that_is_asked_for(
     with pytest.raises(Broken):
         ranks.run(probe, 2)
     assert machine.given == [24.0]
+
+
+def test_ranks_keep_no_private_variable_and_see_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    environ = run._environment(tmp_path)
+    assert "TOKEN" not in environ and environ["CUDA_VISIBLE_DEVICES"] == ""
