@@ -13,5 +13,6 @@ To read, in this order:
     page      writes docs/gpu.md from them
     speed     one case beside FSDP2
     small     the step that compute-sanitizer watches
+    same      offloaded, compiled and other cases beside FSDP2
     older     two names for torch below 2.13
 """
