@@ -1,7 +1,7 @@
-"""Virtual GPUs compared with published rows: `python -m benchmarks.published`, a table for docs/virtual.md.
+"""Virtual GPUs compared with real ones: `python -m benchmarks.published`, two tables for docs/virtual.md.
 
 This is not a measurement: every number is computed, and is the same on any machine. Each device has one efficiency, fitted
-on its marked row; all other rows are predictions.
+on its marked row; all other rows are predictions. The second table compares with what `make gpu` measured on one H200.
 
 Sources: torchtitan, docs/performance.md, through its history (Llama rows; memory is what the caching allocator reserved);
 MosaicML llm-foundry, scripts/train/benchmarking/README.md (MPT rows; "True" under activation checkpointing is full).
@@ -9,11 +9,21 @@ MosaicML llm-foundry, scripts/train/benchmarking/README.md (MPT rows; "True" und
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.virtual import simulate
+import torch
+
+from benchmarks.contenders import HWFSDP, UNSHARDED
+from benchmarks.gpu import STEP, blocks_of, cut
+from benchmarks.records import record_of
+from hwfsdp import MixedPrecisionPolicy, fully_shard
+from hwfsdp.train.models.llama import Llama
+from hwfsdp.virtual import Simulation, simulate
 
 
 class Row(NamedTuple):
@@ -61,14 +71,76 @@ _HEAD = ("model", "GPUs", "batch × length", "recomputed", "tokens/s/GPU: publis
 _MEMORY = ("GiB: published", "predicted", "")
 
 
+class Measured(NamedTuple):
+    """Forward and backward of one sequence of 8,192 tokens on one H200, as `make gpu` measured them.
+
+    Attributes:
+        params: the name in docs/gpu.json. layers: of the model. contender: UNSHARDED or HWFSDP.
+        ranks: of these, all but one were pretended. Their collectives were copies, so only the memory can be compared.
+        is_fitted: the H200's efficiency comes from this row.
+    """
+
+    params: str
+    layers: int
+    contender: str
+    ranks: int = 1
+    is_fitted: bool = False
+
+    def found(self) -> tuple[float, float]:
+        """Return the measured ms of a step, and the GiB at its peak."""
+        known = json.loads((Path(__file__).parents[1] / "docs" / "gpu.json").read_text())
+        found = {}
+        for record in map(record_of, known["gpu"]["speed"]["records"]):
+            if (record.case["params"], record.case["pretended ranks"]) == (self.params, self.ranks):
+                found[record.case["kind"]] = record.values[self.contender].median
+        return found[STEP], found["peak"] / 1024
+
+    def predicted(self) -> Simulation:
+        """Simulate the step of `benchmarks.gpu` on a virtual H200."""
+        return simulate(self._step, self.ranks, "h200", batch=1, seq=8192)
+
+    def _step(self) -> Callable[[], None]:
+        with torch.device("meta"):
+            model = Llama(cut(self.params.split(",")[0], self.layers))
+        if self.contender == UNSHARDED:
+            model = model.to(torch.bfloat16)
+        else:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for module in (*blocks_of(model), model):
+                fully_shard(module, mp_policy=policy)
+        model.to_empty(device="cpu")  # as tensors of a virtual world report it
+
+        def step() -> None:
+            model(torch.zeros(1, 8192, dtype=torch.int64)).square().mean().backward()
+            model.zero_grad()
+
+        return step
+
+
+LLAMA_8B = "llama3-8b, 8 of 32 layers"
+MEASURED = (
+    Measured(LLAMA_8B, 8, UNSHARDED, 64, is_fitted=True),  # every case measures it, alone
+    Measured("llama3-1b", 16, UNSHARDED),
+    Measured("llama3-1b", 16, HWFSDP),
+    Measured("llama3-1b", 16, HWFSDP, 8),
+    Measured("llama3-1b", 16, HWFSDP, 64),
+    Measured(LLAMA_8B, 8, HWFSDP, 8),
+    Measured(LLAMA_8B, 8, HWFSDP, 64),
+)
+_MEASURED_HEAD = ("model", "trained", "ms: measured", "predicted", "", "GiB: measured", "predicted", "")
+
+
 def main() -> None:
-    """Print the table, and on standard error the time that each row took."""
+    """Print the tables, and on standard error the time that each published row took."""
     head = (*_HEAD, *_MEMORY)
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for row in ROWS:
         start = time.perf_counter()
         print(line_of(row), flush=True)
         print(f"{row.model} on {row.gpus}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    print(f"\n| {' | '.join(_MEASURED_HEAD)} |\n|{' --- |' * len(_MEASURED_HEAD)}")
+    for measured in MEASURED:
+        print(measured_line(measured), flush=True)
 
 
 def line_of(row: Row) -> str:
@@ -87,6 +159,20 @@ def line_of(row: Row) -> str:
             f"{found.peak_memory_gib:.1f}",
             f"{found.peak_memory_gib / row.gib - 1:+.1%}",
         ]
+    return f"| {' | '.join(cells)} |"
+
+
+def measured_line(row: Measured) -> str:
+    """Return a line of the second table."""
+    (ms, gib), found = row.found(), row.predicted()
+    step, peak = found.step_seconds * 1e3, found.peak_allocated_gib
+    trained = "unsharded" if row.contender == UNSHARDED else f"as rank 0 of {row.ranks}"
+    cells = [row.params, trained]
+    if row.contender == UNSHARDED or row.ranks == 1:
+        cells += [f"{ms:.0f}", f"{step:.0f}", "fitted" if row.is_fitted else f"{step / ms - 1:+.1%}"]
+    else:
+        cells += ["", "", ""]
+    cells += [f"{gib:.1f}", f"{peak:.1f}", f"{peak / gib - 1:+.1%}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -307,3 +307,17 @@ def test_predictions_are_within_15_percent_of_published_figures(name: str) -> No
     assert found.tokens_per_second_per_gpu == pytest.approx(row.speed, rel=0.15)
     if row.gib is not None:
         assert found.peak_memory_gib == pytest.approx(row.gib, rel=0.15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("contender", "ranks"), [("unsharded", 1), ("hwfsdp", 1), ("hwfsdp", 64)])
+def test_predictions_for_one_h200_are_near_what_was_measured_on_it(contender: str, ranks: int) -> None:
+    (row,) = (
+        row
+        for row in published.MEASURED
+        if (row.params, row.contender, row.ranks) == ("llama3-1b", contender, ranks)
+    )
+    (ms, gib), found = row.found(), row.predicted()
+    if ranks == 1:  # nothing was fitted to this model
+        assert found.step_seconds * 1e3 == pytest.approx(ms, rel=0.1)
+    assert found.peak_allocated_gib == pytest.approx(gib, rel=0.05)

@@ -2,7 +2,7 @@
 
 A data sheet gives peaks. In training, a device reaches a share of the peak of its matrix units. This share depends on its
 power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted, to one published row
-(`fitted_on`). Everything else in a prediction is arithmetic. A device without a row uses the number of the nearest device,
+(`fitted_on`), or for the H200 to a measurement of `make gpu` on one GPU (docs/gpu.md). Everything else in a prediction is arithmetic. A device without a row uses the number of the nearest device,
 and its `fitted_on` says so.
 
 Attention is a kernel of its own, and its speed is published. FlashAttention-2 (arXiv:2307.08691, figures 4 to 7) reaches about
@@ -42,7 +42,7 @@ class Device:
         link: bytes/s in each direction between a GPU and the other GPUs of its node.
         network: bytes/s in each direction between a GPU's node and other nodes, per GPU.
         per_node: GPUs in a node.
-        efficiency: share of `flops` that matrix products reach. fitted_on: the published row to which this share is fitted.
+        efficiency: share of `flops` that matrix products reach. fitted_on: the measurement to which this share is fitted.
         attention_efficiency: share of `flops` that fused attention reaches, forward and backward. Masked FLOPs do not count. The
             figures are published (see above).
         memory_efficiency: share of `memory_bandwidth` that element-wise kernels reach.
@@ -92,6 +92,7 @@ _A100_SHEET, _H100_SHEET = "NVIDIA A100 data sheet (SXM4)", "NVIDIA H100 data sh
 _GRAND_TETON = f"{_H100_SHEET}; memory and power of the published figures' machines"
 _ROW_H100_96 = "Llama 3.1 8B on 8 GPUs, 2 × 8192, selective: 5,762 tokens/s each (torchtitan)"
 _ROW_H100 = "MPT 7B on 8 GPUs, 6 × 2048, no checkpointing: 10,643 tokens/s each (llm-foundry)"
+_ROW_H200 = "8 layers of Llama 3 8B on 1 GPU, 1 × 8192, forward and backward: 236 ms (measured here)"
 _ROW_A100 = "Llama 3.1 8B on 64 GPUs, 1 × 8192, selective: 2,973 tokens/s each (torchtitan)"
 
 _ATTENTION_A100, _ATTENTION_HOPPER = 180 / 312, 335 / 989.4
@@ -131,7 +132,7 @@ def _like(device: Device, name: str, gigabytes: int, bandwidth: float, **more: A
 
 
 _OF_H100_96 = {"efficiency": 0.488, "fitted_on": _ROW_H100_96, "source": _GRAND_TETON}
-_OF_H200 = {"fitted_on": _FROM_H100, "source": "NVIDIA H200 data sheet"}
+_OF_H200 = {"efficiency": 0.766, "fitted_on": _ROW_H200, "source": "NVIDIA H200 data sheet"}
 _OF_B200 = {"link": 900 * GB, "fitted_on": _FROM_H100, "source": "NVIDIA DGX B200 data sheet"}
 _ALL = (
     _like(_A100_80, "a100-40gb", 40, 1555, fitted_on=_FROM_A100),
