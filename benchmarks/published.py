@@ -44,6 +44,12 @@ class Row(NamedTuple):
     gib: float | None = None
     is_fitted: bool = False
 
+    def predicted(self) -> Simulation:
+        """Simulate the step."""
+        return simulate(
+            self.model, self.gpus, self.device, batch=self.batch, seq=self.seq, checkpoint=self.checkpoint
+        )
+
 
 ROWS = (
     Row("llama3-8b", 8, "h100-96gb", 2, 8192, "selective", 5762, 82.4, is_fitted=True),
@@ -136,16 +142,15 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for row in ROWS:
         start = time.perf_counter()
-        print(line_of(row), flush=True)
+        print(line_of(row, row.predicted()), flush=True)
         print(f"{row.model} on {row.gpus}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     print(f"\n| {' | '.join(_MEASURED_HEAD)} |\n|{' --- |' * len(_MEASURED_HEAD)}")
     for measured in MEASURED:
-        print(measured_line(measured), flush=True)
+        print(measured_line(measured, measured.predicted()), flush=True)
 
 
-def line_of(row: Row) -> str:
-    """Return a line of the table."""
-    found = simulate(row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint)
+def line_of(row: Row, found: Simulation) -> str:
+    """Return a line of the first table."""
     speed = found.tokens_per_second_per_gpu
     assert speed is not None
     change = "fitted" if row.is_fitted else f"{speed / row.speed - 1:+.1%}"
@@ -162,9 +167,9 @@ def line_of(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def measured_line(row: Measured) -> str:
+def measured_line(row: Measured, found: Simulation) -> str:
     """Return a line of the second table."""
-    (ms, gib), found = row.found(), row.predicted()
+    ms, gib = row.found()
     step, peak = found.step_seconds * 1e3, found.peak_allocated_gib
     trained = "unsharded" if row.contender == UNSHARDED else f"as rank 0 of {row.ranks}"
     cells = [row.params, trained]

@@ -427,16 +427,28 @@ def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
         return world.clock.host, world.flops, world.allocator.peak
 
 
-def test_dropout_is_one_kernel_each_way_and_keeps_a_mask_of_bytes() -> None:
+@pytest.mark.parametrize(
+    ("function", "kept", "moved"),
+    [
+        (lambda x: F.dropout(x, 0.1), 4 + 1, 4 + 1 + 4),
+        (lambda x: F.silu(x), 4, 4 + 4 + 4),
+        (nn.SiLU(), 4, 4 + 4 + 4),
+    ],
+    ids=["dropout, which keeps a mask of bytes", "SiLU", "a module of SiLU"],
+)
+def test_an_activation_is_one_kernel_each_way(
+    function: Callable[[Tensor], Tensor], kept: int, moved: int
+) -> None:
+    """Per element, the forward makes `kept` bytes, and the backward moves `moved` bytes."""
     numel = 1 << 20
     with world_of(8) as world:
         x = torch.empty(numel, requires_grad=True)
-        y = F.dropout(x, 0.1)
-        assert world.allocator.allocated == numel * (4 + 4 + 1)
+        y = function(x)
+        assert world.allocator.allocated == numel * (4 + kept)
         world.restart()
         y.backward(torch.empty_like(y))
         world.clock.synchronize()
-        bytes_us = 9 * numel / world.device.memory_bandwidth / 0.85 * 1e6
+        bytes_us = moved * numel / world.device.memory_bandwidth / 0.85 * 1e6
         assert world.clock.host < 2.5 * world.device.launch_us + bytes_us
 
 

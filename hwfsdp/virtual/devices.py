@@ -132,7 +132,7 @@ def _like(device: Device, name: str, gigabytes: int, bandwidth: float, **more: A
 
 
 _OF_H100_96 = {"efficiency": 0.488, "fitted_on": _ROW_H100_96, "source": _GRAND_TETON}
-_OF_H200 = {"efficiency": 0.766, "fitted_on": _ROW_H200, "source": "NVIDIA H200 data sheet"}
+_OF_H200 = {"efficiency": 0.739, "fitted_on": _ROW_H200, "source": "NVIDIA H200 data sheet"}
 _OF_B200 = {"link": 900 * GB, "fitted_on": _FROM_H100, "source": "NVIDIA DGX B200 data sheet"}
 _ALL = (
     _like(_A100_80, "a100-40gb", 40, 1555, fitted_on=_FROM_A100),
