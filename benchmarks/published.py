@@ -16,13 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from benchmarks.contenders import HWFSDP, UNSHARDED
-from benchmarks.gpu import STEP, blocks_of, cut
+from benchmarks.gpu import STEP, Case, batch, cut, made
 from benchmarks.records import record_of
-from hwfsdp import MixedPrecisionPolicy, fully_shard
-from hwfsdp.train.models.llama import Llama
 from hwfsdp.virtual import Simulation, simulate
 
 
@@ -77,6 +73,9 @@ _HEAD = ("model", "GPUs", "batch × length", "recomputed", "tokens/s/GPU: publis
 _MEMORY = ("GiB: published", "predicted", "")
 
 
+TOKENS = 8192  # of one sequence
+
+
 class Measured(NamedTuple):
     """Forward and backward of one sequence of 8,192 tokens on one H200, as `make gpu` measured them.
 
@@ -103,21 +102,16 @@ class Measured(NamedTuple):
 
     def predicted(self) -> Simulation:
         """Simulate the step of `benchmarks.gpu` on a virtual H200."""
-        return simulate(self._step, self.ranks, "h200", batch=1, seq=8192)
+        return simulate(self._step, self.ranks, "h200", batch=1, seq=TOKENS)
 
     def _step(self) -> Callable[[], None]:
-        with torch.device("meta"):
-            model = Llama(cut(self.params.split(",")[0], self.layers))
-        if self.contender == UNSHARDED:
-            model = model.to(torch.bfloat16)
-        else:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            for module in (*blocks_of(model), model):
-                fully_shard(module, mp_policy=policy)
-        model.to_empty(device="cpu")  # as tensors of a virtual world report it
+        case = Case(self.params, cut(self.params.split(",")[0], self.layers), self.ranks, TOKENS)
+        model, x = made(self.contender, case, "cpu"), batch(
+            case, "cpu"
+        )  # as a virtual world names its device
 
         def step() -> None:
-            model(torch.zeros(1, 8192, dtype=torch.int64)).square().mean().backward()
+            model(x).square().mean().backward()
             model.zero_grad()
 
         return step

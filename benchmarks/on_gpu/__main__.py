@@ -27,7 +27,7 @@ from benchmarks.records import machine
 LIMIT = 570.0  # seconds for each part
 LOGS, KNOWN = ROOT / "runs" / "gpu", ROOT / "docs" / "gpu.json"
 SAID = re.compile(
-    r"\d+ (?:passed|failed|error|skipped|deselected)[^\n]*|ERROR SUMMARY[^\n]*|\d+ of \d+ cases equal[^\n]*|\d+ of \d+ targets met|\d+ ranks, \d+ steps[^\n]*|No races among[^\n]*"
+    r"\d+ (?:passed|failed|error|skipped|deselected)[^\n]*|(?:ERROR|RACECHECK) SUMMARY[^\n]*|\d+ of \d+ cases equal[^\n]*|\d+ of \d+ targets met|\d+ ranks, \d+ steps[^\n]*|No races among[^\n]*"
 )
 
 

@@ -16,7 +16,6 @@ from hwfsdp.launcher.ranks import stoppable
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train import loop
 from hwfsdp.train.snapshots import SnapshotConfig
-from hwfsdp.train.traced_run import device_for
 
 
 def train(args: argparse.Namespace) -> int:
@@ -34,7 +33,7 @@ def train(args: argparse.Namespace) -> int:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
     on_step = training.progress(args, "train")
-    device = device_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), args.device)
+    device = loop.device_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), args.device)
     with stoppable() if config.snapshots else nullcontext(), training.prints_of_ranks(args.json):
         results = loop.launch_blaming(config, loop.train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":

@@ -76,8 +76,9 @@ class Confinement:
         Args:
             folder: the folder where the ranks of the run meet. The new user becomes the owner of its files.
         """
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the course computes on the CPU
-        torch.cuda.is_available()  # torch keeps the answer; under the limits CUDA could not give one, and torch would warn
+        # The course computes on the CPU. torch asks CUDA once and keeps the answer; under the limits, CUDA fails and torch warns.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.cuda.is_available()
         limit_this_process(own_user=self.user is not None)
         close_pipes()
         os.chdir(self.write[0])

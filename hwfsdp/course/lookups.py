@@ -25,9 +25,8 @@ from hwfsdp.course.rules import ATTRIBUTES, BUSY, FRAMES, INSTRUMENTS, is_below,
 from hwfsdp.course.trust import asked_by_learner, is_package, is_trusted
 
 _WORDS = FRAMES | ATTRIBUTES
-_KINDS = frozenset(
-    {type, ABCMeta, type(Tensor), type(nn.Parameter)}
-)  # metaclasses; their classes are safe in a set
+# metaclasses; their classes are safe in a set
+_KINDS = frozenset({type, ABCMeta, type(Tensor), type(nn.Parameter)})
 _ALL_NAMES = ("__dict__", "__builtins__", "__subclasses__")
 _CODE = (  # kinds of objects that lead to code and variables
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType),

@@ -140,6 +140,26 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return sums
 
 
+_CUDA_BUILD = "install a CUDA build: make setup TORCH_SPEC=torch"
+
+
+def device_for(ranks: int, asked: str | None) -> str:
+    """Return the device for this number of ranks on this machine: the one asked for, or else "cuda" if each rank has a GPU.
+
+    Raises:
+        UsageError: "cuda" needs more GPUs than there are.
+    """
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and gpus < ranks:
+        raise UsageError(
+            "--device cuda",
+            expected=f"a GPU for each of {ranks} ranks" if ranks > 1 else "a GPU",
+            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)} that this build of torch can use",
+            remedy=f"Use --device cpu, or {'fewer --ranks' if gpus else _CUDA_BUILD}.",
+        )
+    return asked or ("cuda" if gpus >= ranks else "cpu")
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.capture import Capture, Steps, run_script
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.launcher.worker import limit_collectives
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train.implementations import OURS, blamed
-from hwfsdp.train.loop import TrainConfig, train
+from hwfsdp.train.loop import TrainConfig, device_for, train
 from hwfsdp.train.models import GPTConfig
 
 DEMO = "demo"
@@ -94,23 +92,6 @@ def _say_if_fewer(wanted: Steps, made: int) -> None:
     if wanted.last is not None and made <= wanted.last:
         text = f"hwfsdp: the script made {made} steps; of steps {wanted}, {wanted.first}..{made - 1} are recorded"
         print(text, file=sys.stderr)
-
-
-def device_for(ranks: int, asked: str | None) -> str:
-    """Return the device for this number of ranks on this machine: the one asked for, or else "cuda" if each rank has a GPU.
-
-    Raises:
-        UsageError: "cuda" needs more GPUs than there are.
-    """
-    gpus = torch.cuda.device_count()
-    if asked == "cuda" and gpus < ranks:
-        raise UsageError(
-            "--device cuda",
-            expected=f"a GPU for each of {ranks} ranks" if ranks > 1 else "a GPU",
-            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)} that this build of torch can use",
-            remedy="Use --device cpu, or fewer --ranks." if gpus else "Use --device cpu.",
-        )
-    return asked or ("cuda" if gpus >= ranks else "cpu")
 
 
 def _check(target: Target) -> None:

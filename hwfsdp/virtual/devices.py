@@ -1,9 +1,9 @@
 """The figures of devices: numbers from data sheets, their sources, and one number that no data sheet has.
 
 A data sheet gives peaks. In training, a device reaches a share of the peak of its matrix units. This share depends on its
-power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted, to one published row
-(`fitted_on`), or for the H200 to a measurement of `make gpu` on one GPU (docs/gpu.md). Everything else in a prediction is arithmetic. A device without a row uses the number of the nearest device,
-and its `fitted_on` says so.
+power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted to one measurement
+(`fitted_on`): to a published row, or for the H200 to what `make gpu` measured on one GPU (docs/gpu.md). Everything else in a
+prediction is arithmetic. A device without a measurement uses the number of the nearest device, and its `fitted_on` says so.
 
 Attention is a kernel of its own, and its speed is published. FlashAttention-2 (arXiv:2307.08691, figures 4 to 7) reaches about
 180 of an A100's 312 TFLOP/s with a causal mask. On an H100 it reaches 335 TFLOP/s without the H100's own instructions, which
