@@ -131,8 +131,8 @@ for name, total in totals.items():
 
 # %% [markdown]
 # Two thirds are left, not half: 2 + 2 + 4 bytes of 4 + 4 + 4 for each parameter. Half is left if gradients are reduced in bf16,
-# too. This happens if a policy does not set `reduce_dtype`: then gradients are reduced in the dtype that backward gives them.
-# So always set `reduce_dtype`.
+# too. Before torch 2.15, this happens if a policy does not set `reduce_dtype`: gradients are reduced in the dtype that backward
+# gives them. Since 2.15, they are then reduced in the dtype of the parameters. So always set `reduce_dtype`.
 #
 # ## What is kept
 #

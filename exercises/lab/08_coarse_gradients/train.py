@@ -13,7 +13,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
     alone = copy.deepcopy(model).to(torch.bfloat16)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for layer in (model[0], model[2]):
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)

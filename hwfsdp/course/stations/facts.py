@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -80,11 +81,22 @@ def _refuse_foreign(model: nn.Module) -> None:
 
 
 def torchs() -> Shard:
-    """Return torch's `fully_shard`: an oracle."""
+    """Return torch's `fully_shard`: an oracle.
+
+    A policy without `reduce_dtype` reduces gradients in the dtype that the backward gave them, with every version of torch. Since
+    2.15, torch itself would reduce them in the dtype of the parameters.
+    """
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of_all()
-    return lambda module, name, **options: fully_shard(module, mesh=mesh, **options)
+
+    def shard(module: nn.Module, name: str, **options: Any) -> Any:
+        policy = options.get("mp_policy")
+        if policy is not None and policy.reduce_dtype is None:
+            options["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
+        return fully_shard(module, mesh=mesh, **options)
+
+    return shard
 
 
 def mesh_of_all() -> DeviceMesh:
