@@ -508,7 +508,8 @@ def _described(error: Exception) -> dict[str, Any]:
         {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
         for frame in traceback.extract_tb(error.__traceback__)
     ]
-    message = str(error)
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    message = ", ".join([str(error), *notes])
     return {
         "rank": int(os.environ["RANK"]),  # the process group may no longer exist
         "kind": type(error).__name__,

@@ -123,3 +123,17 @@ def test_ranks_keep_no_private_variable_and_see_no_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     environ = run._environment(tmp_path)
     assert "TOKEN" not in environ and environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_part_that_raises_is_reported_with_the_notes_of_its_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def part() -> None:
+        error = IndexError("out of range")
+        error.add_note("when called with (3, 2)")
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    report: run.Report = {}
+    run.attempt(report, "faults", part)
+    assert report[run.FAILED]["faults"]["message"] == "out of range, when called with (3, 2)"

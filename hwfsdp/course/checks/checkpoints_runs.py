@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -141,11 +141,23 @@ def _spoiled(draw: random.Random, good: Parts) -> Iterator[Parts]:
 
 def probe_integers(report: Report, seed: int) -> None:
     """Run the functions that only count, and commits. Each runs by itself, so that one that raises does not hide the others."""
-    attempt(report, "shared", lambda: [_shared(*pair) for pair in pairs_of_parts(seed)])
-    attempt(report, "within", lambda: [_within(*pair) for pair in nested_parts(seed)])
-    attempt(report, "faults", lambda: [_fault(case) for case in tilings(seed)])
+    attempt(report, "shared", lambda: _each(_shared, pairs_of_parts(seed)))
+    attempt(report, "within", lambda: _each(_within, nested_parts(seed)))
+    attempt(report, "faults", lambda: _each(_fault, ((case.shape, case.parts) for case in tilings(seed))))
     attempt(report, "holders", lambda: [_holders(case) for case in held(seed)])
     attempt(report, "commits", lambda: [_commit(name, seed) for name in SCENES])
+
+
+def _each(answer: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the answer to each case. An exception gets a note that names its case."""
+    found = []
+    for case in cases:
+        try:
+            found.append(answer(*case))
+        except Exception as error:
+            error.add_note(f"when called with {', '.join(map(str, case))}")
+            raise
+    return found
 
 
 def _shared(one: Part, other: Part) -> Any:
@@ -166,8 +178,8 @@ def plain_box(box: Any) -> Any:
     return [list(box.offset), list(box.shape)] if all(type(n) is int for n in numbers) else repr(box)[:200]
 
 
-def _fault(case: Parts) -> Any:
-    found = boxes.find_fault(case.shape, [Box(*part) for part in case.parts])
+def _fault(shape: Numbers, parts: Sequence[Part]) -> Any:
+    found = boxes.find_fault(shape, [Box(*part) for part in parts])
     return found if found is None or isinstance(found, str) else f"{type(found).__name__}: {found!r}"[:200]
 
 
