@@ -424,7 +424,9 @@ def coarse_errors() -> dict[str, list[float]]:
             whole += float(mean.norm() ** 2)
         return (off / whole) ** 0.5
 
-    found = [launch(lambda: (train(torch.bfloat16), train(torch.float32)), ranks)[0] for ranks in COARSE_RANKS]
+    found = [
+        launch(lambda: (train(torch.bfloat16), train(torch.float32)), ranks)[0] for ranks in COARSE_RANKS
+    ]
     broken, mended = (list(errors) for errors in zip(*found, strict=True))
     return {"reduce_dtype=torch.bfloat16": broken, "reduce_dtype=torch.float32": mended}
 
@@ -923,7 +925,7 @@ def _routes() -> Figure:
     return draw_calls(
         routes(),
         "Two experts, two ranks with different data",
-        "Above, each rank enters first the expert that most of its tokens chose: the ranks gather different groups.",
+        "Above, each rank begins with the expert that most of its tokens chose. So the ranks gather different groups.",
     )
 
 
@@ -941,7 +943,7 @@ def _norms() -> Figure:
                 )
             )
         bars.append(Bar(f"step {step}, all rows", norms.whole, f"{norms.whole:.3f}", MENDED))
-    text = "A rank that takes the norm of what it holds gets a part. The squares of the parts add up to the square of the whole."
+    text = "Each rank's shards give only a part of the norm. The squares of the parts add up to the square of the whole."
     return draw_bars(bars, "Gradient norms of two ranks", text, "norm of the gradients")
 
 
@@ -989,7 +991,7 @@ def _one_group() -> Figure:
     return draw_bands(
         logs,
         f"{BLOCKS} blocks in one group, and in {BLOCKS}",
-        "Green under blue is hidden. One group has nothing to compute while it is gathered, and nothing left to while it is reduced.",
+        "Green under blue is hidden. Nothing computes while the one group is gathered, or while it is reduced.",
     )
 
 
@@ -1002,16 +1004,25 @@ def _reshard() -> Figure:
             "whole parameters",
             [peak(run.log, "unsharded_param") for run in runs.values()],
             style.format_bytes,
-            "unsharded_param",
+            style.look_of_kind("unsharded_param"),
         ),
-        ("time of gathers", [sum(e.dur_us for e in gathers[name]) for name in runs], style.format_ms, ""),
-        ("step", [run.step_seconds * 1e6 for run in runs.values()], style.format_ms, "sharded_param"),
+        (
+            "time of gathers",
+            [sum(e.dur_us for e in gathers[name]) for name in runs],
+            style.format_ms,
+            style.look_of_op("all_gather"),
+        ),
+        (
+            "step",
+            [run.step_seconds * 1e6 for run in runs.values()],
+            style.format_ms,
+            style.Look(style.GREYS[2]),
+        ),
     ]
     bars = []
-    for title, values, words, kind in rows:
-        look = style.look_of_kind(kind) if kind else style.look_of_op("all_gather")
+    for title, values, words, look in rows:
         for place, (name, value) in enumerate(zip(runs, values, strict=True)):
-            said = f"{words(value)}, {len(gathers[name])} gathers" if not kind else words(value)
+            said = f"{words(value)}, {len(gathers[name])} gathers" if "gathers" in title else words(value)
             bars.append(
                 Bar(f"{title}, {name}", value / max(values), said, look, 0.6 * (place == 0 and bool(bars)))
             )
@@ -1035,7 +1046,7 @@ def _residents() -> Figure:
     runs = residents()
     left, rows = 0.95, 0.42 * len(runs)
     keys = [sheet.key(style.look_of_kind(kind), kind) for kind in RESIDENT]
-    text = "What shrinks with the number of GPUs is at the left of the line: parameters, optimizer states and gradients as shards."
+    text = "Left of the black line are shards of parameters, optimizer states and gradients. With more GPUs, only these shrink."
     figure, _ = _sheet("Memory of one GPU at the peak of a step, by number of GPUs", text, keys, rows, left)
     axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, rows)
     for row, run in enumerate(runs.values()):
@@ -1076,7 +1087,7 @@ def _scaling() -> Figure:
     return draw_bands(
         {name: run.log for name, run in scalings().items()},
         f"{BATCH:,} tokens on more and more GPUs",
-        "Compute shrinks with the tokens of a GPU. What is gathered and reduced does not: it is the model, whatever the batch.",
+        "With more GPUs, each computes fewer tokens. But each still gathers and reduces the whole model.",
         arrows=False,
     )
 
@@ -1092,7 +1103,7 @@ def _methods() -> Figure:
         {name: said.events for name, said in found.items()},
         captions,
         "model.generate(x) on rank 0, in the order of issue",
-        "Hooks are around forward. Above, only the body's forward was called as a module.",
+        "Only a call of a module runs its hooks. Above, only the body was called as a module.",
         lasts,
     )
 
@@ -1103,7 +1114,7 @@ def _ties() -> Figure:
         found.apart,
         range(1, 9),
         "Largest difference of embedding and head",
-        "Each copy has a gradient and an optimizer state of its own, so they walk apart from the first step.",
+        "Each copy has its own gradient and optimizer state. So the copies differ from the first step on.",
         ("step", "largest difference"),
     )
 
@@ -1113,7 +1124,7 @@ def _coarse() -> Figure:
         coarse_errors(),
         COARSE_RANKS,
         "Reduced gradients: relative distance from the mean over ranks",
-        "The same bf16 forward and backward; only the dtype in which gradients are added up differs.",
+        "The forward and backward are the same, in bf16. Only the dtype of the reduction differs.",
         ("ranks", "relative error"),
     )
 
@@ -1122,7 +1133,7 @@ def _meta() -> Figure:
     return draw_weights(
         started_weights(),
         "A weight of 12 rows, started on two ranks and put together",
-        "A square is a number. On the left, rank 1's rows are those of rank 0 again.",
+        "A square is a number. On the left, rank 1 has the same rows as rank 0.",
     )
 
 
@@ -1130,7 +1141,7 @@ def _pretrained() -> Figure:
     return draw_weights(
         loaded_weights(),
         "A weight that rank 0 read from a file, sharded and put together",
-        "The file holds two identity matrices. On the left, rank 1's rows are those that its own model began with.",
+        "The file holds two identity matrices. On the left, rank 1 still has the rows of its own new model.",
     )
 
 
@@ -1144,7 +1155,7 @@ def _fsdp2() -> Figure:
         found,
         captions,
         "A forward of four layers on the CPU, rank 0, in the order of issue",
-        "A number is a layer; FSDP2's gathers have none. Between a gather and the wait for it there is time to compute.",
+        "Numbers are layers; FSDP2's gathers have no number. A layer can compute between a gather and the wait for it.",
         {},
     )
 
