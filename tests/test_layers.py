@@ -52,7 +52,6 @@ LONG = {
     "course/checks/strided_shards_runs.py": 268,
     "course/doors.py": 324,
     "course/run.py": 359,
-    "course/stations/facts.py": 268,
     "course/stations/laws.py": 278,
     "course/stations/my_fsdp.py": 303,
     "layout/extents.py": 261,

@@ -19,7 +19,8 @@ from hwfsdp.course.capstone import cases
 from hwfsdp.course.manifest import find_course, read_homework
 from hwfsdp.course.stations import laws
 from hwfsdp.course.stations.course import BREAKING, CHANGING
-from hwfsdp.course.stations.facts import homeworks_shard, torchs, trained
+from hwfsdp.course.stations.facts import trained
+from hwfsdp.course.stations.sharders import homeworks_shard, torchs
 from hwfsdp.course.stations.scenarios import Scenario
 from suites import long
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.course.checks.lifetimes import bytes_alive, ready, watch
 from hwfsdp.course.run import Report
 from hwfsdp.course.stations import scenarios
-from hwfsdp.course.stations.facts import Guarded, attempt_together, learners_shard, sharded, shards_of
+from hwfsdp.course.stations.facts import Guarded, attempt_together, sharded, shards_of
+from hwfsdp.course.stations.sharders import learners_shard
 from hwfsdp.course.stations.scenarios import EVEN, Scenario
 from hwfsdp.observe.recording import record
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from hwfsdp.course import holes
 from hwfsdp.course.manifest import find_course, read_homework
 from hwfsdp.course.stations.clocked import HOST, WIDE, Runner, stack_of_blocks
-from hwfsdp.course.stations.facts import homeworks_shard
+from hwfsdp.course.stations.sharders import homeworks_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.comparison import plot_comparison

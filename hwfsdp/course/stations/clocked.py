@@ -26,7 +26,8 @@ from torch import nn
 from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.capstone.witness import witnessed
 from hwfsdp.course.run import Report, log_data
-from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
+from hwfsdp.course.stations.facts import attempt_together
+from hwfsdp.course.stations.sharders import HOMEWORK, Shard, learners_shard
 from hwfsdp.course.stations.watching import Watch
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union

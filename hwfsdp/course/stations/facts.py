@@ -6,11 +6,9 @@ A fact is data: numbers, names, bytes. `laws` compares facts with oracles.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.compat import DispatchMode, default_store, local_of
@@ -27,80 +24,14 @@ from hwfsdp.course.checks.lifetimes import copied, ready
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.scenarios import Built, Scenario
+from hwfsdp.course.stations.sharders import Shard, learners, learners_shard, torchs
 from hwfsdp.launcher.caller import LOST_PEER
 from hwfsdp.observe import events
 from hwfsdp.observe.recording import record
 
-FILE, HOMEWORK = "submitted_my_fsdp", "submitted_capstone"  # the learner's files, which ranks run
 LR = 0.1
 MOST_UNITS = 0.6  # of the largest unit; the limit where all should be freed, as small tensors come and go
 OTHERS = timedelta(seconds=2)  # time for other ranks to raise the same error
-Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
-
-
-def learners() -> Any:
-    """Return the learner's file of the stations."""
-    return sys.modules[FILE]
-
-
-def learners_shard() -> Shard:
-    """Return `fully_shard` of the file that this rank has run: the stations' file, or the homework."""
-    if HOMEWORK in sys.modules:
-        return homeworks_shard(sys.modules[HOMEWORK])
-    return lambda module, name, **options: learners().fully_shard(module, **options)
-
-
-def homeworks_shard(homework: Any) -> Shard:
-    """Return the homework's `fully_shard`, with one communication context for all modules."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    shared: list[Any] = []
-
-    def shard(module: nn.Module, name: str, **options: Any) -> Any:
-        if not shared:
-            shared.extend((homework.FSDPCommContext("cpu"), mesh_of_all()))
-        context, mesh = shared
-        options = {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy()} | options
-        made = homework.fully_shard(module, module_fqn=name, comm_ctx=context, mesh=mesh, **options)
-        _refuse_foreign(module)
-        return made
-
-    return shard
-
-
-def _refuse_foreign(model: nn.Module) -> None:
-    """Refuse modules that the homework did not shard itself.
-
-    Raises:
-        RuntimeError: they belong to torch's FSDP, or to this package's.
-    """
-    for module in model.modules():
-        for cls in type(module).__mro__:
-            if cls.__name__ == "FSDPModule" and cls.__module__.startswith(("torch.", "hwfsdp.")):
-                raise RuntimeError(f"{type(module).__name__} was sharded by {cls.__module__}")
-
-
-def torchs() -> Shard:
-    """Return torch's `fully_shard`: an oracle.
-
-    A policy without `reduce_dtype` reduces gradients in the dtype that the backward gave them, with every version of torch. Since
-    2.15, torch itself would reduce them in the dtype of the parameters.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = mesh_of_all()
-
-    def shard(module: nn.Module, name: str, **options: Any) -> Any:
-        policy = options.get("mp_policy")
-        if policy is not None and policy.reduce_dtype is None:
-            options["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
-        return fully_shard(module, mesh=mesh, **options)
-
-    return shard
-
-
-def mesh_of_all() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hwfsdp.course.findings import expect, told
 from hwfsdp.course.run import Ranks, Report, attempt
-from hwfsdp.course.stations.facts import learners
+from hwfsdp.course.stations.sharders import learners
 from hwfsdp.course.verdict import Finding
 from hwfsdp.course.wire import watch_wire
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic

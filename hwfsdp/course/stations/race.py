@@ -19,7 +19,8 @@ from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Report
 from hwfsdp.course.stations import machines
 from hwfsdp.course.stations.clocked import Timed
-from hwfsdp.course.stations.facts import attempt_together, learners
+from hwfsdp.course.stations.facts import attempt_together
+from hwfsdp.course.stations.sharders import learners
 from hwfsdp.train.models.gpt import GPT, GPTConfig
 
 GPUS, DEVICE, BATCH = 64, "h100", 2
