@@ -106,9 +106,8 @@ class Measured(NamedTuple):
 
     def _step(self) -> Callable[[], None]:
         case = Case(self.params, cut(self.params.split(",")[0], self.layers), self.ranks, TOKENS)
-        model, x = made(self.contender, case, "cpu"), batch(
-            case, "cpu"
-        )  # as a virtual world names its device
+        device = "cpu"  # as a virtual world names its device
+        model, x = made(self.contender, case, device), batch(case, device)
 
         def step() -> None:
             model(x).square().mean().backward()

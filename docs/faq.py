@@ -1003,26 +1003,29 @@ def _reshard() -> Figure:
         (
             "whole parameters",
             [peak(run.log, "unsharded_param") for run in runs.values()],
+            [""] * len(runs),
             style.format_bytes,
             style.look_of_kind("unsharded_param"),
         ),
         (
             "time of gathers",
             [sum(e.dur_us for e in gathers[name]) for name in runs],
+            [f", {len(gathers[name])} gathers" for name in runs],
             style.format_ms,
             style.look_of_op("all_gather"),
         ),
         (
             "step",
             [run.step_seconds * 1e6 for run in runs.values()],
+            [""] * len(runs),
             style.format_ms,
             style.Look(style.GREYS[2]),
         ),
     ]
     bars = []
-    for title, values, words, look in rows:
+    for title, values, more, words, look in rows:
         for place, (name, value) in enumerate(zip(runs, values, strict=True)):
-            said = f"{words(value)}, {len(gathers[name])} gathers" if "gathers" in title else words(value)
+            said = words(value) + more[place]
             bars.append(
                 Bar(f"{title}, {name}", value / max(values), said, look, 0.6 * (place == 0 and bool(bars)))
             )

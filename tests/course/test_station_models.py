@@ -1,4 +1,7 @@
-"""The stations' models train so calmly that other rounding of right answers stays below the laws' limits. Memory is counted."""
+"""The stations' models train so calmly that other rounding of right answers stays below the laws' limits. Memory is counted.
+
+Their oracle means the same with every torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import fsdp
 
-from hwfsdp.course.stations import facts, laws, scenarios
+from hwfsdp.course.stations import facts, laws, scenarios, sharders
 from hwfsdp.course.stations.course import BROKEN, GRADUAL, NAIVE
 from hwfsdp.course.stations.scenarios import Built, Scenario
 
@@ -79,3 +84,15 @@ class Alive:
 
     def alive(self) -> int:
         return self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]
+
+
+def test_fsdp2_as_an_oracle_reduces_in_the_dtype_of_the_backward_with_every_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[fsdp.MixedPrecisionPolicy] = []
+    monkeypatch.setattr(sharders, "mesh_of_all", lambda: None)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, *, mesh, mp_policy: given.append(mp_policy))
+    shard = sharders.torchs()
+    shard(nn.Linear(1, 1), "", mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16))
+    shard(nn.Linear(1, 1), "", mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert [policy.reduce_dtype for policy in given] == [torch.bfloat16, torch.float32]
