@@ -21,7 +21,7 @@ from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot import style
 from hwfsdp.plot.player import meanings
 from hwfsdp.plot.player.packing import Start
-from hwfsdp.plot.player.page import make_page
+from hwfsdp.plot.player.page import FRAME, make_page
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.virtual import simulate
 
@@ -63,7 +63,7 @@ def log() -> EventLog:
 
 @pytest.fixture(scope="module")
 def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Write pages, and return their addresses: of the log, of two logs, of many ranks, of two steps, of hostile names."""
+    """Write pages, and return their addresses: of the log, of two logs, of many ranks, of two steps, of hostile names, of one rank without code."""
     folder = tmp_path_factory.mktemp("pages")
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
     made = {
@@ -73,6 +73,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "steps": [("steps.json", twice(log))],
         "predicted": [("a.json", step()), ("b.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
+        "bare": [("bare.json", EventLog([replace(e, code="") for e in step().events]))],
     }
     for name, logs in made.items():
         make_page(logs).save(folder / f"{name}.html")
@@ -149,6 +150,26 @@ def test_every_pane_shows_its_colors(
     paper = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
     assert paper == ("#17181b" if dark else "#ffffff") and pixels(tab, "body", paper) > 10_000
     assert tab.run("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_the_frame_in_a_notebook_shows_all_panes_of_one_log(tab: Tab, pages: dict[str, str]) -> None:
+    for width in (940, 1200):
+        tab.look(width, FRAME)
+        tab.open(pages["one"])
+        _, top, _, height = box(tab, "main")
+        assert top + height <= FRAME, width
+
+
+def test_on_a_narrow_page_no_pane_is_higher_than_what_it_shows(tab: Tab, pages: dict[str, str]) -> None:
+    tab.look(736, FRAME)
+    heights = {}
+    for page in ("one", "many", "bare"):
+        tab.open(pages[page])
+        heights[page] = box(tab, "#timeline")[3]
+        unused = "(() => { const t = state.panes[0]; return t.scroller.clientHeight - t.layOut(); })()"
+        assert tab.run(unused) <= 10, page
+        assert (box(tab, "#code")[3] < 80) == (page == "bare")  # without code it is one line
+    assert heights["bare"] < 300 < heights["one"] <= heights["many"] < 450
 
 
 def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ class Code {
     this.now = document.getElementById("now"); // on a narrow screen the event is explained here, beside the buttons
     this.shown = undefined; // nothing yet, not even that there is no event
     this.chosen = 0; // which of the event's places: 0 is the line that issued it
+    document.getElementById("code").classList.toggle("bare", Object.keys(functions).length === 0);
   }
 
   draw() {

@@ -20,7 +20,7 @@ from hwfsdp.plot.player import SCRIPTS
 from hwfsdp.plot.player.packing import Start, pack
 
 _FOLDER = Path(__file__).parent
-_FRAME = 780  # pixels, in a notebook
+FRAME = 1040  # pixels, in a notebook: all panes of one log, if the page is wide
 _NO_FRAME = (
     "The step player stands here where the page runs scripts: run this cell, or open the site of the course."
 )
@@ -47,7 +47,7 @@ class Page:
     def _repr_html_(self) -> str:
         """A frame of its own, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
-        look = f'width="100%" height="{_FRAME}" style="border: 0"'
+        look = f'width="100%" height="{FRAME}" style="border: 0"'
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 

@@ -3,6 +3,7 @@
 // Wheel zooms, drag moves, a click chooses an event, the ruler above moves the cursor.
 
 const RULER = 22, GAP = 8, HEAD = 18, TITLE = 15; // pixels: the axis, between ranks, the heading of a log, of a rank
+const TALL = 32; // pixels: a lane that has room
 const MOVED = 4; // pixels from which a press is a drag
 
 class Timeline {
@@ -70,8 +71,10 @@ class Timeline {
     const count = lanes.reduce((sum, streams) => sum + streams.length, 0), heads = logs.length > 1 ? logs.length : 0;
     const least = bands.length <= 8 ? 15 : 6; // of many ranks one sees the pattern, of few the names
     const title = this.isNarrow && least > 11 ? TITLE : 0;
-    const room = this.scroller.clientHeight - RULER - (GAP + title) * bands.length - HEAD * heads - 4;
-    this.laneHeight = Math.min(32, Math.max(least, Math.floor(room / Math.max(1, count))));
+    const besides = RULER + (GAP + title) * bands.length + HEAD * heads + 4;
+    this.section.style.setProperty("--rows", `${besides + TALL * count}px`); // on a narrow page the pane is no higher
+    const room = this.scroller.clientHeight - besides;
+    this.laneHeight = Math.min(TALL, Math.max(least, Math.floor(room / Math.max(1, count))));
     this.rows = [];
     let y = RULER;
     bands.forEach(({ log, rank }, i) => {
