@@ -44,6 +44,7 @@ Refuse = Callable[[str], NoReturn]
 _CLOSED = CLOSED | {*NATIVE_MODULES}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
+_ANNOTATED = (ast.arg, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef)
 _OWN_NAMES = ("__dict__",)  # may be read of instances, but not of objects in `_TOLD`
 _TOLD = (types.ModuleType, type, *_FUNCTIONS)  # objects that know their own module
 _WORDS = FRAMES | ATTRIBUTES | {*_OWN_NAMES}
@@ -190,10 +191,9 @@ class Doors:
         if isinstance(source, bytes | bytearray | memoryview | str):
             tree: Any = ast.parse(source if isinstance(source, str) else bytes(source), path, mode)
         else:
-            tree = source
+            tree = ast.fix_missing_locations(source)
         marked = _Marked((self._look, self._touch, self._hold), tree, self._refuse)
-        tree = ast.fix_missing_locations(marked.visit(tree))
-        code = compile(tree, path, mode, dont_inherit=True)
+        code = compile(marked.visit(tree), path, mode, dont_inherit=True)
         for each in codes_in(code):
             self._came_in[id(each)] = each
             if found := BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
@@ -339,16 +339,17 @@ class _Marked(ast.NodeTransformer):
 
     def __init__(self, names: tuple[str, str, str], tree: ast.AST, refuse: Refuse) -> None:
         self._names, self._refuse = names, refuse
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        body = tree.body if isinstance(tree, ast.Module | ast.Interactive) else []
+        imports = [node for node in body if isinstance(node, ast.ImportFrom)]
         future = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
         self._as_text = "annotations" in future
 
     def visit(self, node: ast.AST) -> Any:
         kept: dict[str, ast.expr] = {}
-        if self._as_text:
+        if self._as_text and isinstance(node, _ANNOTATED):
             kept = {name: getattr(node, name) for name in _ANNOTATIONS if getattr(node, name, None)}
-        for name in kept:
-            setattr(node, name, ast.Constant(None))
+        for name, annotation in kept.items():
+            setattr(node, name, _at(annotation, ast.Constant(None)))
         found = super().visit(node)
         for name, annotation in kept.items():
             setattr(node, name, annotation)
@@ -379,22 +380,32 @@ class _Marked(ast.NodeTransformer):
         """Return a value of a pattern. If it is a dotted name, look it up first."""
         if not isinstance(value, ast.Attribute):
             return value
-        held = ast.Call(ast.Name(self._names[2], ast.Load()), [self.visit(value)], [])
-        return ast.copy_location(ast.Attribute(held, "value", ast.Load()), value)
+        hold = _at(value, ast.Name(self._names[2], ast.Load()))
+        held = _at(value, ast.Call(hold, [self.visit(value)], []))
+        found: ast.expr = _at(value, ast.Attribute(held, "value", ast.Load()))
+        return found
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
-        look, touch = (ast.Name(name, ast.Load()) for name in self._names[:2])
-        name, reads = ast.Constant(node.attr), isinstance(node.ctx, ast.Load)
+        value, reads = node.value, isinstance(node.ctx, ast.Load)
+        name = _at(value, ast.Constant(node.attr))
         mangled = node.attr.startswith("__") and not node.attr.endswith("__")
         if reads and not mangled:
-            found = ast.copy_location(ast.Call(look, [node.value, name], []), node)
+            look = _at(value, ast.Name(self._names[0], ast.Load()))
+            found: ast.expr = _at(node, ast.Call(look, [value, name], []))
             if (last := node.end_lineno) and last > node.lineno:  # Python reports the line of the name
                 found.lineno, found.col_offset = last, (node.end_col_offset or 0) - len(node.attr.encode())
             return found
-        asked = ast.Call(touch, [node.value, name, ast.Constant(not reads)], [])
-        node.value = ast.copy_location(asked, node.value)
+        touch = _at(value, ast.Name(self._names[1], ast.Load()))
+        node.value = _at(value, ast.Call(touch, [value, name, _at(value, ast.Constant(not reads))], []))
         return node
+
+
+def _at(place: Any, node: Any) -> Any:
+    """Return a new node with the location of another one. Python needs the location of each node."""
+    node.lineno, node.col_offset = place.lineno, place.col_offset
+    node.end_lineno, node.end_col_offset = place.end_lineno, place.end_col_offset
+    return node
 
 
 class _Held(NamedTuple):

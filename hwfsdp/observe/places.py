@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 INSIDE = " < "
 PACKAGE = Path(__file__).parents[1]
@@ -40,6 +41,8 @@ class Places:
         # By id of the code. The dict keeps the code alive, so no other object gets this id.
         self._files: dict[int, tuple[CodeType, str]] = {}
         self._said: dict[tuple[int, ...], str] = {}  # by the code and the instruction of each frame
+        # Names of modules whose files are not shown. Asking a frame for its code raises an audit event; asking for its names does not.
+        self._left_out: set[Any] = set()
 
     def here(self) -> str:
         """Return the places in the stack above the caller of this method, from the inside out; "" if no place is shown."""
@@ -48,19 +51,35 @@ class Places:
         key: list[int] = []
         last = ""
         while frame is not None and len(shown) < MOST:
-            code = frame.f_code
-            known = self._files.get(id(code))
-            if known is None:
-                known = self._files[id(code)] = code, _shown_file(code)
-            if known[1] and code.co_name != last:
-                shown.append(frame)
-                key += (id(code), frame.f_lasti)
-                last = code.co_name
+            if frame.f_globals.get("__name__") not in self._left_out:
+                code = frame.f_code
+                known = self._files.get(id(code))
+                if known is None:
+                    known = self._files[id(code)] = code, self._shown_file(frame)
+                if known[1] and code.co_name != last:
+                    shown.append(frame)
+                    key += (id(code), frame.f_lasti)
+                    last = code.co_name
             frame = frame.f_back
         said = self._said.get(tuple(key))
         if said is None:
             said = self._said[tuple(key)] = INSIDE.join(map(self._name, shown))
         return said
+
+    def _shown_file(self, frame: FrameType) -> str:
+        """Return the name of the file of this frame's code; "" if the file is not shown."""
+        code, module = frame.f_code, frame.f_globals.get("__name__")
+        path = code.co_filename
+        if path.startswith("<"):
+            return ""
+        if not path.startswith((f"{PACKAGE}/", *_INSTALLED)):
+            return path.removeprefix(f"{Path.cwd()}/")
+        inner = path.removeprefix(f"{PACKAGE}/")
+        if inner.startswith(_SHOWN) and inner not in _PASSED_THROUGH:
+            return f"hwfsdp/{inner}" if code.co_name[0] != "<" else ""
+        if module not in (None, "__main__"):  # modules of several files may have these names
+            self._left_out.add(module)
+        return ""
 
     def _name(self, frame: FrameType) -> str:
         return f"{self._files[id(frame.f_code)][1]}:{frame.f_lineno} {frame.f_code.co_qualname}"
@@ -83,15 +102,3 @@ def path_of(file: str) -> Path:
     """Return the path of a place's file: in the package for hwfsdp's own files, else relative to the current folder."""
     inside = PACKAGE.parent / file
     return inside if file.startswith("hwfsdp/") and inside.exists() else Path(file)
-
-
-def _shown_file(code: CodeType) -> str:
-    """Return the name of this code's file in a place; "" if the file is not shown."""
-    name = code.co_filename
-    if name.startswith(f"{PACKAGE}/"):
-        inner = name.removeprefix(f"{PACKAGE}/")
-        is_shown = inner.startswith(_SHOWN) and inner not in _PASSED_THROUGH and code.co_name[0] != "<"
-        return f"hwfsdp/{inner}" if is_shown else ""
-    if name.startswith(("<", *_INSTALLED)):
-        return ""
-    return name.removeprefix(f"{Path.cwd()}/")

@@ -155,9 +155,8 @@ class Guarded(DispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
-        name = op.name().partition("::")[2].partition(".")[0]
-        looks_only = name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
-        if not looks_only and any(isinstance(value, Tensor) and not is_there(value) for value in args):
+        gone = [value for value in args if isinstance(value, Tensor) and not is_there(value)]
+        if gone and not _looks_only(name := op.name().partition("::")[2].partition(".")[0]):
             if op.is_view:
                 with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
                     return op(*args, **(kwargs or {}))
@@ -172,6 +171,11 @@ class Guarded(DispatchMode):
         """Begin a phase, and return the number of events so far."""
         self.phase, self.began = phase, _now()
         return self.began
+
+
+def _looks_only(name: str) -> bool:
+    """True if the operator of this name does not read the memory of its arguments."""
+    return name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
 
 
 def _step(
