@@ -24,7 +24,7 @@ from hwfsdp import Event, EventLog, UsageError, record
 from hwfsdp.observe.comparison import times_of_steps
 from hwfsdp.observe.findings import expect_peak
 from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes, find_reductions
-from hwfsdp.observe.places import MOST
+from hwfsdp.observe.places import MOST, Places
 from hwfsdp.observe.run_info import GroupAbout, ParamAbout
 from hwfsdp.plot.player import SCRIPTS, packing
 from hwfsdp.plot.player.packing import pack
@@ -291,6 +291,21 @@ def test_places_that_a_file_makes_up_are_shown_without_text(code: str) -> None:
     sources.expect({"a.py": "no number"})
     for place in sources.places[sources.chain(code)]:
         assert sources.functions[place[0]]["missing"]
+
+
+def test_files_of_one_module_name_have_places_of_their_own() -> None:
+    places = Places()
+
+    def place_in(path: str, module: str) -> str:
+        names: dict[str, Any] = {"__name__": module}
+        exec(compile("def step(inner): return inner()", path, "exec"), names)
+        return names["step"](lambda: places.here()).partition(" < ")[0]
+
+    installed = str(Path(torch.__file__).with_name("made_up.py"))
+    for module in ("__main__", "made_up", "__main__", "made_up"):
+        assert "step" not in place_in(installed, module)
+    assert place_in("train.py", "__main__") == "train.py:1 step"
+    assert place_in("train.py", "mine") == "train.py:1 step"
 
 
 def test_methods_that_call_each_other_under_one_name_are_one_place(log: EventLog) -> None:

@@ -63,7 +63,10 @@ def log() -> EventLog:
 
 @pytest.fixture(scope="module")
 def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Write pages, and return their addresses: of the log, of two logs, of many ranks, of two steps, of hostile names, of one rank without code."""
+    """Write pages, and return their addresses.
+
+    The pages are of the log, of two logs, of many ranks, of two steps, of hostile names, and of one rank without code.
+    """
     folder = tmp_path_factory.mktemp("pages")
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
     made = {

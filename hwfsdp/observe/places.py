@@ -41,7 +41,8 @@ class Places:
         # By id of the code. The dict keeps the code alive, so no other object gets this id.
         self._files: dict[int, tuple[CodeType, str]] = {}
         self._said: dict[tuple[int, ...], str] = {}  # by the code and the instruction of each frame
-        # Names of modules whose files are not shown. Asking a frame for its code raises an audit event; asking for its names does not.
+        # Names of modules that are not shown. Their frames are passed over, because reading the code of a frame raises an audit event,
+        # and the grader looks at each of these events.
         self._left_out: set[Any] = set()
 
     def here(self) -> str:
@@ -77,7 +78,7 @@ class Places:
         inner = path.removeprefix(f"{PACKAGE}/")
         if inner.startswith(_SHOWN) and inner not in _PASSED_THROUGH:
             return f"hwfsdp/{inner}" if code.co_name[0] != "<" else ""
-        if module not in (None, "__main__"):  # modules of several files may have these names
+        if module not in (None, "__main__"):  # several files may have these names
             self._left_out.add(module)
         return ""
 
