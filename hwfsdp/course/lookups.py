@@ -71,7 +71,7 @@ def watch(refuse: Callable[[str], Any]) -> None:
 
     vars(builtins).update(getattr=checked_getattr, setattr=checked_setattr)
     for name in BUSY & sys.modules.keys():
-        set_to(sys.modules[name], "getattr", look_up)
+        vars(sys.modules[name]).update(getattr=look_up, setattr=set_to)
 
 
 def _is_instrument(value: Any) -> bool:

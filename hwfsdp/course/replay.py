@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class Replay:
 
 def _unplaced(log: EventLog) -> EventLog:
     """Return the log without the places in the code: they would show the answer to a learner who plays the log."""
-    return EventLog([replace(event, code="") for event in log.events], log.samples, log.about)
+    return EventLog([event.changed(code="") for event in log.events], log.samples, log.about)
 
 
 def replay(number: int, seed: int, course: Course | None = None) -> Replay:

@@ -50,7 +50,7 @@ NAMES = {  # closed names in open modules
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
 # locks stay open, although `_thread` is closed
 LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident"))
-# modules that look up very many names: no caller chooses the names in torch's modules, and `doors` checks each name itself
+# modules that look up or set very many names: no caller chooses the names in torch's modules, and `doors` checks each name itself
 BUSY = frozenset(["torch._compile", "torch._subclasses.fake_tensor", "hwfsdp.course.doors"])
 STREAMS = "hwfsdp.core.streams"
 INSTRUMENTS = frozenset(  # modules that record what a learner's code did

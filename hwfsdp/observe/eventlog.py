@@ -59,7 +59,7 @@ class EventLog:
     def _put_on_one_axis(self, clocks: dict[int, RankClock]) -> None:
         shifts = shifts_to_one_axis(clocks)
         if any(shifts.values()):
-            self.events = [replace(e, start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in self.events]
+            self.events = [e.changed(start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in self.events]
             for rank, samples in self.samples.items():
                 self.samples[rank] = [replace(s, us=s.us + shifts.get(rank, 0.0)) for s in samples]
         moved = {r: c._replace(origin_us=c.origin_us - shifts[r]) for r, c in clocks.items()}

@@ -43,7 +43,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -101,7 +101,11 @@ class Event:
         return self.start_us + self.dur_us
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
+
+    def changed(self, **fields: Any) -> Event:
+        """Return a copy with other values of these fields. It is faster than `dataclasses.replace`."""
+        return Event(**{**vars(self), **fields})
 
 
 class Mark(Protocol):

@@ -19,7 +19,7 @@ Note [Times on a grid]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import floor, inf
 from typing import Any, NamedTuple
 
@@ -180,7 +180,7 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
 def _on_grid(event: Event) -> Event:
     """Move start and end of the event to the grid, up to one step earlier. Nested intervals stay nested, separate ones separate."""
     start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
-    return replace(event, start_us=start, dur_us=end - start)
+    return event.changed(start_us=start, dur_us=end - start)
 
 
 def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:

@@ -7,7 +7,6 @@ end, so you can read off the difference between the steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -62,7 +61,7 @@ def _from_zero(log: EventLog, name: str, rank: int, step: int | None) -> list[Ev
             remedy="Record a step that computes something.",
         )
     start = min(e.start_us for e in events)
-    return [replace(e, start_us=e.start_us - start) for e in events]
+    return [e.changed(start_us=e.start_us - start) for e in events]
 
 
 def _list(names: Sequence[str]) -> str:

@@ -110,7 +110,7 @@ def _during(log: EventLog, step: int) -> EventLog:
         before = [replace(s, us=0.0) for s in found if s.us <= begin][-1:]
         samples[rank] = before + [replace(s, us=s.us - begin) for s in found if begin < s.us <= end]
     clocks = {rank: clock._replace(origin_us=clock.origin_us + begin) for rank, clock in log.clocks.items()}
-    moved = [replace(event, start_us=event.start_us - begin) for event in events]
+    moved = [event.changed(start_us=event.start_us - begin) for event in events]
     return EventLog(moved, samples, {**log.about, **clocks_about(clocks)})
 
 

@@ -10,7 +10,6 @@ clocks; the log says how well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -78,7 +77,7 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
 def _cut(event: Event, low: float, high: float) -> Event:
     """Return the part of the event between these times, in µs."""
     start = max(event.start_us, low)
-    return replace(event, start_us=start, dur_us=min(event.end_us, high) - start)
+    return event.changed(start_us=start, dur_us=min(event.end_us, high) - start)
 
 
 def _draw_step_ends(axes: Axes, events: Sequence[Event], named: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from dataclasses import replace
 from functools import partial
 
 from matplotlib.figure import Figure
@@ -36,7 +35,7 @@ def backward(text: str) -> EventLog:
     runner = Runner(WIDE, stack)
     log = runner.shown(runner.run(HOST).log)
     events = [e for e in log.events if e.phase == "backward" and e.op not in ("wait", "alloc", "free")]
-    return EventLog([replace(e, owner=e.owner.removeprefix("blocks.")) for e in events])
+    return EventLog([e.changed(owner=e.owner.removeprefix("blocks.")) for e in events])
 
 
 def draw() -> Figure:

@@ -7,7 +7,6 @@ ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -87,4 +86,4 @@ def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
 
 def _before(event: Event) -> Event:
     """Move a wait that takes no time to just before the work that begins then, so that it is not drawn inside this work."""
-    return replace(event, start_us=event.start_us - ROUNDING / 2) if event.dur_us == 0 else event
+    return event.changed(start_us=event.start_us - ROUNDING / 2) if event.dur_us == 0 else event

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -140,7 +139,7 @@ def ordered() -> dict[str, Any]:
     runner = Ordered(NARROW, partial(learners_stack, kind=Scaled))
     with sets_apart():
         found = runner.run(GPU)
-    plain = EventLog([replace(e, stream=e.stream.partition(" ")[0]) for e in found.log.events])
+    plain = EventLog([e.changed(stream=e.stream.partition(" ")[0]) for e in found.log.events])
     return {**runner.witnessed_log(found.log), "shown": log_data(runner.shown(plain))}
 
 

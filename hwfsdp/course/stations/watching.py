@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -122,7 +122,7 @@ class Watch:
             begins: (phase, number of the first event) for each part of the step.
         """
         found = [
-            replace(e, phase=e.phase or [phase for phase, first in begins if first <= e.seq][-1])
+            e.changed(phase=e.phase or [phase for phase, first in begins if first <= e.seq][-1])
             for e in log.events
             if e.op in _KEPT
         ]
@@ -143,4 +143,4 @@ class Watch:
 
 def _renumbered(event: Event, numbers: dict[int, int]) -> Event:
     after = tuple(numbers[seq] for seq in event.after if seq in numbers)
-    return replace(event, seq=numbers[event.seq], after=after)
+    return event.changed(seq=numbers[event.seq], after=after)
