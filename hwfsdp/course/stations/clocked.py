@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -224,7 +224,7 @@ class Runner:
 
 
 class Ordered(Runner):
-    """Two steps; with a witness, every operator is an event.
+    """Two steps. If they are recorded, a witness makes every operator an event.
 
     The second step has two micro-batches, so that a gradient is added to one that is there.
     """
@@ -235,12 +235,13 @@ class Ordered(Runner):
         return step
 
     def step(self) -> None:
-        with witnessed() as witness:
+        with witnessed() if events.active() else nullcontext() as witness:
+            update = witness.unseen(self.optimizer.step) if witness else self.optimizer.step
             for micros in (1, 2):
                 for _ in range(micros):
                     self.micro_batch()
                 self.watch.enter("")
-                witness.unseen(self.optimizer.step)()  # it has its own event
+                update()  # it has its own event
                 self.end("backward")  # the optimizer reads what the backward left
                 self.optimizer.zero_grad()
 
@@ -286,10 +287,10 @@ def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) ->
 
 
 class Timed(Runner):
-    """One step with a witness."""
+    """One step, with a witness if the step is recorded."""
 
     def step(self) -> None:
-        with witnessed():
+        with witnessed() if events.active() else nullcontext():
             super().step()
 
 
