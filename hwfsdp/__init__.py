@@ -9,27 +9,27 @@ feature puts its own part instead of the heart's.
     core          FSDP over one mesh axis: start here
     features      what FSDP2 can do beyond the heart, and the door that users call
 
-The other folders are called wings. The docstring of each lists its modules in reading order.
+Around them are these folders. The docstring of each lists its modules in reading order.
 
     comm          how bytes really move between ranks, and who is late
     observe       what happened: events, bytes, recordings, races, findings
     layout        which part of a tensor a rank holds, on paper and on a mesh
     launcher      processes to run on
     checkpoint    move, compare and save state dicts
-    optim         torch's optimizers, their steps over local parts
     train         models, text, the training loop, the demo
     virtual       a step on GPUs that you do not have, in virtual time
     plot          pictures of a log or a layout
     course        exercises, homework and lab, and their grader
     cli           the command `hwfsdp`
 
-Modules that all folders use:
+Modules beside the folders:
 
     doors         names of a package, loaded when first asked for
     errors        the errors of the package
     compat        private API of torch, in one place
     streams       for schedules outside the package
-    collectives   how bytes really move, with names and notes
+    collectives   functions that start a collective, with names and notes
+    optim         torch's optimizers, their steps over local parts
 
 A table in tests/test_layers.py says what a folder may import.
 """

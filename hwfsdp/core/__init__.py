@@ -5,7 +5,7 @@
 Every rank keeps a chunk of rows of every parameter. Before a module computes, the ranks gather its parameters; afterwards they
 free them. The backward does the same, and averages the gradients: each rank gets the rows that it keeps.
 
-This folder imports torch and itself. Read it from the top; each chapter uses only chapters below it:
+This folder imports torch and itself. Read it from the top; at run time, each chapter uses only chapters below it:
 
     wrap            the door: fully_shard claims parameters and makes a group of them
     state           the schedule: what happens at four moments around forward and backward
@@ -28,9 +28,9 @@ Two more modules are for reference:
 
 At six seams, other code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
 and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what happens to
-gradients), `state.FSDPState` (when). `hwfsdp.features` consists of such code: hybrid sharding, for example, is a reducer, and a
-mesh with a second axis. The word "Seam" in a docstring marks a class whose methods a feature may
-override, or a single method that it may.
+gradients), `state.FSDPState` (when each step happens). `hwfsdp.features` consists of such code. Hybrid sharding, for example, replaces the
+reducer, and uses a mesh with a second axis. The word "Seam" in a docstring marks a class or a method that a feature may
+override.
 """
 
 from __future__ import annotations
