@@ -50,7 +50,7 @@ class Controls {
 
   fillHelp() {
     const rows = KEYS.map(([keys, what]) => make("tr", {}, make("th", { scope: "row" }, keys), make("td", {}, what)));
-    const mouse = "Wheel or pinch: zoom. Drag: move. Click: the event, or the rank. The ruler and the memory plot move the cursor.";
+    const mouse = "Wheel or pinch: zoom. Drag: move. Click: the event, or the rank. Click a row of Parameters: only this group. The ruler and the memory plot move the cursor.";
     this.element("help").replaceChildren(make("table", {}, make("tbody", {}, ...rows)), make("p", {}, mouse));
   }
 

@@ -203,7 +203,7 @@ class Memory {
     const heads = sides.length > 1 ? [make("tr", {}, make("td"), ...sides.map(({ log }) => make("th", { scope: "col" }, "AB"[log.side])))] : [];
     const rows = kinds.map((kind) => row(name(kind), (side) => bytesText(side.now[kind] ?? 0, total(side))));
     const form = kinds.includes("unsharded_param") && sides.some(({ log }) => log.closedForm)
-      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, above what stays")), (side) => (side.log.closedForm ? bytesText(side.log.closedForm, total(side)) : "–"))] : [];
+      ? [row(make("span", { class: "key dashed" }, "unsharded_param at most", make("small", {}, "closed form, drawn on top of the shards")), (side) => (side.log.closedForm ? bytesText(side.log.closedForm, total(side)) : "–"))] : [];
     const sum = row(`at ${msText(state.t)}`, (side) => bytesText(total(side)), { class: "sum" });
     this.legend.replaceChildren(make("table", {}, make("tbody", {}, ...heads, sum, ...rows, ...form)));
   }

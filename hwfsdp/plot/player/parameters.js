@@ -166,7 +166,7 @@ class Parameters {
     const states = found ? [STATE_NAMES[found.params], found.reducing ? "gradients reducing" : ""].filter(Boolean).join(", ") : "not seen in this log";
     const lines = [`${log.labelOf(group)} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
     const untilWhole = found?.params === "gathering" && log.copiesOut
-      ? ["gathering lasts until the copy-out ends; unsharded_param counts the memory that the copy-out fills from its allocation on"] : [];
+      ? ["“gathering” lasts until the copy-out ends. unsharded_param counts this memory earlier, from its allocation on"] : [];
     if (!about) return [...lines, ...untilWhole];
     if (about.is_root && log.groups.length > 1) lines.push("the root's parameters that are in no other group");
     const isSure = about.shards * about.replicas === log.worldSize;

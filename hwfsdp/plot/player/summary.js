@@ -192,7 +192,7 @@ class Summary {
     const { orders_part: parting } = this.comparison, [a, b] = this.state.logs;
     if (!parting) return make("span", { class: "soft" }, "The same events in the same order, on every rank.");
     const said = (event, log) => (event ? `the ${nameOf({ ...event, log })}` : "missing");
-    const text = `The runs differ from event ${parting.number} of rank ${parting.rank} on (flag): in A it is ${said(parting.a, a)}, in B ${said(parting.b, b)}`;
+    const text = `The runs first differ at the flag, event ${parting.number} of rank ${parting.rank}: in A it is ${said(parting.a, a)}, in B ${said(parting.b, b)}`;
     const event = this.state.parting.find(Boolean);
     return moment(text, () => { if (event) this.jump(event); });
   }

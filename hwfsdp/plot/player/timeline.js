@@ -32,9 +32,9 @@ class Timeline {
     const said = [];
     const faint = [
       this.state.logs.some((log) => log.ranks.length > 1 && !log.clocksDiffer) && "a collective that waits for its last rank",
-      this.state.logs.some((log) => log.events.some((event) => event.depth > 0 && isOfModule(event.op))) && "a module around the modules inside it",
+      this.state.logs.some((log) => log.events.some((event) => event.depth > 0 && isOfModule(event.op))) && "a module around others",
     ].filter(Boolean);
-    if (faint.length) said.push(`faint: ${faint.join("; ")}`);
+    if (faint.length) said.push(`faint: ${faint.join(", or ")}`);
     if (this.state.parting) said.push("flag: the first event that A and B do not share");
     const drawKeys = () => document.getElementById("timeline-legend").replaceChildren(
       ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)), ...said.map((text) => make("span", {}, text)));
@@ -215,7 +215,8 @@ class Timeline {
     const x = Math.max(this.x(event.start), this.left - 4), width = Math.max(1, Math.min(this.x(event.drawnEnd), this.right + 4) - x);
     const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
     const isPale = event.depth === 0 && inner.some((each) => each.op === event.op);
-    context.globalAlpha = state.group !== null && event.owner !== state.group ? 0.25 : isPale ? 0.45 : 1;
+    const isOther = state.group !== null && event.owner !== state.group;
+    context.globalAlpha = isOther ? 0.25 : isPale ? 0.45 : 1;
     const alone = Math.min(width, this.x(event.log.joinedAt(event)) - x); // pixels for which it waits for another rank
     if (alone > 3) {
       context.globalAlpha *= 0.35;
@@ -227,8 +228,9 @@ class Timeline {
       context.strokeStyle = look.color === looks.paper ? looks.soft : looks.edge(look.color, 0.8);
       context.strokeRect(x + 0.5, place.y + 0.5, width - 1, place.height - 1);
     }
-    context.globalAlpha = 1;
+    context.globalAlpha = isOther ? 0.25 : 1;
     if (width > 24 && place.height >= 11 && event.owner) this.drawName(context, event, look, place, isPale || alone > width / 2, this.widestGap(x, width, inner));
+    context.globalAlpha = 1;
   }
 
   placeInRow(row, event) {
