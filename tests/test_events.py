@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -162,3 +163,13 @@ def test_samples_have_the_ledgers_counts_and_the_clock_of_events() -> None:
     (sample,) = recorder.finish()[1]
     assert sample.us == taken.us - 100.0
     assert sample.bytes_by_kind == {**dict.fromkeys(KINDS, 0), "sharded_param": 8}
+
+
+def test_a_changed_event_is_a_copy_and_its_dict_has_all_fields() -> None:
+    event = Event(1, 2, "wait", "compute", owner="blocks.0", after=(0, 1), bytes=8)
+    assert event.changed(seq=5, after=()) == replace(event, seq=5, after=())
+    assert event.seq == 2 and event.as_dict() == asdict(event)
+    event.as_dict()["seq"] = 7
+    assert event.seq == 2  # the dict is the caller's own
+    with pytest.raises(TypeError):
+        event.changed(sequence=5)
