@@ -1,7 +1,8 @@
 """Tables of records, for the terminal and for the documentation.
 
 Records of one part with the same unit and the same column names form one table. A check reads
-"0.31 (0.29–0.34) ≤ 0.35 ✓": the median over rounds, its quartiles, and the target if there is one.
+"0.31 (0.29–0.34) ≤ 0.35 ✓": the median over rounds, its quartiles, and the target if there is one. If the target is missed, the check
+reads "0.71 (0.66–0.75) > 0.6 MISS".
 """
 
 from __future__ import annotations
@@ -88,13 +89,22 @@ def number(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
+def _on_its_side(value: float, target: float) -> str:
+    """Format a number with as many digits as show on which side of the target it is: 1.00001 is above 1."""
+    text, decimals = number(value), 3
+    while (float(text) <= target) != (value <= target):
+        text, decimals = f"{value:.{decimals}f}", decimals + 1
+    return text
+
+
 def _check(check: Check) -> str:
-    text = number(check.spread.median)
+    median, target = check.spread.median, check.target
+    text = number(median) if target is None else _on_its_side(median, target)
     if _is_spread(check.spread):
         text += f" ({number(check.spread.q1)}–{number(check.spread.q3)})"
-    if check.target is None:
+    if target is None:
         return text
-    return f"{text} ≤ {check.target:g} {'✓' if check.met else 'MISS'}"
+    return f"{text} ≤ {target:g} ✓" if check.met else f"{text} > {target:g} MISS"
 
 
 def _is_spread(spread: Spread) -> bool:

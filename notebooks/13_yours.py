@@ -19,7 +19,7 @@ except (ImportError, SyntaxError) as missing:
 lesson.begin()
 
 # %%
-EXERCISE = 9  # stations are 1 to 10 and 16, electives 11 to 15
+EXERCISE = 9  # stations are 1 to 10, electives 11 to 15, the race is 16
 SEED = 7  # the seed of the inputs that the checks draw
 
 # %% [markdown]

@@ -123,6 +123,16 @@ def test_ratios_are_of_the_same_round():
     assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
 
 
+@pytest.mark.parametrize(
+    ("median", "said"),
+    [(0.5, "0.50 ≤ 1 ✓"), (1.0, "1.00 ≤ 1 ✓"), (1.2, "1.20 > 1 MISS"), (1.00001, "1.00001 > 1 MISS")],
+)
+def test_a_check_shows_on_which_side_of_its_target_it_is(median, said):
+    check = Check(Spread(median, median, median, 1), 1.0)
+    [table] = tables([Record("steps", {}, "ms", {}, {"ratio": check})])
+    assert table.rows == [[said]]
+
+
 def test_a_file_of_results_keeps_the_parts_of_this_machine_that_were_not_measured_again(tmp_path):
     path = tmp_path / "bench.json"
     old, new = (Record("steps", {"at": n}, "ms", {"a": Spread(1, 1, 1, 1)}) for n in (1, 2))

@@ -162,6 +162,13 @@ def test_the_page_says_that_nothing_ran_on_a_gpu_until_something_has(tmp_path: P
     assert json.loads((tmp_path / "gpu.json").read_text()) == dict.fromkeys(("dry", "gpu"), {"races": RESULT})
 
 
+@pytest.mark.parametrize(
+    ("said", "mark"), [("3 of 3 targets met", "✓"), ("1 of 3 targets met", "MISS"), ("3 passed in 1 s", "✓")]
+)
+def test_a_step_that_missed_a_target_has_no_tick(said: str, mark: str) -> None:
+    assert page.mark_of({**STEP, "said": said}) == mark
+
+
 def test_the_page_is_written_from_the_file() -> None:
     known = json.loads((ROOT / "docs" / "gpu.json").read_text())
     assert (ROOT / "docs" / "gpu.md").read_text() == page.as_page(known)

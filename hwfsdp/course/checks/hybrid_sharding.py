@@ -244,6 +244,10 @@ def judge_order(ranks: Ranks, seed: int) -> None:
         for where, rank, seen in mesh.reported(f"{ONE.name} seen"):
             _compare_schedule(log.select(rank=rank), where)
             _compare_seen(mesh, seen, where)
+        for setting in settings_of(mesh.replicas, mesh.shards):
+            for where, _, seen in mesh.reported(f"{setting.name} seen"):
+                for stream, current in seen["queued"]:
+                    expect("11.queued", where, current or "no stream", stream)
 
 
 def _compare_seen(mesh: Mesh, seen: Mapping[str, Any], where: str) -> None:

@@ -6,7 +6,7 @@ has to round, whichever axis is reduced first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -280,11 +280,12 @@ def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
     Yields what is seen in a step:
         kept: at each reduction, the bytes of inputs of earlier reductions that are still alive.
         goes_on: for each reduction, the stream that it reports at its end.
-        issued: for each collective, its stream, and the stream that was current.
+        issued, queued: for each collective, and each function that follows one, its stream, and the stream that was current.
     """
-    keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
+    keep, hold = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold
+    add, then = HostStream.add, HostStream.then
     inputs, going_on = list[Watched](), list[str]()
-    seen: dict[str, list[Any]] = {"kept": [], "goes_on": [], "issued": []}
+    seen: dict[str, list[Any]] = {"kept": [], "goes_on": [], "issued": [], "queued": []}
 
     def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
         if reduction.transport.ranks.size > 1:
@@ -297,15 +298,23 @@ def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
         going_on.append(stream.name)
         hold(self, tensor, stream)
 
-    def add_work(self: HostStream, work: Any) -> None:
+    def streams_of(issued_on: HostStream) -> list[str]:
         recorder = events.active()
-        seen["issued"].append([self.name, str(recorder.stream) if recorder else ""])
+        return [issued_on.name, str(recorder.stream) if recorder else ""]
+
+    def add_work(self: HostStream, work: Any) -> None:
+        seen["issued"].append(streams_of(self))
         add(self, work)
+
+    def queue(self: HostStream, function: Callable[[], None]) -> None:
+        seen["queued"].append(streams_of(self))
+        then(self, function)
 
     with (
         mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_until_reduced),
         mock.patch.object(FSDPCommContext, "hold", hold_result),
         mock.patch.object(HostStream, "add", add_work),
+        mock.patch.object(HostStream, "then", queue),
     ):
         yield seen
 

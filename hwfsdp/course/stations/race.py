@@ -1,4 +1,4 @@
-"""Station 16: a step of three models on 64 virtual GPUs, with the learner's file and with the package, which moves what FSDP2 moves.
+"""The race (16): a step of three models on 64 virtual GPUs, with the learner's file and with the package, which moves what FSDP2 moves.
 
 wide     few large units: bytes travel about as long as a unit computes
 deep     many small ones: what a collective costs before its first byte counts most
