@@ -13,7 +13,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -72,19 +72,27 @@ class Process(NamedTuple):
 
 def running() -> Iterator[Process]:
     """Yield all processes; none if the system does not list them."""
-    for path in _PROC.glob("[0-9]*/stat"):
-        try:
-            state, parent, group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if state != "Z":
-            yield Process(int(path.parent.name), int(parent), int(group))
+    for name in os.listdir(_PROC) if _PROC.exists() else ():
+        if name.isdigit():
+            try:
+                with open(
+                    f"{_PROC}/{name}/stat", "rb"
+                ) as file:  # not a Path, which is slow: a watcher calls this all the time
+                    state, parent, group, *_ = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            if state != b"Z":
+                yield Process(int(name), int(parent), int(group))
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process; an empty list if the system does not list processes."""
+def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[int]:
+    """Return the ids of all descendants of a process; an empty list if the system does not list processes.
+
+    Args:
+        processes: what `running` has just returned.
+    """
     children: dict[int, list[int]] = {}
-    for process in running():
+    for process in running() if processes is None else processes:
         children.setdefault(process.parent, []).append(process.pid)
     found, todo = [], [pid]
     while todo:
@@ -94,9 +102,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def server_pid() -> int | None:
+def server_pid(processes: Iterable[Process] | None = None) -> int | None:
     """Return the id of the fork server of ranks, which is a child of this process; None if there is none."""
-    for process in running():
+    for process in running() if processes is None else processes:
         if process.parent == os.getpid():
             with suppress(OSError):
                 if b"multiprocessing.forkserver" in (_PROC / f"{process.pid}/cmdline").read_bytes():
@@ -134,8 +142,9 @@ def nothing_left_behind(folder: Path | None = None) -> Iterator[Watch]:
 
     def look() -> None:
         while not over.wait(0.2):
-            server = server_pid()  # the very first run starts this server
-            if server and len(descendants(server)) > PROCESSES:
+            processes = list(running())
+            server = server_pid(processes)  # the very first run starts this server
+            if server and len(descendants(server, processes)) > PROCESSES:
                 watch.exceeded = "processes"
             elif folder is not None and _is_full(folder):
                 watch.exceeded = "files"

@@ -282,7 +282,7 @@ def up_to_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LATER = re.compile(  # what comes after station 05
-    r"[Ss]tations? (0[6-9]|1\d)|\b(check|hint|catchup) (0[6-9]|1[0-6])\b|ten (stations|exercises)|[Ee]lectives? 1|Six \*"
+    r"[Ss]tations? (0[6-9]|1\d)|\b(check|hint|catchup) (0[6-9]|1[0-6])\b|ten (stations|exercises)|[Ee]lectives? 1"
     r"|\brace (\(|on)|[Hh]omework|capstone|hw_fsdp|<!-- (from|/from)"
 )
 TOLD = (
