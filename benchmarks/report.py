@@ -2,12 +2,14 @@
 
 Records of one part with the same unit and the same column names form one table. A check reads
 "0.31 (0.29–0.34) ≤ 0.35 ✓": the median over rounds, its quartiles, and the target if there is one. If the target is missed, the check
-reads "0.71 (0.66–0.75) > 0.6 MISS".
+reads "0.71 (0.66–0.75) > 0.6 MISS". The median is rounded before it is compared, so a check is met if the number that it shows is at most
+the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -89,22 +91,19 @@ def number(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def _on_its_side(value: float, target: float) -> str:
-    """Format a number with as many digits as show on which side of the target it is: 1.00001 is above 1."""
-    text, decimals = number(value), 3
-    while (float(text) <= target) != (value <= target):
-        text, decimals = f"{value:.{decimals}f}", decimals + 1
-    return text
+def is_met(check: Check) -> bool | None:
+    """Return True if the median, rounded as the tables show it, is at most the target; None without a target."""
+    shown = float(number(check.spread.median))
+    return replace(check, spread=replace(check.spread, median=shown)).met
 
 
 def _check(check: Check) -> str:
-    median, target = check.spread.median, check.target
-    text = number(median) if target is None else _on_its_side(median, target)
+    text, target = number(check.spread.median), check.target
     if _is_spread(check.spread):
         text += f" ({number(check.spread.q1)}–{number(check.spread.q3)})"
     if target is None:
         return text
-    return f"{text} ≤ {target:g} ✓" if check.met else f"{text} > {target:g} MISS"
+    return f"{text} ≤ {target:g} ✓" if is_met(check) else f"{text} > {target:g} MISS"
 
 
 def _is_spread(spread: Spread) -> bool:
@@ -131,8 +130,9 @@ def as_markdown(machine: dict[str, str | int], records: Sequence[Record]) -> str
 
 def verdict(records: Sequence[Record]) -> str:
     """Say how many targets are met; "" if there are none."""
-    checks = [check for record in records for check in record.checks.values() if check.met is not None]
-    return f"{sum(check.met is True for check in checks)} of {len(checks)} targets met." if checks else ""
+    found = [is_met(check) for record in records for check in record.checks.values()]
+    met, missed = found.count(True), found.count(False)
+    return f"{met} of {met + missed} targets met." if met + missed else ""
 
 
 def _notes(records: Sequence[Record]) -> list[str]:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.on_gpu.parts import PARTS
-from benchmarks.records import record_of
-from benchmarks.report import tables
+from benchmarks.on_gpu.same import CASES
+from benchmarks.records import Record, record_of
+from benchmarks.report import is_met, tables
 
+TARGETS = re.compile(r"(\d+) of (\d+) targets met")
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
 ABOUT = """# On a GPU
 
@@ -29,18 +31,26 @@ make gpu DRY=1                  # on the CPU: tries everything except the calls 
 ```
 """
 MARKS = """\
-✓ means that the command ended without an error. If it compared figures with targets, ✓ also means that it met all of them. MISS means
-that it missed at least one. A missed target does not fail the part.
+✓ means that a command ended without an error, or that a figure met its target. MISS means that a target was missed. A missed target does
+not fail the part.
 """
 NEVER = """**hwfsdp has not run on a real GPU yet.** Below is a dry run: the same commands with the device "cpu". It shows that the commands
 work. It does not test CUDA, and its times mean nothing.
+"""
+SAME = f"""\
+Rank 0 of eight pretended ranks trains a small Llama for four steps, with AdamW and gradient clipping: once with hwfsdp, and once with
+FSDP2. All losses, all gradient norms, and the rank's weights after the last step must have the same bits.
+The cases: {"; ".join(CASES)}.
 """
 FIGURES = """\
 The part `speed` measures forward and backward. `fwd+bwd` is the time until the GPU has finished, `issue` the time until the host has issued
 all work. The host of a large model fills the GPU's queue, and then waits for the GPU, so both libraries take about as long to issue.
 
+With one rank, NCCL ran. With several, only one rank was real, and collectives were copies inside the GPU. So these ratios say nothing about
+a real network.
+
 The last column compares hwfsdp with FSDP2: the median of the ratios of all rounds, with the quartiles in parentheses. The number after ≤
-or > is the target. Ratios are compared with it before they are rounded.
+or > is the target. A ratio is rounded as the table shows it, and then compared with the target.
 
 `peak` is the most memory that tensors held on the GPU. The [closed form](glossary.md) is computed from shapes, dtypes and the number of
 ranks. It counts what sharding needs: the shards and their gradients, whole parameters, and the buffers of collectives. It does not count
@@ -79,35 +89,60 @@ def as_page(known: dict[str, dict[str, Any]]) -> str:
         blocks.append(f"Not run on a GPU yet: {', '.join(missing)}.\n")
     dry = {name: result for name, result in known.get("dry", {}).items() if name in missing}
     for results, title in ((real, "On a GPU"), (dry, "Dry run, on the CPU")):
-        for number, (part, result) in enumerate(in_order(results)):
-            blocks += ([f"## {title}\n"] if number == 0 else []) + [as_section(part, result, results is real)]
+        blocks += as_chapter(title, results, results is real) if results else []
     return "\n".join([*blocks, HOW])
 
 
-def in_order(results: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, results[name]) for name in PARTS if name in results]
+def as_chapter(title: str, results: dict[str, Any], with_figures: bool) -> list[str]:
+    """Return the sections of all parts. If all of them ran on one day on one machine, only the beginning says where."""
+    places = {where(result) for result in results.values()}
+    blocks = [f"## {title}\n"] + ([f"{places.pop()}\n"] if len(places) == 1 else [])
+    ordered = [name for name in PARTS if name in results]
+    return blocks + [
+        as_section(name, results[name], with_figures, with_place=bool(places)) for name in ordered
+    ]
 
 
-def as_section(part: str, result: dict[str, Any], with_figures: bool) -> str:
+def where(result: dict[str, Any]) -> str:
+    """Return the day and the machine of a result."""
+    machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    return f"{result['date'][:10]}; {machine}."
+
+
+def as_section(part: str, result: dict[str, Any], with_figures: bool, with_place: bool) -> str:
     """Return the section of one part: what its commands printed, and its figures."""
-    where = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"### {part}: {PARTS[part].what}\n", f"{result['date'][:10]}; {where}.\n"]
-    lines += ["| check | | said | seconds |", "| --- | --- | --- | ---: |"]
-    for step in result["steps"]:
+    blocks = [f"### {part}: {PARTS[part].what}"] + ([where(result)] if with_place else [])
+    records = [record_of(entry) for entry in result.get("records", ())] if with_figures else []
+    # a step that only counts targets says less than the tables of figures
+    steps = [step for step in result["steps"] if not (records and TARGETS.fullmatch(step["said"]))]
+    blocks += [as_table(steps)] if steps else []
+    blocks += [SAME] if part == "same" else []
+    blocks += [FIGURES, met_by_kind(records)] if records else []
+    times_first = sorted(records, key=lambda record: record.unit != "ms")
+    blocks += [table.as_markdown() for table in tables(times_first)]
+    return "\n\n".join(block.rstrip("\n") for block in blocks) + "\n"
+
+
+def as_table(steps: list[dict[str, Any]]) -> str:
+    """Return a table of what commands printed."""
+    lines = ["| check | | said | seconds |", "| --- | --- | --- | ---: |"]
+    for step in steps:
         said = step["said"].replace("|", "/").replace("<", "‹").replace(">", "›")
         lines.append(f"| {step['name']} | {mark_of(step)} | {said} | {step['seconds']:.0f} |")
-    if with_figures:
-        records = [record_of(entry) for entry in result.get("records", ())]
-        times_first = sorted(records, key=lambda record: record.unit != "ms")
-        if records:
-            lines += ["", FIGURES.rstrip()]
-        for table in tables(times_first):
-            lines += ["", table.as_markdown()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def met_by_kind(records: list[Record]) -> str:
+    """Say for each kind of figure in how many cases the target is met."""
+    found: dict[str, list[bool | None]] = {}
+    for record in records:
+        found.setdefault(str(record.case["kind"]), []).extend(map(is_met, record.checks.values()))
+    counts = (f"`{kind}` {met.count(True)} of {len(met)}" for kind, met in found.items())
+    return f"Targets met: {', '.join(counts)}."
 
 
 def mark_of(step: dict[str, Any]) -> str:
     """Return the mark of a step: of its status, or MISS if it ran and missed a target."""
-    found = re.fullmatch(r"(\d+) of (\d+) targets met", step["said"])
+    found = TARGETS.fullmatch(step["said"])
     missed = found is not None and found[1] != found[2]
     return "MISS" if step["status"] == "held" and missed else MARK[step["status"]]
