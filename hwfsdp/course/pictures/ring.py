@@ -27,14 +27,14 @@ def draw() -> Figure:
     left = figure.add_axes((0.075, 0.12, 0.42, 0.73))
     right = figure.add_axes((0.575, 0.12, 0.42, 0.73))
     steps = ["start", *(f"round {step}" for step in range(1, RANKS))]
-    _frame(left, "All-gather: pieces are passed on", steps)
+    _frame(left, "All-gather: parts are passed on", steps)
     _frame(right, "Reduce-scatter: sums are passed on", steps)
     for rank in range(RANKS):
         for step in range(RANKS):
             _draw_memory(left, rank, step, walks[rank]["held"][step], BLOCKS)
-            shares = walks[rank]["sums"][step]
-            block = int(shares.sum(0).argmax())  # the one that this rank has a sum of
-            _draw_memory(right, rank, step, shares[:, block], BLOCKS[block] * RANKS)
+            pieces = walks[rank]["sums"][step]
+            block = int(pieces.sum(0).argmax())  # the one that this rank has a sum of
+            _draw_memory(right, rank, step, pieces[:, block], BLOCKS[block] * RANKS)
     for step in range(RANKS - 1):
         for rank in range(RANKS):
             receiver = walks[(rank + 1) % RANKS]["held"]
@@ -42,8 +42,8 @@ def draw() -> Figure:
             _draw_arrow(left, rank, step, float(new) + 0.5, style.color_of(int(new)))
             _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
     texts = (
-        "A color is the rank that gave the piece. On the right, a letter says to which piece a share belongs.",
-        f"In each of W − 1 = {RANKS - 1} rounds, each rank sends one piece. What leaves at the right enters at the left.",
+        "A color is the rank that gave the part, or the piece. On the right, pieces with the same letter are added up.",
+        f"In each of W − 1 = {RANKS - 1} rounds, each rank sends once. What leaves at the right enters at the left.",
     )
     for line, text in enumerate(texts):
         caption(figure, text, 0.075 - 0.048 * line, style.TEXT_SIZE)
@@ -57,13 +57,13 @@ def walk() -> dict[str, list[Tensor]]:
     """What this rank held before each exchange, and at the end.
 
     Returns:
-        "held": [W] each, r + 1 where the block of rank r is, 0 where nothing is yet. "sums": [W, W] each, one where the
-        share of rank q of block b is part of the sum.
+        "held": [W] each, r + 1 where the part of rank r is, 0 where nothing is yet. "sums": [W, W] each, one where the
+        piece of rank q for rank b is in the sum.
     """
     rank = dist.get_rank()
     gathered, own = torch.zeros(RANKS), torch.tensor([rank + 1.0])
-    shares = torch.zeros(RANKS, RANKS, RANKS)
-    shares[range(RANKS), rank, range(RANKS)] = 1
+    pieces = torch.zeros(RANKS, RANKS, RANKS)
+    pieces[range(RANKS), rank, range(RANKS)] = 1
     reduced = torch.zeros(RANKS * RANKS)
     held, sums = list[Tensor](), list[Tensor]()
     exchange = ring.exchange
@@ -77,7 +77,7 @@ def walk() -> dict[str, list[Tensor]]:
 
     with mock.patch.object(ring, "exchange", watched):
         ring.ring_all_gather(gathered, own, None)
-        ring.ring_reduce_scatter(reduced, shares.view(-1), None, mean=False)
+        ring.ring_reduce_scatter(reduced, pieces.view(-1), None, mean=False)
     return {"held": [*held, gathered], "sums": [s.view(RANKS, RANKS) for s in [*sums, reduced]]}
 
 
@@ -94,7 +94,7 @@ def _frame(axes: Axes, title: str, rows: list[str]) -> None:
 
 
 def _draw_memory(axes: Axes, rank: int, step: int, there: Tensor, letters: str) -> None:
-    """Draw a rank's memory: one cell for each rank. A cell has the color and letter of its rank if that rank's piece has arrived."""
+    """Draw a rank's memory: one cell for each rank. A cell has the color and letter of its rank if what that rank gave has arrived."""
     for giver, (is_there, letter) in enumerate(zip(there.tolist(), letters, strict=True)):
         color, text = (style.color_of(giver), letter) if is_there else (style.GREYS[0], "")
         box(axes, (rank * PITCH + giver, step * ROW), color, text, edgecolor=style.GREYS[2])
