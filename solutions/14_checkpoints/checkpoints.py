@@ -124,7 +124,8 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
     """List which ranks have which part of one tensor: (path, box) to ranks. Parts and ranks are in the order of ranks.
 
     Args:
-        by_rank: "shape" and "box" ([offset, shape], or None) of each rank and, if the box may have replicas, "crc32" of its bytes.
+        by_rank: of each rank, "shape" (the caller has checked that all are equal), "box" ([offset, shape], or None) and, if the box
+            may have replicas, "crc32" of its bytes.
 
     Raises:
         UsageError: copies of one box have different checksums (the error tells both), or the boxes do not make up the shape.
