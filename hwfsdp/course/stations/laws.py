@@ -123,10 +123,9 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
         grads.append({name: None if p.grad is None else p.grad.clone() for name, p in params.items()})
         lasts.append({name: None if p.grad is None else p.grad - earlier[name] for name, p in params.items()})
         with torch.no_grad():  # SGD by hand: torch.optim takes a second to load torch's compiler
-            for param in params.values():
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-LR)
-                param.grad = None
+            for param, grad in [(p, p.grad) for p in params.values() if p.grad is not None]:
+                param.add_(grad, alpha=-LR)
+        model.zero_grad()
     return {"losses": losses, "grads": grads, "last": lasts, "own": own}
 
 
