@@ -17,8 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchmarks.contenders import DDP, FORWARD_BACKWARD, FSDP2, HWFSDP, OWN_ADAMW, STEP, UNSHARDED
-from benchmarks.records import Record, of_part
-from benchmarks.report import number
+from benchmarks.records import Record, number, of_part
 from benchmarks.scaling import POINTS
 from hwfsdp.plot import style
 

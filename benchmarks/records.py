@@ -55,6 +55,13 @@ class Spread:
         return cls(median, q1, q3, len(values))
 
 
+def number(value: float) -> str:
+    """Format a number with three digits: 0.123, 1.23, 12.3, 123, 1234."""
+    size = abs(value)
+    decimals = 3 if size < 0.1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
 @dataclass(frozen=True)
 class Check:
     """A number that must not exceed its target. Without a target, it is only there to be compared."""
@@ -64,8 +71,8 @@ class Check:
 
     @property
     def met(self) -> bool | None:
-        """Return True if the median is at most the target; None without a target."""
-        return None if self.target is None else self.spread.median <= self.target
+        """Return True if the median, rounded as the tables show it, is at most the target; None without a target."""
+        return None if self.target is None else float(number(self.spread.median)) <= self.target
 
 
 @dataclass(frozen=True)

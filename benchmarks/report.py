@@ -9,11 +9,10 @@ the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from benchmarks.records import Check, Record, Spread
+from benchmarks.records import Check, Record, Spread, number
 
 TITLES = {
     "steps": "Training steps",
@@ -84,26 +83,13 @@ def _unit(unit: str) -> str:
     return "µs" if unit == "us" else unit
 
 
-def number(value: float) -> str:
-    """Format a number with three digits: 0.123, 1.23, 12.3, 123, 1234."""
-    size = abs(value)
-    decimals = 3 if size < 0.1 else 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{value:.{decimals}f}"
-
-
-def is_met(check: Check) -> bool | None:
-    """Return True if the median, rounded as the tables show it, is at most the target; None without a target."""
-    shown = float(number(check.spread.median))
-    return replace(check, spread=replace(check.spread, median=shown)).met
-
-
 def _check(check: Check) -> str:
     text, target = number(check.spread.median), check.target
     if _is_spread(check.spread):
         text += f" ({number(check.spread.q1)}–{number(check.spread.q3)})"
     if target is None:
         return text
-    return f"{text} ≤ {target:g} ✓" if is_met(check) else f"{text} > {target:g} MISS"
+    return f"{text} ≤ {target:g} ✓" if check.met else f"{text} > {target:g} MISS"
 
 
 def _is_spread(spread: Spread) -> bool:
@@ -130,7 +116,7 @@ def as_markdown(machine: dict[str, str | int], records: Sequence[Record]) -> str
 
 def verdict(records: Sequence[Record]) -> str:
     """Say how many targets are met; "" if there are none."""
-    found = [is_met(check) for record in records for check in record.checks.values()]
+    found = [check.met for record in records for check in record.checks.values()]
     met, missed = found.count(True), found.count(False)
     return f"{met} of {met + missed} targets met." if met + missed else ""
 

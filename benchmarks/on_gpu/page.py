@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.on_gpu.parts import PARTS
 from benchmarks.on_gpu.same import CASES
 from benchmarks.records import Record, record_of
-from benchmarks.report import is_met, tables
+from benchmarks.report import tables
 
 TARGETS = re.compile(r"(\d+) of (\d+) targets met")
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
@@ -136,7 +136,7 @@ def met_by_kind(records: list[Record]) -> str:
     """Say for each kind of figure in how many cases the target is met."""
     found: dict[str, list[bool | None]] = {}
     for record in records:
-        found.setdefault(str(record.case["kind"]), []).extend(map(is_met, record.checks.values()))
+        found.setdefault(str(record.case["kind"]), []).extend(check.met for check in record.checks.values())
     counts = (f"`{kind}` {met.count(True)} of {len(met)}" for kind, met in found.items())
     return f"Targets met: {', '.join(counts)}."
 

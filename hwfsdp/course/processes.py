@@ -75,9 +75,8 @@ def running() -> Iterator[Process]:
     for name in os.listdir(_PROC) if _PROC.exists() else ():
         if name.isdigit():
             try:
-                with open(
-                    f"{_PROC}/{name}/stat", "rb"
-                ) as file:  # not a Path, which is slow: a watcher calls this all the time
+                # not a Path, which is slow: a watcher calls this all the time
+                with open(f"{_PROC}/{name}/stat", "rb") as file:
                     state, parent, group, *_ = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue  # it has just ended
