@@ -27,7 +27,7 @@ from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
-pending_collective = ""  # the collective that the host waits for now; an error of a hanging rank names it
+pending: Named | None = None  # the collective that the host waits for now; an error of a hanging rank names it
 
 
 class Buffers:
@@ -188,13 +188,17 @@ class Named:
     def __init__(self, op: str, owner: str, note: history.Note | None = None) -> None:
         self.op, self.owner, self.note = op, owner, note
 
+    def __str__(self) -> str:
+        return f"{self.op} of parameter group {self.owner!r}"
+
     def __enter__(self) -> None:
-        global pending_collective
-        pending_collective = f"{self.op} of parameter group {self.owner!r}"
+        global pending
+        pending = self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        global pending_collective
-        pending_collective = ""
+        global pending
+        pending = None
+        history.issuing = False
         if error is None:
             return
         if self.note is not None:
@@ -209,12 +213,8 @@ class Issuing(Named):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        super().__enter__()
-        history.set_issuing(True)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        history.set_issuing(False)
-        super().__exit__(kind, error, traceback)
+        global pending
+        pending, history.issuing = self, True
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
         """Wrap the work. Its end is then noted in the history, and it has a name while the host waits for it."""

@@ -163,19 +163,9 @@ class _Ring:
 
 
 _ring: _Ring | None = None
-_issuing = False  # True while FSDP issues a collective through functions that a recording watches
+# True while FSDP issues a collective. FSDP notes its collectives itself, so wrappers must not note them again.
+issuing = False
 _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def set_issuing(value: bool) -> None:
-    """Say if FSDP issues a collective now. FSDP notes its collectives itself, so wrappers must not note them again."""
-    global _issuing
-    _issuing = value
-
-
-def is_issuing() -> bool:
-    """True while FSDP issues a collective."""
-    return _issuing
 
 
 def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dtype, nbytes: int) -> Note:
@@ -190,7 +180,7 @@ def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dty
 
 def watch(call: Callable[[], Any], op: str, group: object, dtype: str, nbytes: int) -> Any:
     """Return `call()`, a collective that a recording sees. Note it, unless FSDP issues it or it is a message between two ranks."""
-    if _issuing or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
+    if issuing or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
         return call()
     return (_ring or _start()).add(op, None, group, dtype or "-", nbytes).watch(call)
 

@@ -1,6 +1,8 @@
-"""The ranges of FSDP2 in torch's profiler. Seam: the observer.
+"""The ranges of FSDP2 in torch's profiler. Seams: the observer, the state.
 
-The instrument is in the slot as long as no other instrument is there. At every moment, it checks whether a profiler is running.
+The instrument is in the slot only while a profiler is running, so the moments of other steps cost nothing. torch does not tell
+when a profiler starts. So each state looks for one where its work begins: before a forward, before a backward, and before the
+user gathers by hand.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
 from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
 from hwfsdp.core.ranks import Transport
 from hwfsdp.core.context import Phase
-from hwfsdp.core.state import FSDPState
+from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.features.call import Call
 
@@ -41,11 +43,35 @@ _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", 
 
 
 def choose(call: Call) -> None:
-    """Put the observer into the slot, or behind the instrument that is there."""
-    if observer.slot is None:
-        observer.put(ProfilerRanges())
+    """Let states look for a profiler before they do anything else."""
+    call.states.insert(0, ProfiledState)
+
+
+class ProfiledState(FSDPState):
+    """A state that looks for a profiler where its work begins."""
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        follow_profiler()
+        return super().pre_forward(module, args, kwargs)
+
+    def pre_backward(self) -> None:
+        follow_profiler()
+        super().pre_backward()
+
+    def before_unshard(self) -> None:
+        follow_profiler()
+        super().before_unshard()  # type: ignore[misc]
+
+
+def follow_profiler() -> None:
+    """If a profiler is running, put the observer into the slot, or behind the instrument that is there. If not, take it out of the slot."""
+    if not profiler_is_running():
+        if observer.slot is _RANGES:
+            observer.put(None)
+    elif observer.slot is None:
+        observer.put(_RANGES)
     elif getattr(observer.slot, "behind", observer.slot) is None:
-        vars(observer.slot)["behind"] = ProfilerRanges()
+        vars(observer.slot)["behind"] = _RANGES
 
 
 def shown(name: str, of: Any) -> AbstractContextManager[Any]:
@@ -80,3 +106,6 @@ class ProfilerRanges:
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return current
+
+
+_RANGES = ProfilerRanges()

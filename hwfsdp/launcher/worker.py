@@ -164,11 +164,11 @@ def _listen(connection: Connection, send: Callable[[Any], None], main_thread: in
         send(("where", (f"waiting in {pending}" if pending else "", stack)))
 
 
-def _pending_collective() -> str:
-    return collectives.pending_collective
+def _pending() -> str:
+    return str(collectives.pending or "")
 
 
-describe_wait: Callable[[], str] = _pending_collective  # the collective that a rank waits in, or ""
+describe_wait: Callable[[], str] = _pending  # the collective that a rank waits in, or ""
 
 
 def init_process_group(

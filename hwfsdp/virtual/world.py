@@ -181,7 +181,7 @@ class Meter(compat.DispatchMode):
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, world.span(group), world.device))
             # The only flag among the arguments is async_op.
-            is_blocking = not history.is_issuing() and any(arg is False for arg in args)
+            is_blocking = not history.issuing and any(arg is False for arg in args)
             if world.device.host and is_blocking:
                 world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
