@@ -2,14 +2,15 @@
 
     from hwfsdp.core import fully_shard, MixedPrecisionPolicy
 
-Every rank keeps a chunk of rows of every parameter. Before a module computes, the ranks gather its parameters; afterwards they
-free them. The backward does the same, and averages the gradients: each rank gets the rows that it keeps.
+Every rank keeps a chunk of rows of every parameter. Before a module computes, the ranks gather its parameters. Afterwards they
+free the whole parameters. The backward does the same, and averages the gradients: each rank gets the rows that it keeps.
 
-This folder imports torch and itself. Read it from the top; at run time, each chapter uses only chapters below it:
+This folder imports torch and itself. Read it from the top; each chapter imports only chapters below it:
 
     wrap            the door: fully_shard claims parameters and makes a group of them
     state           the schedule: what happens at four moments around forward and backward
     autograd_hooks  the hooks that autograd calls before and after a module's backward
+    iteration       the place of each state in an iteration
     group           parameters that move together: unshard, wait, copy out, reshard, reduce
     context         shared by groups: streams, buffers in flight, the next group to gather
     param           one parameter, sharded and whole
@@ -26,11 +27,11 @@ Two more modules are for reference:
     compat          the private corners of torch
     errors          the errors that callers see
 
-At six seams, other code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
-and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what happens to
-gradients), `state.FSDPState` (when each step happens). `hwfsdp.features` consists of such code. Hybrid sharding, for example, replaces the
-reducer, and uses a mesh with a second axis. The word "Seam" in a docstring marks a class or a method that a feature may
-override.
+At six seams, other code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer.Observer`,
+`form.Layout` and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what
+happens to gradients), `state.FSDPState` (when each step happens). `hwfsdp.features` consists of such code. Hybrid sharding, for
+example, replaces the reducer, and uses a mesh with a second axis (`ranks.ShardMesh`) and the all-reduce stream. The word "Seam"
+in a docstring marks a class or a method that a feature may override.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ Pre-backward is a hook on the tensors that the module returned, because the modu
 
 Post-backward is a hook on the inputs of the module. If one input needs a gradient, the module gets a view of this input, and the
 node of the view has the hook. If several inputs need one, they pass through one autograd function, so that autograd calls once
-for all of them. In both cases, the node with the hook is older than the module's own nodes. Autograd runs the youngest ready node
-first. So this node runs after the parameters have their gradients.
+for all of them. In both cases, the node with the hook is older than the module's own nodes. Among the nodes that are ready, autograd
+first runs those that add gradients to parameters, then the youngest. So this node runs after the parameters have their gradients.
 
 Note [Views as outputs]
-    A module may return a view, `out = h.view(…)`, and its caller may change this view in place, `out += x`. Then `out` has a new
-    history, without the hook. But its base, `h`, keeps its history. So the base of a view gets a hook, too. This hook does
-    something only if no hook of an output has run before it.
+    A module may return a view, `out = h.view(…)`, and its caller may change this view in place, `out += x`. Then `out` and its
+    base, `h`, have a new history, without the hook. But the node that made `h` is still a part of it. So this node gets a hook,
+    too. This hook does something only if no hook of an output has run before it.
 
 Note [Inputs that come out again]
     A module may return its own input (`return x, f(x)`). Then the view of the input is an output as well, and one tensor has
@@ -24,7 +24,7 @@ Note [Inputs changed in place]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class WatchedOutputs:
 
     Args:
         before_backward: the callback.
-        backwards: returns the number of backwards that are over. It tells one backward from the next.
+        backwards: returns the number of backwards that have ended. It tells one backward from the next.
     """
 
     def __init__(self, before_backward: Callable[[], None], backwards: Callable[[], int]) -> None:
@@ -54,15 +54,14 @@ class WatchedOutputs:
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(self._on_base_grad)
 
-    def _on_grad(self, grad: Tensor) -> Tensor:
+    def _on_grad(self, *_: object) -> None:
         self._seen_in = self._backwards()
         self._before_backward()
-        return grad
 
-    def _on_base_grad(self, grads: Sequence[Tensor]) -> None:
+    def _on_base_grad(self, *_: object) -> None:
         """Call the callback, unless an output's own hook has called it in this backward (Note [Views as outputs])."""
         if self._seen_in != self._backwards():
-            self._on_grad(grads[0])
+            self._on_grad()
 
 
 class PostBackward(torch.autograd.Function):

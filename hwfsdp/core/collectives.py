@@ -7,10 +7,10 @@ A collective has a fixed cost, so a group's parameters travel together in one fl
     copy-out    from the flat buffer to each parameter's own memory                          (compute stream)
 
     copy-in     each gradient, cut into rank chunks, into a flat buffer                      (compute stream)
-    reduce-scatter; gradients are views of the result, so nothing is copied out              (reduce-scatter stream)
+    reduce-scatter; the shards' gradients are views of the result, unless they are cast      (reduce-scatter stream)
 
 In the flat buffer of a gather, rank is the outer index and parameter the inner one. The memory of the parameters needs the
-opposite: parameter outside, rank inside. Copy-in and copy-out do this transposition:
+opposite: parameter outside, rank inside. The copy-out of a gather does this transposition, and so does the copy-in of a reduction:
 
     flat     | rank 0: A0 B0 | rank 1: A1 B1 |      A: | A0 A1 |   B: | B0 B1 |
 
@@ -20,12 +20,12 @@ Note [Why flat buffers outlive their use]
     owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also limit the number
     of buffers in flight. There are four kinds of memory:
 
-    - The copy stream owns the buffer of a gather. We keep the buffer until the copy stream has waited for the copy-out. The same
-      holds for other memory that a form has made.
+    - The copy stream owns the buffer of a gather. We keep the buffer until the copy stream has waited for the copy-out. It waits
+      before it allocates again. So other memory that a form makes on this stream is safe, too, if it was read before the event.
     - The compute stream owns the input of a reduction. We keep the input until the compute stream has waited for the reduction.
     - Whole parameters are allocated, read and freed on the compute stream only.
-    - The reduce-scatter stream owns the gradients of shards (with one rank, the compute stream does). Before each reduction it
-      waits for the compute stream, so the optimizer has already read the previous gradients.
+    - The reduce-scatter stream owns the gradients of shards (with one rank and no cast, the compute stream does). Before each
+      reduction it waits for the compute stream, so the optimizer has already read the previous gradients.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def copy_in(
     """
     if part.dtype == torch.uint8:
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    if shards and all(s.dtype == part.dtype and s.device == part.device for s in shards):
+    if all(s.dtype == part.dtype and s.device == part.device for s in shards):
         torch.cat(list(shards), out=part)
     else:
         compat.copy_each(part.split(list(sizes)), shards)
@@ -140,9 +140,9 @@ class Mean(NamedTuple):
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
     """Return the steps of a mean over this number of ranks in this dtype.
 
-    The range of fp32 and bf16 is large enough, so the backend divides while it reduces. In fp16, the sum may overflow, and a
-    division before the sum may underflow. So in fp16 and every other dtype, one division comes before the sum and one after it:
-    for 8 ranks by 4 and by 2, for 6 ranks by 4 and by 1.5.
+    In fp32 and bf16 the backend divides while it reduces. In fp16 the sum may overflow, and a division before the sum may
+    underflow. So for fp16 and every other dtype, we split the divisor: a power of two near its root divides before the sum, and
+    the rest after it (8 = 4 · 2, 6 = 4 · 1.5).
 
     Args:
         divide_by: the divisor, if it is not the number of ranks. only_sum: if True, the backend does not divide.
@@ -160,7 +160,7 @@ class Reducing(NamedTuple):
     """A reduction in flight on `stream`.
 
     Attributes:
-        flat: [W * n], the input. This reference keeps it alive (Note [Why flat buffers outlive their use]).
+        flat: [W * n], the input. The caller keeps it alive (Note [Why flat buffers outlive their use]).
         result: [n], this rank's part, not yet divided by `mean.after`. With one rank it is `flat` itself.
     """
 

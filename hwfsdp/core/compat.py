@@ -76,7 +76,7 @@ def has_grad_dtype(param: Tensor) -> bool:
 
 
 def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
-    """Copy `grad_dtype` from `of` to `param`, which takes its place, if the user has set it on `of` and not on `param`."""
+    """If the user has set `grad_dtype` on `of` and not on `param`, which replaces `of`, copy it to `param`."""
     if has_grad_dtype(of) and not has_grad_dtype(param):
         param.grad_dtype = of.grad_dtype
 
@@ -111,8 +111,8 @@ def cat_chunks(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> bool:
     """
     dtypes, ranks = {grad.dtype for grad in grads}, flat.shape[0]
     nothing_to_do = dtypes == {flat.dtype} and all(grad.shape[0] % ranks == 0 for grad in grads)
-    lie_right = len(dtypes) == 1 and all(grad.is_contiguous() and grad.numel() for grad in grads)
-    if quick := lie_right and (nothing_to_do or not on_host):
+    one_kind = len(dtypes) == 1 and all(grad.is_contiguous() and grad.numel() for grad in grads)
+    if quick := one_kind and (nothing_to_do or not on_host):
         torch._chunk_cat(list(grads), 0, ranks, out=flat)
     return quick
 
@@ -120,7 +120,7 @@ def cat_chunks(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> bool:
 def move_in_place(tensor: Tensor, device: torch.device) -> None:
     """Move a parameter or buffer to `device`; it stays the same object."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
-    if wraps:  # it has no data of its own to exchange
+    if wraps:  # its `.data` cannot be replaced
         with torch.no_grad():
             moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, moved)
@@ -129,7 +129,7 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
 
 
 def address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    """Return the storage, the offset and the dtype with which a tensor begins. Unlike `data_ptr`, this works for fake and freed memory."""
+    """Return where a tensor begins (storage and offset), and its dtype. Unlike `data_ptr`, this works for fake and freed memory."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.dtype
 
 
@@ -164,7 +164,7 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, without an autograd node between the two (`to_local` makes one); other tensors as they are."""
+    """Return this rank's part of a DTensor. Unlike `to_local`, this adds no autograd node. Return other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -177,10 +177,10 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Set `module.name = param`, if the module has a parameter of this name already.
+    """Set `module.name = param`. The module must have a parameter of this name already.
 
-    `nn.Module.__setattr__` first looks for the name in five places. That would cost time at every transition of every parameter.
-    But a module may have its own `__setattr__`, such as `nn.RNN`, which keeps a list. Then this method is called.
+    `nn.Module.__setattr__` first looks for the name in several places. That would cost time at every transition of every
+    parameter. But a module may have its own `__setattr__`, such as `nn.RNN`, which keeps a list. Then we call this method.
     """
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param

@@ -8,14 +8,14 @@ Note [What to gather next]
     Backward. Groups run in the reverse of the order in which their forwards ended. The forward has just noted this order. So
     while a group runs its backward, we gather the group that comes before it in this order.
 
-    One group ahead is enough to hide a gather behind a computation, and it limits the groups that are alive to two. A wrong guess
-    costs a gather, but never changes a result: a module whose group is not whole gathers it.
+    One group ahead is enough to hide a gather behind a computation. Then at most two groups are alive, besides the groups of the
+    modules around them, such as the root's. A wrong guess costs a gather, but never changes a result: a module whose group is not
+    whole gathers it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from hwfsdp.core.streams import Stream, StreamEvent, streams_for
 
 if TYPE_CHECKING:
     from hwfsdp.core.group import ParamGroup
-    from hwfsdp.core.state import FSDPState
 
 T = TypeVar("T")
 
@@ -41,13 +40,15 @@ class InFlight(NamedTuple):
 
 
 class FSDPCommContext:
-    """The streams and buffers that the groups of one model, or of several models, share so that they communicate one after the other.
+    """The streams and buffers that the groups of a model share. Their gathers run one after the other, and so do their reductions.
+
+    Several models may share one context.
 
     Args:
         device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
-        streams: see `streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them.
+        streams: see `streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
         reducing: the reductions in flight, the oldest first.
@@ -65,7 +66,7 @@ class FSDPCommContext:
     # --- the order of forwards ---
 
     def note_forward(self, group: ParamGroup) -> None:
-        """Note that the forward of `group` has ended."""
+        """Record that the forward of `group` has ended."""
         group.post_forward_indices.append(len(self.post_forward_order))
         self.post_forward_order.append(group)
 
@@ -90,7 +91,7 @@ class FSDPCommContext:
         """Keep a gather's buffer until the copy-out that was just issued on the compute stream has read it."""
         self.release_gather_buffer()
         self._copied_out = gathered, self.streams.compute.record()
-        if self._copied_out[1].is_over:  # the host has copied
+        if self.streams.compute.is_host:  # it has copied
             self.release_gather_buffer()
 
     def release_gather_buffer(self) -> None:
@@ -104,18 +105,18 @@ class FSDPCommContext:
         self.reducing.append(reduction)
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor until the backward is over; the end of the backward waits for the work on this stream."""
+        """Keep a tensor until the iteration is over. Its end waits for the work on this stream. For features: the heart holds nothing."""
         self._held.setdefault(stream, []).append(tensor)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
         """Make compute wait for the oldest reductions in flight, until at most `leave` of them are left."""
         while len(self.reducing) > leave:
-            _, done, transport = self.reducing.popleft()
-            with moment("wait_for_reduction", transport):
-                self.streams.compute.wait(done)
+            reduction = self.reducing.popleft()  # which keeps the buffer until compute has waited
+            with moment("wait_for_reduction", reduction.transport):
+                self.streams.compute.wait(reduction.done)
 
     def settle(self) -> None:
-        """Run the deferred work of both reduction streams. Afterwards, other code may read gradients and add to them."""
+        """Run the deferred work of both reduction streams. Afterwards, on the CPU, other code may read gradients and add to them."""
         self.streams.reduce_scatter.settle()
         self.streams.all_reduce.settle()
 
@@ -128,44 +129,6 @@ class FSDPCommContext:
         self._held.clear()
 
 
-class Phase(Enum):
-    """The place of a state in the iteration."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
-
-
-class RootContext:
-    """The data that the states below one root share.
-
-    Attributes:
-        states: the states of all modules below the root, in `named_modules` order; empty until a root is found.
-        forward_root: the state of the outermost running forward; None between forwards. Not always the root: a part
-            of the model may be called by itself.
-        forwards_before: the length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
-            waits for its backward.
-        guessed: groups that were gathered ahead in this forward. If unused, they are stale after the next optimizer step.
-        is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
-        finish_queued: if True, autograd will call `finish_backward` when the running backward is over.
-        backwards: the number of backwards that are over.
-    """
-
-    def __init__(self) -> None:
-        self.states: list[FSDPState] = []
-        self.forward_root: FSDPState | None = None
-        self.forwards_before = 0
-        self.guessed: list[ParamGroup] = []
-        self.is_last_backward = True
-        self.finish_queued = False
-        self.backwards = 0
-
-    @property
-    def groups(self) -> list[ParamGroup]:
-        return [group for state in self.states for group in state.groups]
-
-
 class ForwardOrder(Generic[T]):
     """The order in which forwards enter groups, learned from one forward for the next."""
 
@@ -174,14 +137,15 @@ class ForwardOrder(Generic[T]):
         self._current: list[T] = []
 
     def enter(self, group: T) -> list[T]:
-        """Note that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
+        """Record that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
 
         If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another
         path; guess nothing until the paths agree again.
         """
-        expected = self._last[len(self._current) :]
+        place = len(self._current)
         self._current.append(group)
-        return expected[1:2] if expected and expected[0] is group else []
+        expected = self._last[place : place + 2]
+        return expected[1:] if expected and expected[0] is group else []
 
     def finish(self) -> None:
         """End this forward. The next forward is expected to take the same path."""

@@ -6,7 +6,7 @@ form.
 
 Note [Free by resizing, not by replacing]
     Autograd saves tensors of the forward for the backward, such as the weight of a linear layer. If FSDP made a new tensor in
-    each gather, autograd would hold the old tensors, and no byte would ever be freed. So the parameter is one tensor object for
+    each gather, autograd would hold the old tensors, and free nothing until the backward. So the parameter is one tensor object for
     the life of the model. FSDP allocates and frees only the storage under it, by resizing. The tensor that autograd saved is this
     object, so it has its memory again when the backward needs it.
 
@@ -109,7 +109,7 @@ class Form:
     def outputs(self) -> list[Tensor]:
         """Return memory for the gathered data: for each input a view whose dim 0 counts the ranks, contents undefined.
 
-        It is the same memory each time, unless the compute dtype changed.
+        It is the same storage each time, unless the compute dtype changed. The first call also makes the unsharded parameter.
         """
         layout, dtype = self.param.layout, self.param.dtypes.compute
         if self.gathered is None or self.gathered.dtype != dtype:
@@ -119,7 +119,7 @@ class Form:
                 alias = self.gathered.data[: layout.shape.numel()].view(layout.shape)
                 self.param.set_unsharded(alias)  # Note [Writing without being noticed]
                 self._rows = layout.by_rank(self.gathered)
-                free(self.gathered)  # from here on every allocation is a resizing
+                free(self.gathered)  # so that this first allocation is a resizing, too, which instruments see
         allocate(self.gathered)
         return [self._rows]
 

@@ -3,13 +3,13 @@
 One call of `fully_shard` makes one group of all parameters below its module that no earlier call has claimed. A group knows how
 to do these things, but not when to do them:
 
-    unshard          start to gather the parameters                                      (twice a step)
+    unshard          start to gather the parameters                   (before forward and before backward)
     wait_for_gather  make compute wait for the gather
     copy_out         copy the gathered data into the modules' parameters
-    reshard          put the shards back, free the whole parameters                      (twice a step)
-    reduce           average the gradients into the shards' gradients                    (once a step)
+    reshard          put the shards back, free the whole parameters      (after forward and after backward)
+    reduce           average the gradients into the shards' gradients                      (after backward)
 
-`state` decides when. Groups of one model share an `FSDPCommContext`.
+`state` decides when, with the group's switches (`reshard_after_forward`, for example). Groups of one model share an `FSDPCommContext`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hwfsdp.core.streams import StreamEvent
 
 
 class Reducer:
-    """The reduction of a group's gradients: scatter, divide, add. Seam.
+    """What a reduction of a group's gradients computes: which mean, and what follows the reduce-scatter (divide, add). Seam.
 
     Attributes:
         group: the group of these gradients.
@@ -47,14 +47,14 @@ class Reducer:
     def stand_in(self, param: FSDPParam) -> Tensor | None:
         """Return the gradient to reduce for a parameter that got none. None: reduce nothing for it.
 
-        Return None only if the parameter has no gradient on any rank. Otherwise the ranks wait for each other for ever. Seam.
+        Return None only if the parameter has no gradient on any rank. Otherwise the ranks wait for each other forever.
         """
         return None
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
         """Queue the work that follows a reduction (divide, add) on the reduction's stream; return at once.
 
-        The queued function must not refer to `reducing.flat`. A reference would keep the buffer of all gradients alive.
+        The queued function must not refer to `reducing`, which would keep the buffer of all gradients alive.
 
         Returns:
             An event after which that buffer may be reused.
@@ -139,7 +139,7 @@ class ParamGroup:
                 collectives.copy_out(gathered.flat, gathered.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
-            # last: a form may have read other memory that the copy stream made
+            # Last: `to_unsharded` may have read other memory of the copy stream, such as an extension's metadata.
             self.comm_ctx.keep_until_copied_out(gathered)
 
     def reshard(self) -> None:
@@ -156,14 +156,14 @@ class ParamGroup:
             self._gathered = None
 
     def post_forward(self) -> None:
-        """After the group's forward: free the parameters, or keep them for the backward."""
+        """Free the parameters after the group's forward, or keep them for the backward."""
         if self.reshard_after_forward:
             self.reshard()
 
     # --- gradients ---
 
     def expect_grads(self) -> None:
-        """At the start of a backward, set the dtype in which it leaves gradients."""
+        """Set the dtype of the gradients that the coming backward leaves."""
         for param in self.params:
             cast_later = self.reduce_grads or param.has_unreduced_grad
             accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
@@ -174,10 +174,10 @@ class ParamGroup:
         return self.reduce_grads and any(param.has_unreduced_grad for param in self.params)
 
     def post_backward(self) -> None:
-        """After the group's backward: free the whole parameters, and reduce the gradients or keep them for later.
+        """Free the whole parameters after the group's backward, and reduce the gradients or keep them for later.
 
-        First take the gradients, then free the parameters, then start the reduction: its buffer is as large as the parameters
-        were. A group without gradients communicates nothing, so it must have no gradients on the other ranks, either.
+        The parameters are freed before the reduction, because its buffer needs as many elements as they have. A group without
+        gradients communicates nothing, so it must have no gradients on the other ranks, either.
         """
         with no_autograd():
             with moment("post_backward_reshard", self):
@@ -192,7 +192,7 @@ class ParamGroup:
                         param.accumulate_grad()
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Return the parameters that have a gradient to reduce, and these gradients, to which only the caller refers afterwards."""
+        """Return the parameters that have a gradient to reduce, and these gradients. Afterwards only the caller refers to them."""
         params, grads = [], []
         for param in self.params:
             grad = param.take_grad()
@@ -224,9 +224,7 @@ class ParamGroup:
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """Return the dtype in which to reduce these gradients. All have the same, because they lie in one buffer.
 
-        Each parameter asks for its reduce dtype or, if this is None, for the dtype in which autograd left its gradient. If
-        parameters ask for different dtypes, the result is the dtype to which torch promotes them, which can hold all of their
-        values.
+        If parameters ask for different dtypes, the result is the dtype to which torch promotes them. It can hold all values.
         """
         dtypes = [p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)]
         return functools.reduce(torch.promote_types, dtypes)

@@ -1,12 +1,12 @@
 """One slot for an instrument. It is empty by default.
 
 The heart names what it does: `with moment("copy_in", …)`. It does not know whether a recording, torch's profiler or nothing
-listens. With an empty slot a moment costs one test.
+listens. With an empty slot a moment costs one call and one test.
 
 | moment | of | when |
 | --- | --- | --- |
 | pre_forward, post_forward, pre_backward, post_backward | state | a hook of `state` |
-| root_pre_forward, finish_backward | state | an iteration begins; a backward is over |
+| root_pre_forward, finish_backward | state | an outermost forward begins; a backward has ended |
 | inputs_to_device, cast_forward_inputs, cast_forward_outputs | state | inputs and outputs are moved or cast |
 | forward_prefetch, backward_prefetch | group | the gather of another group is started ahead |
 | all_gather, copy_in, copy_out | transport | the three steps of a gather; `copy_in` of a reduction, too |
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """An instrument."""
+    """An instrument. Seam."""
 
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -37,10 +37,10 @@ class Observer(Protocol):
         """Wrap the block of a moment in the table. For a copy, also get its stream and the tensors that it reads and writes."""
 
     def made(self, buffer: Tensor) -> None:
-        """Note that a flat buffer was made on the current stream."""
+        """Record that a flat buffer was made on the current stream."""
 
     def recorded(self, event: StreamEvent) -> None:
-        """Note that a stream recorded an event."""
+        """Record that a stream made an event."""
 
     def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
         """Wrap the block that makes a stream wait for an event of another stream."""
@@ -54,7 +54,7 @@ slot: Observer | None = None
 
 
 def put(observer: Observer | None) -> Observer | None:
-    """Put an instrument into the slot, or take it out. Return the one that was there, so that the new one can call it."""
+    """Put an instrument into the slot, or take it out. Return the previous one; the new one may pass calls on to it."""
     global slot
     before, slot = slot, observer
     return before

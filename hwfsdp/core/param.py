@@ -12,9 +12,9 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 | SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
 | UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
 
-Both objects live as long as the model; a transition registers the other object. Two kinds of calls by the user replace them:
-after `model.to(dtype)`, the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)` brings a new
-`sharded_param`.
+Both objects live as long as the model; a transition registers the other object. Calls by the user may replace them: after
+`model.to(dtype)` has changed the compute dtype, the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)`
+brings a new `sharded_param`.
 
 Note [Padding lives in the shard]
     Every rank contributes the same number of elements to a gather, so a shard with fewer rows than a full chunk is padded
@@ -71,14 +71,14 @@ class Home:
         return grad
 
     def settle(self, streams: StreamSet) -> None:
-        """Wait until other code may read the gradients in their place. Called when a backward is over."""
+        """Wait until other code may read the gradients in their place. Called at the end of an iteration."""
 
 
 class FSDPParam:
     """A parameter of the model, with its shard and its memory when whole.
 
     Attributes:
-        fqn: fully qualified name from the root module. places: where it is registered.
+        fqn: fully qualified name from the root module, or from the given module until there is a root. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
         dtypes: see `precision.Dtypes`.
         state: the form that is registered.
@@ -166,7 +166,7 @@ class FSDPParam:
             compat.register_parameter(module, name, param)
 
     def set_unsharded(self, whole: Tensor) -> None:
-        """Make a new `unsharded_param` over the memory of `whole`; its form calls this once per compute dtype."""
+        """Make a new `unsharded_param` in the memory of `whole`; its form calls this once per compute dtype."""
         requires_grad = self.sharded_param.requires_grad
         self.accumulated_grad = self.take_grad()  # of the parameter that is replaced
         self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
@@ -180,11 +180,9 @@ class FSDPParam:
         return self.accumulated_grad is not None or (param is not None and param.grad is not None)
 
     def take_grad(self) -> Tensor | None:
-        """Hand over the whole gradient. Only the caller refers to it afterwards, so the caller can free it.
+        """Return the whole gradient: `accumulated_grad` plus what autograd left on `unsharded_param`. None if there is neither.
 
-        Returns:
-            The sum of `accumulated_grad` and the gradient that autograd left on `unsharded_param`. If only one of them exists,
-            that one. If neither exists, None.
+        Only the caller refers to it afterwards, so the caller can free it.
         """
         grad, accumulated = None, self.accumulated_grad
         self.accumulated_grad = None
@@ -210,7 +208,7 @@ class FSDPParam:
         self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
 
     def add_sharded_grad(self, grad: Tensor) -> None:
-        """Add `grad` [`local_shape`], the mean gradient of this rank's rows in `dtypes.grad`, to `sharded_param.grad`. Then call its hooks.
+        """Add `grad` [`local_shape`], the mean gradient of this rank's rows in `dtypes.grad`, to `sharded_param.grad`; call its hooks.
 
         If there is no gradient yet, `grad` itself becomes the gradient, without a copy.
         """
@@ -226,11 +224,11 @@ class FSDPParam:
         for hook in hooks:
             hook(dtensor)
 
-    # --- parameters exchanged by the user ---
+    # --- parameters replaced by the user ---
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
-        """Take over the parameter that is registered now, after `to`, `to_empty` or `load_state_dict` replaced it.
+        """Adopt the parameter that is registered now, after `to`, `to_empty` or `load_state_dict` replaced it or its contents.
 
         While the unsharded parameter is registered, do nothing.
 
@@ -259,7 +257,7 @@ class FSDPParam:
         self.dtypes = resolve_dtypes(param, self.policy)
         form = self._make_form(self)
         if type(self.local) is not before or type(form) is not type(self.form):
-            self.form = form  # a part of another type, or with methods of its own since then, may travel in another form
+            self.form = form  # a tensor of another type, or one that now defines its own gather, travels in another form
         if self.form.reads_rows:
             self.hold_rows(param)
 
@@ -267,8 +265,9 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
-        The user may have replaced the parameter or its memory. Rows that lie right already, or that need neither padding nor another
-        place (`home`), stay where they are. Otherwise `param`, the same object, gets the front of a new `padded_shard` as its memory.
+        The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
+        padding and are in their `home`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
+        `padded_shard` as its memory.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

@@ -48,8 +48,8 @@ class Dtypes(NamedTuple):
     """The dtypes of one parameter.
 
     Attributes:
-        orig: its shard's dtype. compute: the dtype in which it is gathered. reduce: the reduction's; None: the gradients' own
-            dtype.
+        orig: its shard's dtype. compute: the dtype in which it is gathered.
+        reduce: the dtype of the reduction; None: gradients keep their dtype.
         grad: the dtype of the shard's gradient; None: the dtype in which it was reduced.
     """
 
@@ -60,13 +60,13 @@ class Dtypes(NamedTuple):
 
 
 def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
-    """Return the dtypes of a parameter under `policy`. A parameter that is not floating-point is never cast."""
+    """Return the dtypes of a parameter under `policy`. The policy does not apply to a parameter that is not floating-point."""
     orig = param.dtype
-    compute = policy.param_dtype if policy.param_dtype and orig.is_floating_point else orig
+    compute, reduce = (policy.param_dtype, policy.reduce_dtype) if orig.is_floating_point else (None, None)
     if compat.REDUCES_IN_GRAD_DTYPE:
-        return Dtypes(orig, compute, policy.reduce_dtype or param.grad_dtype, param.grad_dtype)
-    comes_so = policy.reduce_dtype == policy.param_dtype
-    return Dtypes(orig, compute, None if comes_so else policy.reduce_dtype, orig)
+        return Dtypes(orig, compute or orig, reduce or param.grad_dtype, param.grad_dtype)
+    needs_no_cast = reduce == compute  # gradients have this dtype already, or no other is asked for
+    return Dtypes(orig, compute or orig, None if needs_no_cast else reduce, orig)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:

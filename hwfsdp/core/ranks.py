@@ -22,7 +22,7 @@ from hwfsdp.core.streams import Work
 
 
 class Axis(NamedTuple):
-    """One axis of a mesh, as this process sees it: `size` ranks, of which this process is number `rank`."""
+    """One axis of a mesh, as this process sees it: `size` ranks. This process has number `rank`."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -81,7 +81,7 @@ def axis_along(mesh: DeviceMesh, dim: int) -> Axis:
 def default_mesh() -> DeviceMesh:
     """Return a 1D mesh of all ranks: on the accelerator if there is one and the process group serves it, else on the CPU.
 
-    A process group that has only gloo cannot gather on an accelerator.
+    A process group that has only gloo cannot gather on an accelerator. In a process that torchrun started, make the process group.
     """
     if not dist.is_initialized() and "RANK" in os.environ:  # started by torchrun
         dist.init_process_group()
@@ -106,7 +106,7 @@ def device_of(device_type: str) -> torch.device:
 
 
 class Transport:
-    """Moves the bytes of one parameter group. Seam.
+    """The way in which the bytes of one parameter group move. Seam.
 
     A call with `async_op` returns a work to wait for. A call without it blocks the current stream, and returns None.
 

@@ -15,21 +15,23 @@ An example with three groups A, B, C. Time runs to the right, each line is a str
 
 The forward hooks are module hooks. The backward hooks are in `autograd_hooks`.
 
-The first module that runs a forward becomes the *root* of all modules below it. Its forward begins and ends an iteration. When a
-backward has executed its last node, autograd calls `finish_backward`, which waits for everything that is still in flight.
+The first module that runs a forward becomes the *root* of all modules below it. An iteration begins with the root's forward. When a
+backward has executed its last node, autograd calls `finish_backward`. At the end of the last backward of the iteration, this call
+waits for everything that is still in flight.
 
 An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. If the
 optimizer steps while parameters are whole, they become stale. The heart repairs neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
-    Autograd makes no post-backward call for a module whose inputs need no gradient, such as an embedding of token ids. So
-    `finish_backward` makes the call. It also repeats the call for a group that got gradients after post-backward. This happens if
-    the group's module ran twice, and autograd reached one of the runs late.
+    Autograd calls post-backward only for a module with an input that needs a gradient. An embedding of token ids has no such
+    input. So `finish_backward` makes the call. It also repeats the call for a group that got gradients after post-backward. This
+    happens if the group's module ran twice, and autograd reached one of the runs late.
 
 Note [Recomputation]
-    Activation checkpointing runs a forward again, inside the backward. The parameters are gathered if pre-backward has not done
-    so yet. They are not freed after that forward, because the backward of the same module follows. The order of such forwards is
-    not learned.
+    Activation checkpointing runs a forward again, inside the backward. If it repeats a whole sharded module, pre-backward has not
+    come yet, and the phase is IDLE; then the forward gathers. If it repeats a part of the module, the phase is PRE_BACKWARD, and
+    the parameters are there. In both cases they are not freed after that forward, because the backward of the same module follows.
+    The order of such forwards is not learned.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from torch import nn
 
 from hwfsdp.core import compat
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
-from hwfsdp.core.context import ForwardOrder, FSDPCommContext, Phase, RootContext
+from hwfsdp.core.context import ForwardOrder, FSDPCommContext
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.precision import MixedPrecisionPolicy, cast_floating, map_tensors
 
@@ -55,9 +58,11 @@ class FSDPState:
     """The schedule of the module of one `fully_shard` call. Seam: features override its methods.
 
     Attributes:
-        modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; for the root, its class and "".
+        modules: the module given to `fully_shard`, in a tuple. fqn, module_fqn: its name from the root; for the root, its class
+            and "".
         root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
-        group: the module's parameters; None if other calls have claimed every parameter below it.
+        group: the module's parameters; None if other calls have claimed every parameter below it. groups: the same, as a list.
+        policy: its dtypes. device: where it computes. phase: its place in the iteration.
         auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and
             all other modules free them.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
@@ -96,11 +101,11 @@ class FSDPState:
     # --- forward ---
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Before the module's forward: gather, wait, start the next gather, give the module its parameters.
+        """Prepare the module's forward: its parameters are whole afterwards, and the next gather is in flight.
 
-        The next gather starts between the wait and the copy-out. Before the wait it would compete with this group's gather; after
-        the copy-out it could not overlap with the copy-out. (On a device the wait does not stop the host. There the all-gather
-        stream keeps the gathers in order.) Inputs are cast. They are also watched, so that autograd calls post-backward.
+        The next gather starts between the wait and the copy-out. On the CPU, it would compete with this group's gather if it
+        started before the wait. After the copy-out it could not overlap with the copy-out: on a device, it would even wait for
+        it (`ParamGroup.unshard`). The state casts the inputs. Then it watches them, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
             opens = self.opens_forward()
@@ -123,7 +128,7 @@ class FSDPState:
         return args, kwargs
 
     def opens_forward(self) -> bool:
-        """True if this call begins a forward: the module is neither in a forward nor past its pre-backward."""
+        """True if this call begins a forward: the module is neither in a forward nor between pre-backward and post-backward."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
@@ -141,13 +146,13 @@ class FSDPState:
             self.root.guessed.append(group)
 
     def enter_forward(self) -> list[ParamGroup]:
-        """Note that the forward enters this group. Return the groups to gather meanwhile; [] in a recomputation, which has another order."""
+        """Record that the forward enters this group. Return the groups to gather meanwhile: none in a recomputation."""
         if not self.group or not self.root.forward_root or compat.in_backward():
             return []
         return self.root.forward_root.forward_order.enter(self.group)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """After the module's forward: end it, and return the output, cast to the policy's output dtype."""
+        """End the module's forward, and return its output, cast to the policy's output dtype."""
         with moment("post_forward", self):
             if self.phase is not Phase.PRE_BACKWARD:  # Note [Recomputation]
                 self.end_forward(output)
@@ -156,7 +161,7 @@ class FSDPState:
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def end_forward(self, output: Any) -> None:
-        """Free the parameters unless they stay for the backward, note the order, and let autograd call `pre_backward`.
+        """Free the parameters unless the backward needs them soon. From here on, a backward that reaches an output calls `pre_backward`.
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
@@ -177,7 +182,7 @@ class FSDPState:
     # --- backward ---
 
     def pre_backward(self) -> None:
-        """Before the module's backward: gather again, wait, start the next gather. Autograd calls it once per output."""
+        """Prepare the module's backward, as `pre_forward` its forward. Autograd calls this once per output."""
         with moment("pre_backward", self):
             self.queue_final_callback()
             if self.phase is Phase.PRE_BACKWARD:
@@ -200,11 +205,11 @@ class FSDPState:
                     group.unshard()
 
     def enter_backward(self) -> list[ParamGroup]:
-        """Note that the backward enters this group. Return the groups to gather meanwhile."""
+        """Record that the backward enters this group. Return the groups to gather meanwhile."""
         return self.comm_ctx.take_previous(self.group) if self.group else []
 
     def post_backward(self) -> None:
-        """After the module's backward: free the parameters, and reduce the gradients or accumulate them."""
+        """End the module's backward: free the parameters, and reduce the gradients or accumulate them."""
         with moment("post_backward", self):
             self.phase = Phase.POST_BACKWARD
             if self.group:
@@ -217,10 +222,10 @@ class FSDPState:
             compat.call_after_backward(self.finish_backward)
 
     def finish_backward(self) -> None:
-        """At the end of a backward, finish the groups that it left out, and wait for everything in flight.
+        """End a backward: finish the groups that it left out. Afterwards every state is idle.
 
-        Afterwards every state is idle. If this was the last backward of the iteration, all sharded gradients are there, no
-        buffer is held, and the order of forwards is forgotten.
+        If this was the last backward of the iteration, all sharded gradients are there, no buffer is held, and the order of
+        forwards is forgotten.
         """
         with moment("finish_backward", self):
             self.finish_states()
@@ -228,7 +233,10 @@ class FSDPState:
                 self.end_iteration()
 
     def finish_states(self) -> None:
-        """Make the calls that autograd did not make (Note [Groups without an input gradient]). Afterwards, all states are idle."""
+        """Make the calls that autograd did not make (Note [Groups without an input gradient]). Afterwards, all states are idle.
+
+        States that this backward did not reach get the call, too, and free what they hold.
+        """
         self.root.forward_root = None  # checkpointing may have cut a recomputation short
         self.root.backwards += 1
         self.root.finish_queued = False
@@ -237,10 +245,10 @@ class FSDPState:
             if state.phase is not Phase.POST_BACKWARD or late:
                 state.post_backward()
             state.phase = Phase.IDLE
-        self.comm_ctx.settle()  # from here on, other code may read gradients
+        self.comm_ctx.settle()
 
     def end_iteration(self) -> None:
-        """Wait for all reductions, release all buffers, and forget the order. The optimizer comes next."""
+        """Leave nothing in flight, no buffer, no unused gather, and no order of forwards. The optimizer comes next."""
         self.comm_ctx.finish_reductions()
         self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
@@ -248,7 +256,7 @@ class FSDPState:
             group.drop_gather()
             group.params[0].home.settle(self.comm_ctx.streams)
 
-    # --- the root ---
+    # --- the outermost forward ---
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward: gathers wait for what the optimizer has written, and inputs move to the device."""
@@ -275,9 +283,9 @@ class FSDPState:
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
-        if not compat.in_backward():  # a recomputation is a part of the model only
+        if not compat.in_backward():  # a recomputation runs only a part of the model
             self.forward_order.finish()
-        if not torch.is_grad_enabled():  # no backward will come that forgets it
+        if not torch.is_grad_enabled():  # no backward will follow and forget the order
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
         self.comm_ctx.release_gather_buffer()
         self.root.forward_root = None

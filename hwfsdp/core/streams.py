@@ -17,8 +17,9 @@ Note [What a wait costs]
 
 Note [Deferred work]
     `Stream.then` takes the work that follows a collective as a function: for example the cast of its result. A device runs the
-    function at once, in stream order. The CPU keeps it until the host waits for the stream, or until the end of the backward.
-    Every rank waits at the same points of its program, so such a function may issue a collective.
+    function at once, in stream order. The CPU does so if no work is in flight on the stream. Otherwise it keeps the function until
+    the host waits for the stream, or until the end of the backward. Every rank waits at the same points of its program, so such a
+    function may issue a collective.
 """
 
 from __future__ import annotations
@@ -53,11 +54,6 @@ class StreamEvent:
 
     def __init__(self, stream: Stream, native: Any = None) -> None:
         self.stream, self.native = stream, native
-
-    @property
-    def is_over(self) -> bool:
-        """True once all work issued before this event has finished, as far as the host knows. Always False on a device."""
-        return False
 
 
 class Stream(ABC):
@@ -152,10 +148,6 @@ class HostEvent(StreamEvent):
         super().__init__(stream)
         self.ticket = ticket
 
-    @property
-    def is_over(self) -> bool:
-        return self.stream.finished >= self.ticket
-
 
 class HostStream(Stream):
     """A queue of works in flight, and of functions to run after them.
@@ -234,7 +226,7 @@ class DeviceStream(Stream):
         return self._stream or self._module.current_stream(self._device)
 
     def add(self, work: Work | None) -> None:
-        if work is not None:  # of a user's collective; the backend's own have none here
+        if work is not None:  # a user's collective returned this work; the backend returns None here
             work.wait()
 
     def then(self, function: Callable[[], None]) -> None:

@@ -6,11 +6,11 @@
     optimizer = torch.optim.AdamW(model.parameters())  # after, so that it sees the shards
 
 Call it on children before their parents, because each call claims all parameters below its module that no call has claimed
-before. The module stays the same object. Only its class changes, to a subclass that also derives from `FSDPModule`.
+before. The module stays the same object. Its class becomes a subclass that also derives from `FSDPModule`.
 
 This chapter leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
-schedule by hand, checks of arguments (ties between two calls, for example), and recovery after an exception. These are in `hwfsdp.features`, built on this heart.
-`hwfsdp.fully_shard` is the door to both.
+schedule by hand, checks, such as whether two calls share a tied parameter, and recovery after an exception. These are in
+`hwfsdp.features`, built on this heart. `hwfsdp.fully_shard` is the door to both.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def fully_shard(
         reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
             them. None: False for the root, True for all others.
         mp_policy: dtypes. ignored_params: stay as they are: neither sharded nor reduced.
+
+    After a backward, `.grad` of each shard is its part of the mean gradient over the ranks.
+
+    Raises:
+        UsageError: the mesh has several axes. StateError: no mesh is given, and there is no process group.
     """
     ranks = shard_mesh(mesh)
     found = unclaimed_params([module], ignored_params or set())
@@ -147,7 +152,7 @@ def put_shards_back(group: ParamGroup) -> None:
 
 
 class FSDPModule:
-    """A sharded module."""
+    """A sharded module: a base class beside the module's own. With `recurse`, a method also sets the modules below."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: slicing a sharded nn.Sequential gives a plain one."""
@@ -157,12 +162,12 @@ class FSDPModule:
         return self
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backwards reduce gradients. If not, they add up unreduced; switch it on for the last micro-batch."""
+        """Choose whether backwards reduce gradients. If not, gradients add up. Switch it on for the last micro-batch."""
         for group in self._groups(recurse):
             group.reduce_grads = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether to free the whole parameters after a backward. If not, the next micro-batch gathers nothing."""
+        """Choose whether to free the whole parameters after a backward. If not, the next forward gathers nothing."""
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 

@@ -3,7 +3,7 @@
     # Names of the package that may help:
     #
     # hwfsdp.streams
-    #     property   StreamEvent.is_over -> bool
+    #     property   FSDPParam.local -> Tensor
     #     method     Stream.record() -> StreamEvent
     #                    Return an event after all work that was issued here so far.
     #     attribute  StreamSet.copy: Stream
@@ -37,7 +37,7 @@ class Definition(NamedTuple):
 
     Attributes:
         module: for example "hwfsdp.streams". source: the module's text. name: the name of a function or class, or of a
-            method, property or attribute of a class, as in "StreamEvent.is_over".
+            method, property or attribute of a class, as in "FSDPParam.local".
     """
 
     module: str

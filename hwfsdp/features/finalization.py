@@ -16,7 +16,7 @@ from torch import nn
 
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import in_backward
-from hwfsdp.core.context import Phase, RootContext
+from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError

@@ -15,8 +15,8 @@ from torch import nn
 
 from hwfsdp.core import compat
 from hwfsdp.core.autograd_hooks import WatchedOutputs
+from hwfsdp.core.iteration import Phase
 from hwfsdp.core.observer import moment
-from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import UsageError
 from hwfsdp.features.call import Call

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
 from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.iteration import Phase
 from hwfsdp.core.ranks import Transport
-from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.features.call import Call

@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hwfsdp import compat
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
-from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
+from hwfsdp.core.context import ForwardOrder, FSDPCommContext
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import ShardedState
-from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call, absent

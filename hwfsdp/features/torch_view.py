@@ -27,8 +27,8 @@ from torch import nn
 from hwfsdp import compat
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import no_autograd
-from hwfsdp.core.context import Phase
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.iteration import Phase
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import RefusedError

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from hwfsdp.core.compat import in_backward
-from hwfsdp.core.context import Phase
+from hwfsdp.core.iteration import Phase
 from hwfsdp.core.observer import Observer
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import FSDPState
