@@ -1,7 +1,8 @@
 """`hwfsdp` without a verb: it says what hwfsdp is, and names the next thing to do.
 
     no course here or in the package     the demo
-    the course, nothing checked yet      the demo, then the first exercise
+    the course, nothing checked yet      the demo, then the exercises
+    no exercise passed                   the page on how the course works, then the first exercise
     some exercises passed                the first exercise that is not passed
     all passed                           the homework, then the lab
 
@@ -40,12 +41,15 @@ def _proposal() -> Iterator[str]:
         yield from _demo(f"Then the course, exercises 1 to {len(course.exercises)}:\n  hwfsdp list")
         return
     standings = [progress.standing(exercise) for exercise in course.exercises]
-    yield f"{sum(s.status == 'passed' for s in standings)} of {len(standings)} exercises passed."
+    passed = sum(s.status == "passed" for s in standings)
+    yield f"{passed} of {len(standings)} exercises passed."
     left = [s.exercise for s in standings if s.status not in ("passed", "forgone")]
     if not left:
         yield from _after_the_exercises(course)
         return
     following = left[0]
+    if not passed:
+        yield f"First, how the course works:\n  read   {_shown(course.root / 'exercises' / 'README.md')}"
     yield f"Next, exercise {following.short_number}, {following.title.lower()}:"
     yield f"  read   {_shown(following.folder / 'README.md')}"
     yield f"  edit   {_shown(following.path)}"

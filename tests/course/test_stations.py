@@ -47,6 +47,19 @@ def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
     return find_course(tmp_path)
 
 
+# --- Pages -------------------------------------------------------------------------------------------------
+
+
+PAGES = {each.directory: (each.folder / "README.md").read_text() for each in COURSE.exercises}
+
+
+@pytest.mark.parametrize("directory", [name for name, page in PAGES.items() if "\n| check |" in page])
+def test_the_table_of_a_readme_has_the_checks_and_their_points(directory: str) -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| .+ \| (\d+) \|$", PAGES[directory], re.MULTILINE)
+    (exercise,) = (each for each in COURSE.exercises if each.directory == directory)
+    assert rows == [(check.id, str(check.points)) for check in checks_of(exercise)]
+
+
 # --- One file that grows -----------------------------------------------------------------------------------
 
 
