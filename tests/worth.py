@@ -418,8 +418,8 @@ SUITES = {"own": "by tests of its module", "not long": "by others of `make test`
 def table(data: Record) -> str:
     """Return the totals by area as a table for docs/testing.md, without the mistakes that change nothing."""
     columns = ["area", "mistakes", *SUITES.values(), "by none", "not all tests tried yet"]
-    rows = [columns, ["---"] * len(columns)]
     totals = [0] * (len(columns) - 1)
+    rows = []
     for area in AREAS:
         records = [record for record in data["mistakes"] if record["area"] == area and "why" not in record]
         noticed = Counter(record["tried"] for record in records if record.get("noticed"))
@@ -428,7 +428,9 @@ def table(data: Record) -> str:
         counts.append(2 * len(records) - sum(counts))
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         rows.append([area, *map(str, counts)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ["all", *map(str, totals)]])
+    shown = len(columns) if totals[-1] else len(columns) - 1  # all tests were tried: no column for that
+    lines = [columns, ["---"] * len(columns), *rows, ["all", *map(str, totals)]]
+    return "\n".join(f"| {' | '.join(line[:shown])} |" for line in lines)
 
 
 def show(test: str | None) -> None:
