@@ -21,7 +21,7 @@ from hwfsdp.errors import (
     WrongTypeError,
 )
 from hwfsdp.features.call import Call, ask
-from hwfsdp.features.lookup import CLAIMED, claimed_as
+from hwfsdp.features.lookup import CLAIMED
 
 
 def check(call: Call) -> None:
@@ -82,40 +82,30 @@ def check_module(module: Any) -> None:
 
 def check_arguments(call: Call) -> None:
     """Raise UsageError if an argument is of a type that cannot be used."""
-    policy, offload = call.mp_policy, call.offload_policy
-    dtypes = [getattr(policy, name, "") for name in ("param_dtype", "reduce_dtype", "output_dtype")]
-    mesh, reshard, dims, comm_ctx = call.mesh, call.reshard_after_forward, call.dp_mesh_dims, call.comm_ctx
+    reshard, offload, dims = call.reshard_after_forward, call.offload_policy, call.dp_mesh_dims
+    names = ("param_dtype", "reduce_dtype", "output_dtype")
+    has_dtypes = all(isinstance(getattr(call.mp_policy, name, ""), torch.dtype | None) for name in names)
+    is_policy = offload is None or type(offload).__name__.endswith("OffloadPolicy")
     usable = {
-        "mesh to be a DeviceMesh": (mesh, mesh is None or isinstance(mesh, DeviceMesh)),
-        "reshard_after_forward to be True, False, None or a number of ranks": (
-            reshard,
-            reshard is None or isinstance(reshard, int),
-        ),
-        "mp_policy to be a MixedPrecisionPolicy of torch.dtypes": (
-            policy,
-            all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes),
-        ),
-        "offload_policy to be an OffloadPolicy": (
-            offload,
-            offload is None or type(offload).__name__.endswith("OffloadPolicy"),
-        ),
-        "dp_mesh_dims to be a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
-        "comm_ctx to be an FSDPCommContext": (
-            comm_ctx,
-            comm_ctx is None or isinstance(comm_ctx, FSDPCommContext),
-        ),
+        "mesh to be a DeviceMesh": isinstance(call.mesh, DeviceMesh | None),
+        "reshard_after_forward to be True, False, None or a number of ranks": isinstance(reshard, int | None),
+        "mp_policy to be a MixedPrecisionPolicy of torch.dtypes": has_dtypes,
+        "offload_policy to be an OffloadPolicy": is_policy,
+        "dp_mesh_dims to be a DataParallelMeshDims": dims is None or hasattr(dims, "shard_names"),
+        "comm_ctx to be an FSDPCommContext": isinstance(call.comm_ctx, FSDPCommContext | None),
     }
-    for argument, (given, fits) in usable.items():
+    for expected, fits in usable.items():
         if not fits:
+            given = getattr(call, expected.partition(" ")[0])
             raise UsageError(
-                "fully_shard", expected=argument, got=repr(given), remedy="Pass one, or leave it out."
+                "fully_shard", expected=expected, got=repr(given), remedy="Pass one, or leave it out."
             )
 
 
 def check_param(name: str, param: nn.Parameter) -> None:
     """Raise an error if a parameter cannot be cut into rows, or if another group has cut it already."""
     subject = f"fully_shard: parameter {name!r}"
-    if claimed_as(param) is not None:
+    if hasattr(param, CLAIMED):
         raise UsageError(
             subject,
             expected="a parameter of one group only",
