@@ -26,7 +26,7 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.state import FSDPState
 from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import claimed_as, replicas_of
+from hwfsdp.features.lookup import CLAIMED, replicas_of
 from hwfsdp.observe import events
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → the value of `_calls` at its check
@@ -60,8 +60,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _warn_of_claimed(optimizer: Optimizer) -> None:
-    names = [claimed_as(p) for group in optimizer.param_groups for p in group["params"]]
-    stale = [name for name in names if name is not None]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [getattr(p, CLAIMED) for p in params if hasattr(p, CLAIMED)]
     if stale:
         _warned.add(optimizer)
         warnings.warn(

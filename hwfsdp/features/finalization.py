@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from hwfsdp.core import wrap
 from hwfsdp.core.compat import in_backward
 from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.lookup import MethodsOfState
 from hwfsdp.features.recovery import RecoveringState, backward_broke, callbacks_of
 
 
@@ -226,11 +225,8 @@ _PENDING = (
 )
 
 
-class ManualFinalization(wrap.FSDPModule):
+class ManualFinalization(MethodsOfState):
     """Methods of sharded modules."""
-
-    def _state(self) -> Any:
-        return checked_state(self, type(self).__name__)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether `finalize_backward` ends backwards, or each backward itself. Set it on the root, before the forward.

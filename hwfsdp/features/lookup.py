@@ -8,12 +8,13 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp import compat
+from hwfsdp.core import wrap
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.ranks import Axis, ShardMesh
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import UsageError
 
-CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded one has replaced; holds its name
+CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
@@ -27,6 +28,14 @@ def checked_state(module: Any, caller: str) -> FSDPState:
             remedy="Call fully_shard on it first.",
         )
     return state
+
+
+class MethodsOfState(wrap.FSDPModule):
+    """A base of classes whose methods of sharded modules need the module's state."""
+
+    def _state(self) -> Any:
+        """Return the state, or raise UsageError if there is none."""
+        return checked_state(self, type(self).__name__)
 
 
 def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
@@ -43,12 +52,6 @@ def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]
             remedy="Shard the modules of each mesh in separate calls.",
         )
     return groups
-
-
-def claimed_as(param: Any) -> str | None:
-    """Return the name of the sharded parameter that has replaced this one; None if there is none."""
-    name: str | None = getattr(param, CLAIMED, None)
-    return name
 
 
 def replicas_of(mesh: ShardMesh) -> Axis:

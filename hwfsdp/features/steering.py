@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hwfsdp.core import compat, observer, wrap
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import FSDPParam, ShardedState
+from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import RefusedError, UsageError, WrongTypeError
 from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.lookup import MethodsOfState, checked_state
 
 
 def choose(call: Call) -> None:
@@ -73,12 +73,10 @@ class SteeredState(FSDPState):
 
     def wait_for_optimizer(self) -> None:
         root, streams = self.root.states[0], self.comm_ctx.streams
-        event = getattr(root, "post_optim_event", None)
-        if event is None or not isinstance(root, SteeredState):
+        if not isinstance(root, SteeredState) or root.post_optim_event is None:
             super().wait_for_optimizer()
             return
-        root.post_optim_event = None
-        on_compute = StreamEvent(streams.compute, event)
+        on_compute, root.post_optim_event = StreamEvent(streams.compute, root.post_optim_event), None
         if observer.slot is not None:
             # The user may have recorded the event anywhere. The recording assumes that it follows all work on compute so far.
             observer.slot.recorded(on_compute)
@@ -97,7 +95,7 @@ class SteeredState(FSDPState):
         self.comm_ctx.max_reductions = max(asked, default=1)
 
 
-class SteeredModule(wrap.FSDPModule):
+class SteeredModule(MethodsOfState):
     """Methods of sharded modules."""
 
     # --- parameters ---
@@ -213,9 +211,8 @@ class SteeredModule(wrap.FSDPModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply `to`, `half` and other conversions to the shards. A gradient whose dtype the user has set keeps this dtype."""
         params = [p for group in self._groups(recurse=False) for p in group.params]
-        kept = [
-            (p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in params if has_own_grad_dtype(p)
-        ]
+        own = [p for p in params if compat.has_grad_dtype(p.sharded_param)]
+        kept = [(p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in own]
         for param, _, _ in kept:
             param.sharded_param.grad = None
         result = super()._apply(fn, recurse)
@@ -242,17 +239,6 @@ class SteeredModule(wrap.FSDPModule):
             got="one whose parameters, hooks and buffers in flight belong to a group",
             remedy="Copy before fully_shard, or build a second model and load this one's state_dict.",
         )
-
-    # --- inside ---
-
-    def _state(self) -> Any:
-        assert isinstance(self, nn.Module)
-        return checked_state(self, f"{type(self).__name__}")
-
-
-def has_own_grad_dtype(param: FSDPParam) -> bool:
-    """True if the user has set the dtype of a parameter's gradient."""
-    return compat.has_grad_dtype(param.sharded_param)
 
 
 def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:

@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hwfsdp import compat
-from hwfsdp.core import wrap
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.iteration import Phase
 from hwfsdp.core.param import FSDPParam, ShardedState
-from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.errors import RefusedError
+from hwfsdp.core.state import FSDPState
 from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import MethodsOfState
 
 
 def choose(call: Call) -> None:
@@ -45,10 +44,8 @@ def joined(call: Call, state: FSDPState) -> None:
     assert isinstance(state, ViewedState)
     # `state.group` stands for several groups if there are several meshes.
     for group in filter(None, {state.group, *state.groups}):
-        vars(group)["_module_fqn"] = None  # until the root names it
         vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
         vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
-    for group in state.groups:
         group.__class__ = named(type(group))  # type: ignore[arg-type]
 
 
@@ -67,6 +64,8 @@ def renamed(path: str) -> property:
 class NamedGroup:
     """Attributes of groups that programs read or set, by torch's names."""
 
+    # None until the root names the group
+    _module_fqn = property(lambda group: group.module_fqn if group.fqn else None)
     _all_gather_comm = renamed("transport.gather")
     _reduce_scatter_comm = renamed("transport.scatter")
     gradient_divide_factor = renamed("reducer.divide_factor")
@@ -135,12 +134,6 @@ class ViewedState(FSDPState):
             with no_autograd():
                 self.become_root()
 
-    def name_states(self) -> list[FSDPState]:
-        states = super().name_states()
-        for group in (group for state in states for group in filter(None, {state.group, *state.groups})):
-            vars(group)["_module_fqn"] = group.module_fqn
-        return states
-
     @property
     def _state_ctx(self) -> SharedView:
         return SharedView(self.root.states or [self], self.root.is_last_backward)
@@ -160,22 +153,9 @@ class ViewedState(FSDPState):
         super().pre_backward()
 
 
-class Viewed(wrap.FSDPModule):
+class Viewed(MethodsOfState):
     """A method of sharded modules."""
 
     def _get_fsdp_state(self) -> Any:
-        """Return the module's state, as the docstring of this module describes it.
-
-        Raises:
-            RefusedError: the module has no state.
-        """
-        assert isinstance(self, nn.Module)
-        state = state_of(self)
-        if state is None:
-            raise RefusedError(
-                "_get_fsdp_state",
-                expected="a module that fully_shard was called on",
-                got=type(self).__name__,
-                remedy="Call fully_shard on it first.",
-            )
-        return state
+        """Return the module's state, as the docstring of this module describes it."""
+        return self._state()
