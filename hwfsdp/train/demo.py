@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,13 +59,6 @@ class Comparison:
     largest_difference: float = 0.0
     log: EventLog = field(default_factory=EventLog)
 
-    def note(self, name: str, loss: float, grad_norm: float, ms: float) -> None:
-        """Add one step of a run: its loss and gradient norm over all ranks, and this rank's milliseconds."""
-        run = self.runs[name]
-        run.losses.append(loss)
-        run.grad_norms.append(grad_norm)
-        run.step_ms.append(ms)
-
 
 class _Comparer:
     """The three runs on one rank. Only rank 0 has the unsharded run, which trains on the whole batch."""
@@ -88,29 +81,42 @@ class _Comparer:
     def step(self, step: int) -> None:
         """Make one step of each run. The two sharded runs alternate in going first."""
         batch = self.batch_of(step)
+        own_rows = share(batch, self.rank, self.world_size)
         losses = {}
         for run in sorted(self.sharded, reverse=step % 2 == 1):
             dist.barrier()
-            start = time.perf_counter()
-            losses[run] = self.sharded[run].step(*share(batch, self.rank, self.world_size))
-            ms = (time.perf_counter() - start) * 1e3
-            loss, square = sum_over_ranks([float(losses[run]), self.sharded[run].own_square()])
-            self.found.note(run, loss / self.world_size, math.sqrt(square), ms)
-        ours, theirs = (self.sharded[run].model for run in (self.name, THEIRS))
-        _note_difference(self.found, ours, theirs, [losses[self.name], losses[THEIRS]])
+            losses[run] = self.sharded[run].measured_step(own_rows, self.found.runs[run])
+        self.compare(losses)
         dist.barrier()
         if self.rank == 0:
             start = time.perf_counter()
             whole_loss = train_step(self.whole, self.optimizer, *batch)
             ms = (time.perf_counter() - start) * 1e3
-            self.found.note(WHOLE, float(whole_loss), math.sqrt(own_square(self.whole, {})), ms)
+            self.found.runs[WHOLE].note(float(whole_loss), math.sqrt(own_square(self.whole, {})), ms)
         dist.barrier()
 
-    def finish(self) -> Comparison:
-        """Record a few more steps. Return the result."""
+    def compare(self, losses: Mapping[str, Tensor]) -> None:
+        """Compare this rank's loss and gradients of the last step with FSDP2's."""
         found = self.found
+        found.equal &= torch.equal(losses[self.name], losses[THEIRS])
+        ours = dict(self.sharded[self.name].model.named_parameters())
+        for name, param in self.sharded[THEIRS].model.named_parameters():
+            a, b = (_local_grad(p) for p in (ours.get(name), param))
+            if a is None or b is None or a.shape != b.shape:
+                found.equal &= a is b
+            elif not torch.equal(a, b):
+                found.equal = False
+                found.largest_difference = max(found.largest_difference, float((a - b).abs().max()))
+
+    def finish(self) -> Comparison:
+        """Record a few more steps, which are not timed, because recording slows steps down. Return the result."""
+        found, first = self.found, self.config.steps
         found.equal = not any(sum_over_ranks([float(not found.equal)]))
-        found.log = _record_steps(self)
+        batches = [self.batch_of(step) for step in range(first, first + RECORDED_STEPS)]
+        dist.barrier()
+        with record() as found.log:
+            for batch in batches:
+                self.sharded[self.name].step(*share(batch, self.rank, self.world_size))
         return found
 
 
@@ -126,32 +132,8 @@ def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | 
     return runs.finish()
 
 
-def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, losses: list[Tensor]) -> None:
-    """Compare this rank's loss and gradients of the last step with FSDP2's."""
-    found.equal &= torch.equal(*losses)
-    mine = dict(ours.named_parameters())
-    for name, param in theirs.named_parameters():
-        a, b = (_local_grad(p) for p in (mine.get(name), param))
-        if a is None or b is None or a.shape != b.shape:
-            found.equal &= a is b
-        elif not torch.equal(a, b):
-            found.equal = False
-            found.largest_difference = max(found.largest_difference, float((a - b).abs().max()))
-
-
 def _local_grad(param: nn.Parameter | None) -> Tensor | None:
     return None if param is None or param.grad is None else local_of(param.grad)
-
-
-def _record_steps(runs: _Comparer) -> EventLog:
-    """Make a few more steps and record them. They are not timed, because recording slows steps down."""
-    steps = range(runs.config.steps, runs.config.steps + RECORDED_STEPS)
-    batches = [share(runs.batch_of(step), runs.rank, runs.world_size) for step in steps]
-    dist.barrier()
-    with record() as log:
-        for batch in batches:
-            runs.sharded[runs.name].step(*batch)
-    return log
 
 
 def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:

@@ -24,7 +24,7 @@ from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.onlooker import Layout, Onlooker, units_of
 from hwfsdp.observe.recording import record
-from hwfsdp.train.data import draw_batch, load_text, share
+from hwfsdp.train.data import Batch, draw_batch, load_text, share
 from hwfsdp.train import implementations
 from hwfsdp.train.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.train.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
@@ -83,21 +83,25 @@ class TrainConfig:
 
 
 @dataclass
-class TrainResult:
+class TrainResult(Progress):
     """The result of a run on one rank.
 
     Attributes:
-        losses: for each step, the mean loss over all ranks. resumed_at: number of steps before a resume; `losses` includes them.
-        grad_norms: for the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
-        step_ms: milliseconds of this run's steps on this rank. log: the recording. stopped: True if asked to stop before the end.
+        step_ms: milliseconds of this run's steps on this rank. log: the recording.
+        resumed_at: number of steps before a resume; `losses` and `grad_norms` include them.
+        stopped: True if asked to stop before the end.
     """
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     log: EventLog | None = None
     resumed_at: int = 0
     stopped: bool = False
+
+    def note(self, loss: float, grad_norm: float, ms: float) -> None:
+        """Add one step: its loss and gradient norm over all ranks, and this rank's milliseconds."""
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+        self.step_ms.append(ms)
 
 
 def build_model(config: GPTConfig, seed: int) -> GPT:
@@ -238,9 +242,16 @@ class Trainee:
         if self.implementation == implementations.NONE:
             implementations.average_gradients(self.model)
 
-    def own_square(self) -> float:
-        """Return this rank's share of the squared norm of the gradients of the last step."""
-        return implementations.own_square(self.model, self.shapes)
+    def measured_step(self, batch: Batch, result: TrainResult) -> Tensor:
+        """Make one training step, and note it in `result`. Return this rank's loss."""
+        start = time.perf_counter()
+        loss = self.step(*batch)
+        own_loss = float(loss)  # waits for the device
+        ms = (time.perf_counter() - start) * 1e3
+        own_square = implementations.own_square(self.model, self.shapes)
+        total, square = sum_over_ranks([own_loss, own_square])
+        result.note(total / dist.get_world_size(), math.sqrt(square), ms)
+        return loss
 
 
 def _layout(
@@ -267,7 +278,8 @@ class _Run:
         self.rows = rows_of(config.snapshots, config.batch * self.world_size, self.world_size)
         self.trainee = Trainee(config, config.implementation)
         self.snapshots = self._open_snapshots()
-        self.progress = self.snapshots.resume() if self.snapshots else Progress()
+        saved = self.snapshots.resume() if self.snapshots else Progress()
+        self.result = TrainResult(saved.losses, saved.grad_norms, resumed_at=saved.step)
 
     def _open_snapshots(self) -> Snapshots | None:
         config, trainee = self.config, self.trainee
@@ -287,48 +299,38 @@ class _Run:
 
     def run(self) -> TrainResult:
         """Train to the last step, or until a rank is asked to stop."""
-        config, progress = self.config, self.progress
-        result = TrainResult(resumed_at=progress.step)
+        config, result = self.config, self.result
         with ExitStack() as recording:
-            while progress.step < config.steps and not result.stopped:
-                if result.log is None and progress.step >= config.steps - config.record_last:
-                    result.log = recording.enter_context(record(first_step=progress.step))
-                result.step_ms.append(self.step())
+            while result.step < config.steps and not result.stopped:
+                if result.log is None and result.step >= config.steps - config.record_last:
+                    result.log = recording.enter_context(record(first_step=result.step))
+                self.step()
                 if self.snapshots:
-                    result.stopped = self.any_asked_to_stop() and progress.step < config.steps
-                    self.save_if_due(result.stopped)
+                    result.stopped = self.any_asked_to_stop() and result.step < config.steps
+                    self.save_if_due(self.snapshots)
         if self.snapshots:
             self.snapshots.finish()
-        result.losses, result.grad_norms = progress.losses, progress.grad_norms
         return result
 
-    def step(self) -> float:
-        """Make one step on the next batch. Return its milliseconds."""
-        progress, config = self.progress, self.config
-        batch = draw_batch(self.text, config.model.seq_len, self.rows, config.seed, progress.step)
-        inputs, targets = share(batch, self.rank, self.world_size)
-        start = time.perf_counter()
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
-        own_loss = float(self.trainee.step(inputs, targets))
-        elapsed = (time.perf_counter() - start) * 1e3
-        loss, square = sum_over_ranks([own_loss, self.trainee.own_square()])
-        progress.step += 1
-        progress.losses.append(loss / self.world_size)
-        progress.grad_norms.append(math.sqrt(square))
+    def step(self) -> None:
+        """Make one step on the next batch."""
+        config, result = self.config, self.result
+        batch = draw_batch(self.text, config.model.seq_len, self.rows, config.seed, result.step)
+        own_rows = share(batch, self.rank, self.world_size)
+        self.trainee.measured_step(Batch(*(part.to(self.device) for part in own_rows)), result)
         if self.on_step and self.rank == 0:
-            self.on_step(progress.step, progress.losses[-1], progress.grad_norms[-1])
-        return elapsed
+            self.on_step(result.step, result.losses[-1], result.grad_norms[-1])
 
     def any_asked_to_stop(self) -> bool:
         """True if any rank was asked to stop. All ranks agree on this, so they stop after the same step."""
         return any(sum_over_ranks([float(stop_requested.is_set())]))
 
-    def save_if_due(self, stopping: bool) -> None:
+    def save_if_due(self, snapshots: Snapshots) -> None:
         """Save after every `snapshots.every` steps, and at the end of the run."""
-        assert self.config.snapshots is not None and self.snapshots is not None
-        step, every = self.progress.step, self.config.snapshots.every
-        if stopping or step == self.config.steps or (every and step % every == 0):
-            self.snapshots.save(self.progress)
+        result, every = self.result, snapshots.config.every
+        is_last = result.stopped or result.step == self.config.steps
+        if is_last or (every and result.step % every == 0):
+            snapshots.save(result)
 
 
 def _check_savable(trainee: Trainee) -> None:

@@ -66,11 +66,20 @@ class SnapshotConfig:
 
 @dataclass
 class Progress:
-    """The number of finished steps, and for each step the mean loss over all ranks and the gradient norm."""
+    """The finished steps of a run.
 
-    step: int = 0
+    Attributes:
+        losses: for each step, the mean loss over all ranks.
+        grad_norms: for the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
+    """
+
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return len(self.losses)
 
 
 class Snapshots:
@@ -114,7 +123,7 @@ class Snapshots:
         self.optimizer.load_state_dict(state["optimizer"])
         if isinstance(generators, DTensor):
             self._set_generators(generators.to_local()[0])
-        return Progress(len(losses), losses.tolist(), norms.tolist())
+        return Progress(losses.tolist(), norms.tolist())
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is now. If the save before failed, raise its error.
