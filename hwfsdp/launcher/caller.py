@@ -106,20 +106,22 @@ def _hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@dataclass
 class Caller:
-    """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up."""
+    """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up.
 
-    def __init__(
-        self,
-        ranks: list[Rank],
-        deadline: float | None,
-        timeout: float | None,
-        write: Callable[[str], None],
-        unpickle: Callable[[bytes], Any] | None,
-    ) -> None:
-        self.ranks, self.deadline, self.timeout = ranks, deadline, timeout
-        self.write, self.unpickle = write, unpickle
-        for rank in ranks if unpickle is None else ():
+    Attributes:
+        timeout, write, unpickle: as for `ranks.run_ranks`.
+    """
+
+    ranks: list[Rank]
+    timeout: float | None
+    write: Callable[[str], None]
+    unpickle: Callable[[bytes], Any] | None
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.timeout if self.timeout else None
+        for rank in self.ranks if self.unpickle is None else ():
             rank.inbox.largest = LARGEST_REPORT
 
     def collect(self) -> list[Any]:
@@ -165,7 +167,6 @@ class Caller:
             try:
                 rank.finished, rank.result = True, self.unpickle(content) if self.unpickle else content
             except Exception as error:
-                rank.finished = False
                 rank.fail("raised", f"a result that cannot be unpickled: {error!r}", cause=error)
         elif kind == "raise":
             got, traceback, exception = content

@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -84,7 +83,7 @@ def launch(
             remedy="Leave it out for no limit.",
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(fn, world_size, args, kwargs, timeout, device)
+        return _run_under_torchrun(lambda: fn(*args, **kwargs), world_size, timeout, device)
     call = cloudpickle.dumps((fn, args, kwargs))
     return run_ranks(call, world_size, timeout, device, write=_show, unpickle=pickle.loads)
 
@@ -122,8 +121,7 @@ def run_ranks(
         if stop_requested.is_set():
             _ask_to_stop(ranks)
         try:
-            caller = Caller(ranks, time.monotonic() + timeout if timeout else None, timeout, write, unpickle)
-            return caller.collect()
+            return Caller(ranks, timeout, write, unpickle).collect()
         finally:
             _running.remove(ranks)
             end_ranks(ranks)
@@ -164,14 +162,9 @@ def _show(text: str) -> None:
 
 
 def _run_under_torchrun(
-    fn: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float | None,
-    device: str,
+    call: Callable[[], Any], world_size: int, timeout: float | None, device: str
 ) -> list[Any]:
-    """Call the function in this process, which is a rank of torchrun. Return the results of all ranks."""
+    """Make the call in this process, which is a rank of torchrun. Return the results of all ranks."""
     started = int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise UsageError(
@@ -185,7 +178,7 @@ def _run_under_torchrun(
         init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
     try:
         results: list[Any] = [None] * world_size
-        result = fn(*args, **kwargs)
+        result = call()
         finish_saves()
         dist.all_gather_object(results, result)
         return results

@@ -52,10 +52,6 @@ class Task:
     isatty: bool
     prepare: bytes | None = None
 
-    @property
-    def init_method(self) -> str:
-        return f"file://{self.folder}/store"
-
     def history_of(self, rank: int) -> str:
         """Return the file to which the rank writes its history. The caller has created it."""
         return f"{self.folder}/history-{rank}"
@@ -116,7 +112,8 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     torch.set_num_threads(task.threads)
     try:
         fn, args, kwargs = pickle.loads(task.call)
-        init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
+        store = f"file://{task.folder}/store"
+        init_process_group(task.device, task.collective_timeout, store, rank, task.world_size)
         result = fn(*args, **kwargs)
         finish_saves()
         sys.stdout.flush()
