@@ -109,9 +109,7 @@ class Snapshots:
         if source is None:
             return Progress()
         found = inspect(source)
-        prefix = "state_dict['settings']"
-        saved = {name: found.values.get(f"{prefix}[{name!r}]") for name in self.settings}
-        self._check_settings(saved)
+        self._check_settings(found.values)
         generators: Tensor = self._generators()
         if (shape := found.tensors["state_dict['generators']"].shape) != tuple(generators.shape):
             generators = torch.empty(shape, dtype=torch.uint8)  # saved on another number of ranks: not used
@@ -153,12 +151,13 @@ class Snapshots:
             "settings": self.settings,
         }
 
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+    def _check_settings(self, values: Mapping[str, Any]) -> None:
         for name, setting in self.settings.items():
-            if saved[name] != setting:
+            saved = values.get(f"state_dict['settings'][{name!r}]")
+            if saved != setting:
                 raise UsageError(
                     f"resuming from {self.config.path}",
-                    expected=f"{name}: {saved[name]!r}, as in the run that was saved",
+                    expected=f"{name}: {saved!r}, as in the run that was saved",
                     got=f"{setting!r}",
                     remedy="Give the same setting, or start again in another directory.",
                 )
