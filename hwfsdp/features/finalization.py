@@ -70,13 +70,12 @@ class FinalizedState(RecoveringState):
     """A state whose backward the caller may end.
 
     Attributes:
-        manual: True if the caller ends backwards. Only the root's value counts. active: the value of `manual` at the first
-            backward of this iteration; None before.
+        manual: True if the caller ends backwards. Only the root's value counts.
+        is_open: True from the first backward of an iteration until its end. Meanwhile, `manual` cannot change.
     """
 
     def __init__(self, *args: Any) -> None:
-        self.manual = False
-        self.active: bool | None = None
+        self.manual = self.is_open = False
         super().__init__(*args)
 
     # --- forward and backward ---
@@ -93,21 +92,20 @@ class FinalizedState(RecoveringState):
     def queue_final_callback(self) -> None:
         head = self.head
         assert isinstance(head, FinalizedState)
-        if head.active is None:
-            head.active = head.manual
+        head.is_open = True
         super().queue_final_callback()
 
     def finish_backward(self) -> None:
         """End the iteration, or leave it open if the caller ends it. Autograd calls this when a backward is over."""
         head = self.head
         assert isinstance(head, FinalizedState)
-        if head.active:
+        if head.manual and head.is_open:
             with moment("finish_backward", self):
                 head.leave_open()
             return
         super().finish_backward()
         if self.root.is_last_backward:
-            head.active = None
+            head.is_open = False
 
     def leave_open(self) -> None:
         """Keep the iteration open, because more backwards may come. Groups that autograd left out wait for `finalize`, if they reduce."""
@@ -140,7 +138,7 @@ class FinalizedState(RecoveringState):
     def close_iteration(self) -> None:
         self.end_iteration()
         vars(self.comm_ctx).pop("reduction", None)
-        self.active = None
+        self.is_open = False
 
     def check_finalization(self, async_op: bool) -> None:
         """Raise StateError if no backward can be ended now."""
@@ -149,7 +147,7 @@ class FinalizedState(RecoveringState):
             raise refused(subject, *_AT_ROOT)
         if reduction_of(self):
             raise refused(subject, *_PENDING)
-        if not (self.manual if self.active is None else self.active):
+        if not self.manual:
             raise refused(
                 subject,
                 "set_manual_backward_finalization(True) before the forward",
@@ -189,7 +187,7 @@ class FinalizedState(RecoveringState):
         subject = "set_manual_backward_finalization"
         if self.head is not self:
             raise refused(subject, *_AT_ROOT)
-        if (enabled != self.manual and in_backward()) or self.active not in (None, enabled):
+        if enabled != self.manual and (in_backward() or self.is_open):
             raise refused(
                 subject,
                 "a call before the backward",
@@ -214,7 +212,7 @@ class FinalizedState(RecoveringState):
 
     def end_unfinished(self, root: RootContext) -> None:
         super().end_unfinished(root)
-        (root.states or [self])[0].active = None  # type: ignore[attr-defined]
+        (root.states or [self])[0].is_open = False  # type: ignore[attr-defined]
 
 
 _AT_ROOT = "the root module", "a module below it", "Call it on the module that is called first in a forward."
