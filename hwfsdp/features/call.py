@@ -5,6 +5,7 @@ The default of each part is the heart's own. A feature that needs another part p
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Call:
         resolve: takes a mesh and its data-parallel axes, and returns the `ShardMesh` of this process.
         ranks: the ranks over which parameters are sharded.
         found: the parameters to shard.
-        meshes, layouts, policies: one for each parameter found. reshard: if True, whole parameters are freed after forward.
+        meshes, layouts, policies: one for each parameter found.
         home: where shards live. make_form, make_group: make the form of each parameter, and the group.
         states: classes whose methods run before the methods of the heart's `FSDPState`, the outermost first.
     """
@@ -62,12 +63,11 @@ class Call:
     comm_ctx: FSDPCommContext | None
 
     resolve: Callable[[DeviceMesh | None, Any], ShardMesh] = one_axis
-    ranks: ShardMesh | None = None
+    ranks: ShardMesh = field(init=False)
     found: list[Unclaimed] = field(default_factory=list)
     meshes: list[ShardMesh] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     policies: list[MixedPrecisionPolicy] = field(default_factory=list)
-    reshard: bool = True
     home: Home = field(default_factory=Home)
     make_form: Callable[[FSDPParam], Form] = Form
     make_group: Callable[[list[FSDPParam], ShardMesh, FSDPCommContext], ParamGroup] = ParamGroup
@@ -77,18 +77,13 @@ class Call:
     @property
     def device(self) -> torch.device:
         """The device of the mesh."""
-        assert self.ranks is not None
         return self.ranks.device
 
-    def state_class(self) -> type[FSDPState]:
-        """The class of the state: the heart's class, with the classes of features before it."""
-        parts = tuple(self.states)
-        if parts not in _classes:
-            _classes[parts] = type("FSDPState", (*parts, FSDPState), {}) if parts else FSDPState
-        return _classes[parts]
 
-
-_classes: dict[tuple[type, ...], type[FSDPState]] = {}
+@functools.cache
+def state_class(parts: tuple[type, ...]) -> type[FSDPState]:
+    """Return the class of a state: the heart's class, with the classes of features before it."""
+    return type("FSDPState", (*parts, FSDPState), {}) if parts else FSDPState
 
 
 def ask(what: str, *arguments: Any) -> None:

@@ -21,7 +21,7 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
 from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from hwfsdp.features.call import Call, absent, ask
+from hwfsdp.features.call import Call, absent, ask, state_class
 from hwfsdp.features.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -104,7 +104,6 @@ def fully_shard(
 
 def shard(call: Call) -> FSDPState:
     """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
-    assert call.ranks is not None
     move_to(call.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.device.type)
     params = [
@@ -113,11 +112,12 @@ def shard(call: Call) -> FSDPState:
     ]
     group = call.make_group(params, call.ranks, comm_ctx) if params else None
     if group:
-        keeps = call.reshard_after_forward is False or call.ranks.shard.group is None
-        group.reshard_after_forward = call.reshard and not keeps
+        is_cut = call.ranks.shard.group is not None
+        group.reshard_after_forward = is_cut and call.reshard_after_forward is not False
         follow_state_dicts(group)
     auto = call.reshard_after_forward is None
-    state = call.state_class()(call.modules, group, comm_ctx, call.mp_policy, call.device, auto)
+    kind = state_class(tuple(call.states))
+    state = kind(call.modules, group, comm_ctx, call.mp_policy, call.device, auto)
     for module in call.modules:
         become_fsdp_module(module, call.module_class)
     return state

@@ -86,13 +86,12 @@ class ExtensionForm(Form):
         super().__init__(param)
         self.tensors: list[Tensor] = []
         self.inner: list[Tensor] = []
-        self._dtypes: list[torch.dtype] = []
+        self._inputs: list[tuple[torch.Size, torch.dtype]] = []  # of the last gather
         self._metadata: Any = None
-        self._sizes: list[torch.Size] = []
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        return self._dtypes
+        return [dtype for _, dtype in self._inputs]
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that the local part wants to gather, each flat."""
@@ -126,16 +125,14 @@ class ExtensionForm(Form):
                 got=str([tuple(t.shape) for t in inputs]),
                 remedy="Pad dim 0 with zeros; rows beyond the parameter's end are dropped after the gather.",
             )
-        self._sizes = [t.shape for t in inputs]
-        self._dtypes = [t.dtype for t in inputs]
+        self._inputs = [(t.shape, t.dtype) for t in inputs]
         return [t.reshape(-1) for t in inputs]
 
     def outputs(self) -> list[Tensor]:
         mesh = self.param.layout.mesh
         if not self.tensors:
-            inputs = zip(self._sizes, self._dtypes, strict=True)
             self.tensors = [
-                torch.empty(mesh.size * s.numel(), dtype=d, device=mesh.device) for s, d in inputs
+                torch.empty(mesh.size * s.numel(), dtype=d, device=mesh.device) for s, d in self._inputs
             ]
         for tensor in self.tensors:
             storage.allocate(tensor)
@@ -149,7 +146,7 @@ class ExtensionForm(Form):
             for tensor in self.inner:
                 storage.allocate(tensor)
             aliases = [t.data for t in self.tensors]  # `form`, Note [Writing without being noticed]
-            outputs = tuple(t.view(-1, *s[1:]) for t, s in zip(aliases, self._sizes, strict=True))
+            outputs = tuple(t.view(-1, *s[1:]) for t, (s, _) in zip(aliases, self._inputs, strict=True))
             metadata, self._metadata = self._metadata, None
             dtype, out = param.dtypes.compute, param.unsharded_param
             if out is not None:

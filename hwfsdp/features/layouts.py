@@ -20,9 +20,8 @@ Note [Rows]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +79,7 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
     return dim
 
 
-@dataclass(frozen=True)
-class MeshPlacements:
+class MeshPlacements(NamedTuple):
     """A mesh, and a tensor's placement on each of its axes."""
 
     mesh: DeviceMesh

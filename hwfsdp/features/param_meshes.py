@@ -93,7 +93,6 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
         UsageError: this is not a mesh to shard over, or it does not fit the mesh of the call.
     """
     mesh, around = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None), call.ranks
-    assert around is not None
     if not isinstance(mesh, DeviceMesh) or not has_axes(info, mesh):
         raise UsageError(
             subject,

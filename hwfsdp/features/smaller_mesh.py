@@ -48,7 +48,6 @@ POST_FORWARD = PostForward.POST_FORWARD
 def choose(call: Call) -> None:
     """Accept a number of ranks in place of True or False."""
     reshard, mesh = call.reshard_after_forward, call.ranks
-    assert mesh is not None
     if reshard is None or isinstance(reshard, bool) or mesh.shard.group is None:
         return
     if reshard == 1:
@@ -57,7 +56,7 @@ def choose(call: Call) -> None:
             UserWarning,
             stacklevel=4,
         )
-        call.reshard = False
+        call.reshard_after_forward = False
         return
     meshes = (mesh, *call.meshes)
     if all([smaller_mesh(each, reshard) is each for each in meshes]):  # a list: each of them is checked
