@@ -46,22 +46,6 @@ class SteeredReducer(Reducer):
         self.hook: Callable[[Tensor], None] | None = None
         self.hook_stream: Stream | None = None
 
-    def divide_by(self, factor: float | None) -> None:
-        """Set `divide_factor`; None: the number of ranks again.
-
-        Raises:
-            UsageError: `factor` is 0, or not a finite number.
-        """
-        usable = isinstance(factor, int | float) and factor and math.isfinite(factor)
-        if factor is not None and not usable:
-            raise UsageError(
-                "set_gradient_divide_factor",
-                expected="a finite number other than 0",
-                got=repr(factor),
-                remedy="Pass the number of ranks for a mean, or 1 for a sum.",
-            )
-        self.divide_factor = factor
-
     def mean(self, dtype: torch.dtype) -> Mean:
         shards = self.group.mesh.size
         if self.divide_factor == shards > 1 and not self.force_sum:
@@ -114,8 +98,16 @@ class ReductionMethods(wrap.FSDPModule):
         Raises:
             UsageError: `factor` is 0, or not a finite number.
         """
+        usable = isinstance(factor, int | float) and factor and math.isfinite(factor)
+        if factor is not None and not usable:
+            raise UsageError(
+                "set_gradient_divide_factor",
+                expected="a finite number other than 0",
+                got=repr(factor),
+                remedy="Pass the number of ranks for a mean, or 1 for a sum.",
+            )
         for reducer in self._reducers(recurse=False):
-            reducer.divide_by(factor)
+            reducer.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Warn, and call `set_gradient_divide_factor`: this is its old name."""
