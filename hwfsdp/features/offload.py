@@ -54,10 +54,8 @@ def is_offloaded(group: ParamGroup) -> bool:
 
 def ready(group: ParamGroup) -> None:
     """Raise StateError if a shard that should be in host memory is on the device."""
-    offloaded = [param for param in group.params if isinstance(param.home, HostMemory)]
-    on_device = [
-        p.fqn for p in offloaded if not p.padded_shard.is_meta and p.padded_shard.device.type != "cpu"
-    ]
+    shards = {p.fqn: p.padded_shard for p in group.params} if is_offloaded(group) else {}
+    on_device = [fqn for fqn, shard in shards.items() if shard.device.type not in ("cpu", "meta")]
     if on_device:
         raise StateError(
             f"parameter group {group.fqn!r}",

@@ -126,22 +126,18 @@ def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
     """
     ranks, others = set(mesh.mesh.flatten().tolist()), set(around.mesh.flatten().tolist())
     shared = len(ranks & others)
-    expected = got = ""
+    of_call = "the mesh of fully_shard(mesh=…)"
     if mesh.device_type != around.device_type:
-        expected, got = (
-            f"the device type of fully_shard(mesh=…), {around.device_type!r}",
-            f"{mesh.device_type!r}",
-        )
+        expected, got = f"the device type of {of_call}, {around.device_type!r}", repr(mesh.device_type)
     elif mesh.get_coordinate() is None:
         expected, got = f"a mesh with this rank, {dist.get_rank()}", f"one of ranks {sorted(ranks)}"
     elif len(ranks) % shared or len(others) % shared:
-        expected = (
-            f"ranks that fit the mesh of fully_shard(mesh=…), {sorted(others)}: all meshes cut from one grid"
-        )
+        expected = f"ranks that fit {of_call}, {sorted(others)}: all meshes cut from one grid"
         got = f"{sorted(ranks)}, which overlap"
-    if expected:
-        remedy = "Take both meshes from init_device_mesh over all ranks, by the names of its axes."
-        raise UsageError(subject, expected=expected, got=got, remedy=remedy)
+    else:
+        return
+    remedy = "Take both meshes from init_device_mesh over all ranks, by the names of its axes."
+    raise UsageError(subject, expected=expected, got=got, remedy=remedy)
 
 
 def check_memory(call: Call) -> None:
