@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -73,11 +72,6 @@ class Call:
     make_group: Callable[[list[FSDPParam], ShardMesh, FSDPCommContext], ParamGroup] = ParamGroup
     states: list[type] = field(default_factory=list)
     module_class: type[FSDPModule] = FSDPModule
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the mesh."""
-        return self.ranks.device
 
 
 @functools.cache

@@ -104,8 +104,8 @@ def fully_shard(
 
 def shard(call: Call) -> FSDPState:
     """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
-    move_to(call.device, call.modules, call.found)
-    comm_ctx = call.comm_ctx or FSDPCommContext(call.device.type)
+    move_to(call.ranks.device, call.modules, call.found)
+    comm_ctx = call.comm_ctx or FSDPCommContext(call.ranks.device.type)
     params = [
         FSDPParam(param, places, fqn, policy, layout, call.home, call.make_form)
         for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
@@ -117,7 +117,7 @@ def shard(call: Call) -> FSDPState:
         follow_state_dicts(group)
     auto = call.reshard_after_forward is None
     kind = state_class(tuple(call.states))
-    state = kind(call.modules, group, comm_ctx, call.mp_policy, call.device, auto)
+    state = kind(call.modules, group, comm_ctx, call.mp_policy, call.ranks.device, auto)
     for module in call.modules:
         become_fsdp_module(module, call.module_class)
     return state

@@ -19,7 +19,7 @@ from hwfsdp.features.call import Call
 def choose(call: Call) -> None:
     """Put shards into host memory, if the policy is ours or torch's."""
     if hasattr(call.offload_policy, "pin_memory"):
-        call.home = HostMemory(call.device, call.offload_policy.pin_memory)
+        call.home = HostMemory(call.ranks.device, call.offload_policy.pin_memory)
 
 
 class HostMemory(Home):

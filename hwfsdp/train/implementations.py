@@ -172,7 +172,7 @@ class _FileSharder:
         self.path, self.model, self.mesh = path, model, mesh
         self.names = {part: name or type(model).__name__ for name, part in model.named_modules()}
         self.file = load_file(path)
-        self.function = getattr(self.file, "fully_shard", None)
+        self.function: Any = getattr(self.file, "fully_shard", None)
         if not callable(self.function):
             raise _without_fully_shard(path)
         self.parameters = list(inspect.signature(self.function).parameters.values())[1:]
@@ -186,7 +186,6 @@ class _FileSharder:
         reshard = module is not self.model if reshard_after_forward is None else reshard_after_forward
         offered = {"mesh": self.mesh, "reshard_after_forward": reshard, "module_fqn": self.names[module]}
         offered["mp_policy"] = _policy_of_torch(mp_policy)
-        assert callable(self.function)
         made = self.function(module, **self._named(offered, asked))
         if made is not None and made is not module:
             raise self._unusable("to shard the module in place, and to return it", type(made).__name__)
