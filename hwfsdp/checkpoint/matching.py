@@ -71,7 +71,7 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
 
 def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Manifest) -> None:
     """Raise an error if a dict meets a sequence, or a container meets a leaf."""
-    for path, tree in containers_in(state_dict, leaves.items()).items():
+    for path, tree in containers_in(state_dict).items():
         saved = manifest.containers.get(path)
         if path in manifest.entries:
             refuse(path, f"a {type(tree).__name__}, as in the state dict", str(manifest.entries[path]))

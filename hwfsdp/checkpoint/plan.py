@@ -94,11 +94,10 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
     """
     if not isinstance(state_dict, Mapping):
         refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
-    leaves = leaves_of(state_dict)
     entries: list[dict[str, Any]] = []
     tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
-    for path, value in leaves:
+    for path, value in leaves_of(state_dict):
         _check_keys(path)
         if items_of(value) is not None:  # a container without entries
             continue
@@ -119,7 +118,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
                 if _has_replicas(value, world_size):
                     entry["crc32"] = zlib.crc32(view_bytes(part))
         entries.append(entry)
-    kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict, leaves).items()]
+    kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict).items()]
     return LocalParts({"containers": kinds, "entries": entries}, tensors)
 
 

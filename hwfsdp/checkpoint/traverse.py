@@ -2,8 +2,8 @@
 
 Containers are mappings, lists, tuples (also named tuples) and dataclasses. Everything else is a leaf, for example a tensor. A
 path is the tuple of keys that lead to a leaf: keys of mappings (an int stays an int), positions, names of fields. This package
-goes through state dicts with two functions: `map_leaves` builds the same containers again around new leaves, and `leaves_of`
-lists the leaves. A container that contains itself has no end, so it is refused.
+goes through state dicts with two functions: `map_leaves` builds the same containers again around new leaves, and `nodes_of`
+lists leaves and containers. A container that contains itself has no end, so it is refused.
 
 `flatten_state_dict` names leaves by their paths, joined by dots. Such a name alone does not give the path back: "a.0" may belong
 to a list or to a dict, with an int key or a str key. So the function also returns the structure of the containers. If
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
 
 
 class Leaf(NamedTuple):
-    """A leaf and the keys that lead to it."""
+    """A leaf or a container, and the keys that lead to it."""
 
     path: KeyPath
     value: Any
@@ -126,7 +126,55 @@ def map_leaves(
     Raises:
         UsageError: a container contains itself. CompanionMismatch: the companion has no such container at this place, or other keys.
     """
-    return _Descent(fn, rebuild, by_path).map((), tree, companion)
+    for _ in nodes_of(tree):  # refuses cycles
+        pass
+    return _Descent(fn, by_path).map((), tree, companion)
+
+
+class _Descent:
+    """One pass down through the containers and up again; see `map_leaves`. A function that calls itself would keep all leaves alive."""
+
+    def __init__(self, fn: Callable[[KeyPath, Any, Any], Any], by_path: bool) -> None:
+        self.fn, self.by_path = fn, by_path
+        # The values keep tree and companion alive, so that the ids in the keys stay valid.
+        self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def map(self, path: KeyPath, tree: Any, companion: Any) -> Any:
+        known = (id(tree), id(companion))
+        if known in self.done:
+            return self.done[known][0]
+        items = items_of(tree)
+        if items is None or (self.by_path and path and not items):
+            result = self.fn(path, tree, companion)
+        else:
+            others = _companions(path, tree, items, companion)
+            new = {key: self.map((*path, key), child, others[key]) for key, child in items.items()}
+            result = rebuild(tree, new)
+        if not self.by_path:
+            self.done[known] = (result, tree, companion)
+        return result
+
+
+def nodes_of(tree: Any) -> Iterator[Leaf]:
+    """Yield the leaves and all containers from left to right, a container before its children. A shared object comes once for each path.
+
+    Raises:
+        UsageError: a container contains itself.
+    """
+    return _nodes((), tree, {})
+
+
+def _nodes(path: KeyPath, tree: Any, above: dict[int, KeyPath]) -> Iterator[Leaf]:
+    """`above`: the containers that we are inside of, by id."""
+    if id(tree) in above:
+        got = f"the {type(tree).__name__} that is {show(above[id(tree)])}, too"
+        remedy = "Remove the reference back; state dicts are trees."
+        refuse(path, "containers that do not contain themselves", got, remedy)
+    yield Leaf(path, tree)
+    above[id(tree)] = path
+    for key, child in (items_of(tree) or {}).items():
+        yield from _nodes((*path, key), child, above)
+    del above[id(tree)]
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -135,21 +183,13 @@ def leaves_of(tree: Any) -> list[Leaf]:
     Raises:
         UsageError: a container contains itself.
     """
-    found: list[Leaf] = []
-    _Descent(lambda *leaf: found.append(Leaf(*leaf[:2])), lambda *_: None, True).map((), tree, ABSENT)
-    return found
+    items = ((node, items_of(node.value)) for node in nodes_of(tree))
+    return [node for node, inner in items if inner is None or (node.path and not inner)]
 
 
-def containers_in(tree: Any, leaves: Iterable[tuple[KeyPath, Any]]) -> dict[KeyPath, Any]:
-    """Return all containers by path, the outermost one first. `leaves`: the result of `leaves_of(tree)`."""
-    found: dict[KeyPath, Any] = {(): tree}
-    for path, leaf in leaves:
-        for n in range(1, len(path)):
-            if path[:n] not in found:
-                found[path[:n]] = child_of(found[path[: n - 1]], path[n - 1])
-        if items_of(leaf) is not None:  # it is empty
-            found[path] = leaf
-    return found
+def containers_in(tree: Any) -> dict[KeyPath, Any]:
+    """Return all containers by path, the outermost one first."""
+    return {path: value for path, value in nodes_of(tree) if items_of(value) is not None}
 
 
 def traverse_state_dict(
@@ -187,45 +227,6 @@ def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
         return not isinstance(tree, Mapping)
     inner = (isinstance(entry, Mapping | list) and not _is_one(entry, keep_traversing) for entry in tree)
     return not any(inner) and not any(map(keep_traversing, tree))
-
-
-class _Descent:
-    """One pass down through the containers and up again; see `map_leaves`."""
-
-    def __init__(
-        self,
-        fn: Callable[[KeyPath, Any, Any], Any],
-        build: Callable[[Any, dict[Any, Any]], Any],
-        by_path: bool,
-    ) -> None:
-        self.fn, self.build, self.by_path = fn, build, by_path
-        self.above: dict[int, KeyPath] = {}  # containers that we are inside of
-        # The values keep tree and companion alive, so that the ids in the keys stay valid.
-        self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
-
-    def map(self, path: KeyPath, tree: Any, companion: Any) -> Any:
-        known = (id(tree), id(companion))
-        if known in self.done:
-            return self.done[known][0]
-        items = items_of(tree)
-        if items is None or (self.by_path and path and not items):
-            result = self.fn(path, tree, companion)
-        else:
-            result = self._map_container(path, tree, items, companion)
-        if not self.by_path:
-            self.done[known] = (result, tree, companion)
-        return result
-
-    def _map_container(self, path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> Any:
-        if id(tree) in self.above:
-            expected = "containers that do not contain themselves"
-            got = f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too"
-            refuse(path, expected, got, "Remove the reference back; state dicts are trees.")
-        others = _companions(path, tree, items, companion)
-        self.above[id(tree)] = path
-        new = {key: self.map((*path, key), child, others[key]) for key, child in items.items()}
-        del self.above[id(tree)]
-        return self.build(tree, new)
 
 
 _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
