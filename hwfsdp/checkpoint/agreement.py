@@ -50,7 +50,7 @@ from hwfsdp.checkpoint.messages import refusal, refuse, told
 from hwfsdp.compat import is_disconnected, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError
 
-Decide = Callable[[list[Any]], Sequence[Any]]  # the reports of all ranks → an answer for each
+Decide = Callable[[list[Any]], Sequence[Any] | None]  # the reports of all ranks → an answer for each
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _NO_MESSAGE = _FIRST_TAG - 1  # no message has this tag
@@ -111,7 +111,7 @@ class Agreement:
             phase: the name of the step in error messages, for example "writing".
             work: returns a value that JSON can hold. If it takes long, it should call `check` now and then.
             decide: gets the values that the ranks returned, in the order of ranks. Returns one answer for each rank, which JSON
-                can hold. None: the answer of every rank is None.
+                can hold, or None: the answer of every rank is None. Without `decide`, this is so, too.
 
         Raises:
             FSDPError: the error of the first rank that failed, the same on all ranks. It is a `CheckpointError` if a rank died,
@@ -119,7 +119,10 @@ class Agreement:
         """
         self._failed = threading.Event()  # new: a late listener may still set the old one
         self._place = f"{self.what}, {phase}"
-        choose = decide or (lambda reports: [None] * len(reports))
+
+        def choose(reports: list[Any]) -> Sequence[Any]:
+            return (decide(reports) if decide else None) or [None] * self.size
+
         if self.size == 1:
             answer = self._attempt(lambda: choose([_as_sent(work())])[0])
         else:
@@ -162,7 +165,7 @@ class Agreement:
 
     # --- The leader ------------------------------------------------------------------------------------------
 
-    def _lead(self, work: Callable[[], Any], decide: Decide) -> dict[str, Any]:
+    def _lead(self, work: Callable[[], Any], choose: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         self._inbox, self._waiting_since = queue.SimpleQueue(), math.inf
         for rank in range(1, self.size):
             self._listen(rank)
@@ -172,7 +175,7 @@ class Agreement:
             failure = self._lost([0], 0.8 * self._patience)  # other ranks may have stopped waiting
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
-            decided = self._attempt(lambda: [_as_sent(a) for a in decide(results)])
+            decided = self._attempt(lambda: [_as_sent(a) for a in choose(results)])
             failure = decided if "error" in decided else None
         if failure is None:
             answers = [{"result": answer} for answer in decided["result"]]

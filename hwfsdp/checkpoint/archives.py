@@ -136,23 +136,21 @@ def replaced(
         complete: called on the first rank with the new directory, just before it gets its name.
     """
 
-    def begin() -> str:
+    def begin(_: list[Any]) -> list[str]:
         save_id = secrets.token_hex(16)
-        if agreement.rank == 0:
-            check()
-            name_beside(target, save_id).mkdir(parents=True)
-        return save_id
+        check()
+        name_beside(target, save_id).mkdir(parents=True)
+        return [save_id] * agreement.size
 
-    def publish() -> None:
-        if agreement.rank == 0:
-            complete(draft)
-            put_in_place(draft, target)
+    def publish(_: list[Any]) -> None:
+        complete(draft)
+        put_in_place(draft, target)
 
-    save_id = agreement.gather("beginning", begin)[0]
+    save_id = agreement.step("beginning", lambda: None, begin)
     draft = name_beside(target, save_id)
     try:
         yield draft, save_id
-        agreement.step("publishing", publish)
+        agreement.step("publishing", lambda: None, publish)
     finally:
         if agreement.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)

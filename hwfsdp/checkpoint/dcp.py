@@ -187,8 +187,8 @@ def _check_storable(path: KeyPath, value: Any) -> None:
         refuse(path, "a tensor, or a value that torch.load(weights_only=True) takes", f"{got})", remedy)
 
 
-def _check_same(kinds: list[dict[str, str]]) -> list[None]:
-    """Raise an error if a key has another shape, dtype or kind on another rank. Otherwise, return None for each rank."""
+def _check_same(kinds: list[dict[str, str]]) -> None:
+    """Raise an error if a key has another shape, dtype or kind on another rank."""
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(kinds):
         for key, kind in theirs.items():
@@ -197,7 +197,6 @@ def _check_same(kinds: list[dict[str, str]]) -> list[None]:
                 expected = f"the same on all ranks; rank {known_rank} has {known}"
                 remedy = "Shard with DTensors; other tensors count as replicas. Or rename one of the two."
                 refuse(f"key {key!r}", expected, f"{kind} on rank {rank}", remedy)
-    return [None] * len(kinds)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -298,7 +297,7 @@ class _Loading:
         self.manifest = dcp_metadata.read_metadata(self.directory)
         return sorted(self.entries), self.manifest.digest
 
-    def check_keys(self, strict: bool, known: list[Any]) -> list[None]:
+    def check_keys(self, strict: bool, known: list[Any]) -> None:
         """Raise an error unless all ranks see one checkpoint. With `strict`, also compare its keys; `known`: the results of `prepare`."""
         if len({digest for _, digest in known}) > 1:
             remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
@@ -311,7 +310,6 @@ class _Loading:
             expected = "the same keys in the state dict and in the checkpoint"
             remedy = "Compare the models, or pass strict=False to load what both have."
             refuse(f"load from {self.directory}", expected, ", ".join(parts), remedy)
-        return [None] * len(known)
 
     def check_parts(self) -> None:
         """Compare every entry with the stored entry. Then read all values that are not tensors, and check the chunks of all tensors."""

@@ -108,7 +108,7 @@ class _Saving:
         ]
         return [{"save": self.manifest.save_id, "share": share} for share in shares]
 
-    def finish(self, checksums: list[Any]) -> list[Any]:
+    def finish(self, checksums: list[Any]) -> None:
         """Complete the manifest, and let the save count."""
         by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
         for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
@@ -129,7 +129,6 @@ class _Saving:
         for file in written.files:
             os.close(blocks.open_file(path / save_id / file.name, file.nbytes))
         saves.finish(path, save_id, data, written.digest)
-        return [None] * len(checksums)
 
     # The step of every rank.
 
