@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import re
 import threading
@@ -266,6 +267,27 @@ class Agreement:
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
         self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
         return self._senders[rank]
+
+
+def check_alike(listings: list[Any], remedy: str) -> None:
+    """Raise an error for the first entry that is not the same on all ranks, or is not in the same place of the list.
+
+    Args:
+        listings: of each rank, in order, a pair for each entry: its name, and a description of all that must be the same.
+    """
+    mine = dict(listings[0])
+    for rank, listing in enumerate(listings):
+        theirs = dict(listing)
+        for name in (*mine, *theirs):
+            here, there = (entries.get(name, "no such entry") for entries in (mine, theirs))
+            if here != there:
+                same = max(0, len(os.path.commonprefix([here, there])) - 40)
+                here, there = (t if len(t) < 100 else f"…{t[same:same + 60]}…" for t in (here, there))
+                refuse(f"{name}, rank {rank}", f"{here}, as on rank 0", there, remedy)
+        for here, there in zip(mine, theirs):
+            if here != there:
+                expected = "the same order of entries on all ranks"
+                refuse(f"{here}, rank {rank}", expected, f"{there} in its place", remedy)
 
 
 def _as_sent(result: Any) -> Any:

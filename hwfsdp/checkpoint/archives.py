@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.blocks import sync_directory
-from hwfsdp.checkpoint.messages import damaged, told
+from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, told
+from hwfsdp.checkpoint.traverse import items_of, map_leaves
 
 _FLAGS = 0x0808  # sizes follow the data; names are UTF-8
 
@@ -108,7 +110,20 @@ def _calls_in(file: Path | IO[bytes]) -> list[str]:
     return []
 
 
-def loading_error(tree: Any) -> Exception | None:
+def check_loadable(path: KeyPath, tree: Any) -> None:
+    """Raise an error if torch.load with weights_only=True would not accept the tree. Tensors are taken out before the test."""
+    error = _loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
+    if error is None:
+        return
+    for key, child in (items_of(tree) or {}).items():
+        check_loadable((*path, key), child)
+    expected = "what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers"
+    remedy = "Convert it, for example with its state_dict(), or both save and load it inside "
+    remedy += "torch.serialization.safe_globals([its class])."
+    refuse(path, expected, f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})", remedy)
+
+
+def _loading_error(tree: Any) -> Exception | None:
     """Save `tree` and load it with weights_only=True, in memory. Return the error; None if it can be loaded."""
     file = io.BytesIO()
     try:

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.archives import loading_error, replaced
+from hwfsdp.checkpoint.archives import check_loadable, replaced
 from hwfsdp.checkpoint.boxes import intersection, whole, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
@@ -178,13 +178,10 @@ def _check_entry(path: KeyPath, value: Any, state_dict: dict[Any, Any]) -> None:
 
 def _check_storable(path: KeyPath, value: Any) -> None:
     """Raise an error unless the value can be loaded again."""
-    error = loading_error(value)
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
-        error = TypeError("a tensor in a container that DCP does not look into")
-    if error is not None:
-        got = " ".join(f"{type(value).__name__} ({error}".split())[:200]
-        remedy = "Use dicts and lists for tensors, plain values for the rest, and state_dict() of objects that have it."
-        refuse(path, "a tensor, or a value that torch.load(weights_only=True) takes", f"{got})", remedy)
+        expected, got = "tensors in dicts and lists", "a tensor in a container that DCP does not look into"
+        refuse(path, expected, got, f"Make this {type(value).__name__} a list or a dict.")
+    check_loadable(path, value)
 
 
 def _check_same(kinds: list[dict[str, str]]) -> None:

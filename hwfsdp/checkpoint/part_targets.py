@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.archives import loading_error
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum
-from hwfsdp.checkpoint.traverse import brief, items_of, map_leaves
+from hwfsdp.checkpoint.traverse import brief, items_of
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import WrongTypeError
 from hwfsdp.layout.extents import shard_of
@@ -231,16 +230,3 @@ def describe_entry(value: Any) -> str:
         return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
     text = f"{value.dtype} {list(value.shape)} {value.layout}"
     return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text
-
-
-def check_loadable(path: KeyPath, tree: Any) -> None:
-    """Raise an error if torch.load with weights_only=True would not accept the tree. Tensors are taken out before the test."""
-    error = loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
-    if error is None:
-        return
-    items = items_of(tree) or {}
-    for key, child in items.items():
-        check_loadable((*path, key), child)
-    expected = "what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers"
-    remedy = "Convert it, or both save and load it inside torch.serialization.safe_globals([its class])."
-    refuse(path, expected, f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})", remedy)

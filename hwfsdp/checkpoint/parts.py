@@ -34,14 +34,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import partition
-from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.archives import replaced
+from hwfsdp.checkpoint.agreement import Agreement, check_alike
+from hwfsdp.checkpoint.archives import check_loadable, replaced
 from hwfsdp.checkpoint.messages import damaged, refuse, show, told
 from hwfsdp.checkpoint.part_files import check_part, check_replaceable, part_name, read
 from hwfsdp.checkpoint.part_targets import (
     Loading,
     buffers_of,
-    check_loadable,
     check_tensor,
     describe_entry,
     refuse_kind,
@@ -82,7 +81,9 @@ def save(
     """
     target, agreement = Path(os.path.realpath(fname)), _agreement(group)
     mine = _Save(agreement, group)
-    agreement.step("planning", lambda: mine.plan(model, optimizer, others), _check_same)
+    remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
+    same = partial(check_alike, remedy=remedy)
+    agreement.step("planning", lambda: mine.plan(model, optimizer, others), same)
     check = partial(check_replaceable, target)
     with replaced(target, agreement, check, mine.check_complete) as (directory, save_id):
         part = mine.part(save_id)
@@ -173,21 +174,6 @@ def _agreement(group: Any) -> Agreement:
     if not isinstance(group, dist.ProcessGroup | None) and group != dist.GroupMember.NON_GROUP_MEMBER:
         refuse_kind("group", group, "a process group, or None for all ranks")
     return Agreement(group, "PART checkpoint")
-
-
-def _check_same(plans: list[Any]) -> list[None]:
-    """Raise an error for the first entry that differs between ranks. Otherwise, return None for each rank."""
-    for rank, plan in enumerate(plans):
-        mine, theirs = dict(plans[0]), dict(plan)
-        for key in (*mine, *theirs):
-            if mine.get(key) != theirs.get(key):
-                expected = f"{mine.get(key, 'no such entry')}, as rank 0 has"
-                remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
-                refuse(f"{key}, rank {rank}", expected, theirs.get(key, "no such entry"), remedy)
-        if plan != plans[0]:
-            expected = "entries in the same order on all ranks"
-            refuse("save", expected, "the same ones in another order", "Build the models in the same way.")
-    return [None] * len(plans)
 
 
 # --- Saving ------------------------------------------------------------------------------------------------

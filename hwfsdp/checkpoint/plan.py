@@ -12,7 +12,6 @@ Note [Replicas are compared]
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint.agreement import check_alike
 from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
 from hwfsdp.checkpoint.manifest import (
     ALIGNMENT,
@@ -161,8 +161,7 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
         UsageError: the ranks have different keys, values, shapes or dtypes; copies of a tensor differ; or the parts do not make
             up a tensor. The message names key and ranks.
     """
-    for rank, other in enumerate(descriptions[1:], 1):
-        _check_alike(descriptions[0], other, rank)
+    check_alike([_listing(description) for description in descriptions], _REMEDY)
     containers = {tuple(path): kind for path, kind in descriptions[0]["containers"]}
     entries: dict[KeyPath, Entry] = {}
     holders: dict[tuple[KeyPath, Box], list[int]] = {}
@@ -185,28 +184,10 @@ def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
     return (aliases.pop() or None) if len(aliases) == 1 else None
 
 
-def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    """Raise an error unless both ranks have the same entries. Only the boxes may differ."""
-    mine = {tuple(entry["path"]): entry for entry in first["entries"]}
-    theirs = {tuple(entry["path"]): entry for entry in other["entries"]}
-    for path in [p for p in mine if p not in theirs] + [p for p in theirs if p not in mine]:
-        has, lacks = (0, rank) if path in mine else (rank, 0)
-        _refuse(path, "the same keys on every rank", f"one that rank {has} has and rank {lacks} has not")
-    for path, entry in mine.items():
-        other_entry = theirs[path]
-        one, two = _brief(entry), _brief(other_entry)
-        if one != two:
-            same = max(0, len(os.path.commonprefix([one, two])) - 40)
-            one, two = (t if len(t) < 100 else f"…{t[same:same + 60]}…" for t in (one, two))
-            _refuse(path, f"the same on every rank, on rank 0 {one}", f"{two} on rank {rank}")
-    if first["containers"] != other["containers"] or list(mine) != list(theirs):
-        kinds = {tuple(path): kind for path, kind in first["containers"]}
-        differing = [(p, k) for p, k in other["containers"] if kinds.get(tuple(p)) != k]
-        if differing:
-            path, kind = tuple(differing[0][0]), differing[0][1]
-            _refuse(path, f"a {kinds.get(path)} on every rank, as on rank 0", f"a {kind} on rank {rank}")
-        here, there = next(((a, b) for a, b in zip(mine, theirs) if a != b), ((), ()))
-        _refuse(here, "the same order of keys on every rank", f"{show(there)} in its place on rank {rank}")
+def _listing(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """List what must be the same on all ranks (`check_alike`). Only the boxes of tensors may differ."""
+    kinds = [(show(tuple(path)), f"a {kind}") for path, kind in description["containers"]]
+    return kinds + [(show(tuple(entry["path"])), _brief(entry)) for entry in description["entries"]]
 
 
 def _brief(entry: dict[str, Any]) -> str:
@@ -215,10 +196,12 @@ def _brief(entry: dict[str, Any]) -> str:
     return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
 
 
+_REMEDY = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
+
+
 def _refuse(path: KeyPath, expected: str, got: str) -> None:
     """Raise UsageError: the ranks' parts of what is at `path` do not fit together."""
-    remedy = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
-    refuse(path, expected, got, remedy)
+    refuse(path, expected, got, _REMEDY)
 
 
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:

@@ -687,8 +687,8 @@ def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
 # --- Ranks that differ -----------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "keys": (lambda last: {"x": 1, "xy"[last]: 1}, ["state_dict['y']", "rank 2 has", "rank 0"]),
-    "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0 has"]),
+    "keys": (lambda last: {"x": 1, "xy"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0"]),
+    "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0"]),
     "the order of keys": (lambda last: {"xy"[last]: 1, "yx"[last]: 1}, [KEY_X, "['y']", "rank 2"]),
     "shapes": (lambda last: {"x": torch.ones(3 + last)}, [KEY_X, "(3,)", "(4,)", "rank 2"]),
     "dtypes": (
