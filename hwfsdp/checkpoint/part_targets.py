@@ -30,7 +30,7 @@ from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum
 from hwfsdp.checkpoint.traverse import brief, items_of
-from hwfsdp.compat import dtensor, local_of
+from hwfsdp.compat import local_of, wrap_like
 from hwfsdp.errors import WrongTypeError
 from hwfsdp.layout.extents import shard_of
 
@@ -70,10 +70,12 @@ class Loading:
         for i, module in enumerate(self.modules):
             if isinstance(module, Mapping) and not isinstance(module, MutableMapping):
                 refuse_kind(f"model[{i}]", module, "a state dict that can be filled")
-        if model is not None:
-            _check_count("model", len(self.modules), len(contents.models))
-        if optimizer is not None:
-            _check_count("optimizer", len(self.optimizers), len(contents.optimizers))
+        counts = (("model", model, contents.models), ("optimizer", optimizer, contents.optimizers))
+        for what, given, saved in counts:
+            if given is not None and len(several(given)) != len(saved):
+                remedy = "Give as many, in the same order; None leaves all as they are."
+                got = f"{len(several(given))}"
+                refuse(f"load_into's {what}", f"{len(saved)}, as were saved", got, remedy)
         for i, entries in enumerate(places):
             _check_places(("model", i), contents.models[i], entries)
         self.memories = []
@@ -107,12 +109,6 @@ class Loading:
         held = {"": place}
         distribute_state_dict({"": value}, held, place.device)
         return held[""]
-
-
-def _check_count(what: str, given: int, saved: int) -> None:
-    if given != saved:
-        remedy = "Give as many, in the same order; None leaves all as they are."
-        refuse(f"load_into's {what}", f"{saved}, as were saved", f"{given}", remedy)
 
 
 def _check_places(path: KeyPath, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
@@ -152,44 +148,38 @@ class _OptimizerPlaces:
             refuse((*path, "param_groups"), f"groups of {mine} params, as the optimizer has", got, remedy)
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         self.params = dict(zip(indices, (param for group in groups for param in group["params"])))
+        self.likes: dict[Any, DTensor | None] = {}  # by (param index, key), for each tensor
         for index, entry in saved["state"].items():
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _is_tensor(value):
-                    self._check(index, key, value)
-
-    def _check(self, index: Any, key: Any, value: Any) -> None:
-        place = self._place(index, key)
-        if isinstance(place, Tensor):
-            _check_places((*self.path, "state", index), {key: value}, {key: place})
-        like, param = self._like(index, key, value), self.params.get(index)
-        if isinstance(param, Tensor) and param.is_meta:
-            expected, remedy = "parameters with memory", "Load its model in the same call, or before."
-            refuse((*self.path, "state", index, key), expected, "one on the meta device", remedy)
-        if like is not None:
-            check_no_sum((*self.path, "state", index, key), like)
-
-    def _place(self, index: Any, key: Any) -> Any:
-        """Return the optimizer's present value at this place; None if there is none."""
-        held = getattr(self.target, "state", {}).get(self.params.get(index), {})
-        return held.get(key) if isinstance(held, Mapping) else None
+                    self.likes[index, key] = self._like(index, key, value)
 
     def _like(self, index: Any, key: Any, value: Any) -> DTensor | None:
-        """Return a DTensor that is cut as the value must be cut; None if the value stays whole."""
-        place, param = self._place(index, key), self.params.get(index)
-        if isinstance(place, Tensor):
-            return place if isinstance(place, DTensor) else None
-        return param if isinstance(param, DTensor) and param.shape == value.shape else None
+        """Return a DTensor that is cut as the value must be cut; None if the value stays whole. Check that the value fits."""
+        path, param = (*self.path, "state", index, key), self.params.get(index)
+        held = getattr(self.target, "state", {}).get(param, {})
+        place = held.get(key) if isinstance(held, Mapping) else None
+        if isinstance(place, Tensor):  # the optimizer's present value
+            _check_places(path[:-1], {key: value}, {key: place})
+        elif isinstance(param, Tensor) and param.shape == value.shape:
+            place = param
+        if isinstance(param, Tensor) and param.is_meta:
+            expected, remedy = "parameters with memory", "Load its model in the same call, or before."
+            refuse(path, expected, "one on the meta device", remedy)
+        if not isinstance(place, DTensor):
+            return None
+        check_no_sum(path, place)
+        return place
 
     def _part(self, index: Any, key: Any, value: Any) -> Any:
         if not _is_tensor(value):
             return kept(value, True)
-        like, whole = self._like(index, key, value), whole_entry(value)
+        like, whole, param = self.likes[index, key], whole_entry(value), self.params.get(index)
         if like is None:
             return own(whole)
-        param = self.params.get(index)
         home = param if like.is_meta and isinstance(param, DTensor) else like
         local = own(shard_of(whole, like.device_mesh, like.placements)).to(local_of(home).device)
-        return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
+        return wrap_like(local, like)
 
     def fill(self) -> None:
         def parts_of(index: Any, entry: Any) -> Any:
