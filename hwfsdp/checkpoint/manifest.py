@@ -91,24 +91,18 @@ class ValueEntry:
 Entry = TensorEntry | ValueEntry
 
 
-class DataFile(NamedTuple):
-    """A file of a save and its size."""
-
-    name: str
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The description of a save: everything but the bytes of the tensors.
 
     Attributes:
+        files: the bytes of each file; `name_of` gives its name.
         containers: by path, the kind of each container ("dict", "list", "tuple").
         digest: the SHA-256 of the text, in hex; "" before the manifest is written.
     """
 
     save_id: str
-    files: tuple[DataFile, ...]
+    files: tuple[int, ...]
     containers: dict[KeyPath, str]
     entries: dict[KeyPath, Entry]
     block_bytes: int = BLOCK_BYTES
@@ -158,7 +152,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "version": VERSION,
         "save": manifest.save_id,
         "block_bytes": manifest.block_bytes,
-        "files": [{"name": file.name, "bytes": file.nbytes} for file in manifest.files],
+        "files": [{"name": name_of(i), "bytes": nbytes} for i, nbytes in enumerate(manifest.files)],
         "containers": [[list(path), kind] for path, kind in manifest.containers.items()],
         "entries": [_entry_as_json(entry) for entry in manifest.entries.values()],
     }
@@ -205,7 +199,7 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
     if digest != found[1].decode():
         raise damaged(file, f"the bytes whose SHA-256 is {found[1].decode()[:12]}…", f"{digest[:12]}…", 0)
     try:
-        manifest = _Reader(file).manifest(tree, digest)
+        manifest = _manifest_of(tree, digest, file)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(file, "the fields of a manifest", f"{type(error).__name__}: {error}") from error
     if manifest.save_id != file.parent.name:
@@ -254,91 +248,86 @@ def _brief(value: Any) -> str:
     return type(value).__name__ if isinstance(value, list) else repr(value)[:60]
 
 
-class _Reader:
-    """Turns JSON into a manifest. A value of the wrong type raises KeyError, TypeError or ValueError."""
+def _manifest_of(tree: Any, digest: str, source: Path) -> Manifest:
+    """Turn JSON into a manifest. A value of the wrong type raises KeyError, TypeError or ValueError. `source` is for errors."""
+    save_id, block_bytes = tree["save"], _natural(tree["block_bytes"])
+    named = isinstance(save_id, str) and SAVE_ID.fullmatch(save_id)
+    if not named or block_bytes % ALIGNMENT or not 0 < block_bytes <= _LARGEST_BLOCK:
+        raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
+    for i, file in enumerate(tree["files"]):
+        if file["name"] != name_of(i):
+            raise ValueError(f"file {i} named {str(file['name'])[:60]!r} instead of {name_of(i)!r}")
+    files = tuple(_natural(file["bytes"]) for file in tree["files"])
+    containers = {_path(path): str(kind) for path, kind in tree["containers"]}
+    entries = [_entry_of(entry, block_bytes) for entry in tree["entries"]]
+    by_path = {entry.path: entry for entry in entries}
+    manifest = Manifest(save_id, files, containers, by_path, block_bytes, digest)
+    if len(by_path) != len(entries) or len(containers) != len(tree["containers"]):
+        raise ValueError("an entry that comes twice")
+    _check_tree(manifest)
+    _check_tensors(manifest, source)
+    return manifest
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
 
-    def manifest(self, tree: Any, digest: str) -> Manifest:
-        save_id, block_bytes = tree["save"], _natural(tree["block_bytes"])
-        named = isinstance(save_id, str) and SAVE_ID.fullmatch(save_id)
-        if not named or block_bytes % ALIGNMENT or not 0 < block_bytes <= _LARGEST_BLOCK:
-            raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
-        files = tuple(DataFile(file["name"], _natural(file["bytes"])) for file in tree["files"])
-        for i, file in enumerate(files):
-            if file.name != name_of(i):
-                raise ValueError(f"file {i} named {str(file.name)[:60]!r} instead of {name_of(i)!r}")
-        containers = {_path(path): str(kind) for path, kind in tree["containers"]}
-        entries = [self.entry(entry, block_bytes) for entry in tree["entries"]]
-        by_path = {entry.path: entry for entry in entries}
-        manifest = Manifest(save_id, files, containers, by_path, block_bytes, digest)
-        if len(by_path) != len(entries) or len(containers) != len(tree["containers"]):
-            raise ValueError("an entry that comes twice")
-        self.check_tree(manifest)
-        self.check_tensors(manifest)
-        return manifest
+def _entry_of(tree: Any, block_bytes: int) -> Entry:
+    path = _path(tree["path"])
+    if "value" in tree:
+        decode(tree["value"])
+        return ValueEntry(path, tree["value"])
+    dtype, shape = dtype_named(tree["dtype"]), _naturals(tree["shape"])
+    if "same_as" in tree:
+        return TensorEntry(path, dtype, shape, same_as=_path(tree["same_as"]))
+    chunks = tuple(_chunk_of(chunk) for chunk in tree["chunks"])
+    for chunk in chunks:
+        if len(chunk.crc32) != -(-chunk.box.numel * dtype.itemsize // block_bytes):
+            raise ValueError(f"{len(chunk.crc32)} checksums for a part of {show(path)}")
+    return TensorEntry(path, dtype, shape, chunks)
 
-    def entry(self, tree: Any, block_bytes: int) -> Entry:
-        path = _path(tree["path"])
-        if "value" in tree:
-            decode(tree["value"])
-            return ValueEntry(path, tree["value"])
-        dtype, shape = dtype_named(tree["dtype"]), _naturals(tree["shape"])
-        if "same_as" in tree:
-            return TensorEntry(path, dtype, shape, same_as=_path(tree["same_as"]))
-        chunks = tuple(self.chunk(chunk) for chunk in tree["chunks"])
-        for chunk in chunks:
-            if len(chunk.crc32) != -(-chunk.box.numel * dtype.itemsize // block_bytes):
-                raise ValueError(f"{len(chunk.crc32)} checksums for a part of {show(path)}")
-        return TensorEntry(path, dtype, shape, chunks)
 
-    def chunk(self, tree: Any) -> Chunk:
-        crc32 = tuple(_crc32(text) for text in tree["crc32"])
-        box = Box(_naturals(tree["offset"]), _naturals(tree["shape"]))
-        return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
+def _chunk_of(tree: Any) -> Chunk:
+    crc32 = tuple(_crc32(text) for text in tree["crc32"])
+    box = Box(_naturals(tree["offset"]), _naturals(tree["shape"]))
+    return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
 
-    def check_tree(self, manifest: Manifest) -> None:
-        """Raise an error unless every entry and container is inside a container, up to the outermost one."""
-        for path, kind in manifest.containers.items():
-            if kind not in KINDS:
-                raise ValueError(f"{show(path)}, a {kind[:40]!r}")
-        for path in [*manifest.entries, *manifest.containers]:
-            if path and path[:-1] not in manifest.containers:
-                raise ValueError(f"{show(path)} in what is no container")
-        if manifest.containers.get(()) != "dict" or set(manifest.entries) & set(manifest.containers):
-            raise ValueError("a container that is an entry, too, or no outermost dict")
 
-    def check_tensors(self, manifest: Manifest) -> None:
-        """Raise an error unless chunks tile their tensors, share no byte of a file, and leave gaps only for alignment."""
-        used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
-        for entry in manifest.entries.values():
-            if isinstance(entry, TensorEntry) and entry.same_as is not None:
-                original = manifest.entries.get(entry.same_as)
-                if (
-                    not isinstance(original, TensorEntry)
-                    or original.same_as is not None
-                    or (original.dtype, original.shape) != (entry.dtype, entry.shape)
-                ):
-                    raise ValueError(f"{show(entry.path)} the same as {show(entry.same_as)}")
-        for entry in manifest.tensors():
-            fault = find_fault(entry.shape, [chunk.box for chunk in entry.chunks])
-            if fault:
-                raise damaged(self.file, "parts that make up the tensor", fault, key=show(entry.path))
-            for chunk in entry.chunks:
-                if chunk.file >= len(used) or chunk.at % ALIGNMENT:
-                    raise ValueError(f"a part of {show(entry.path)} in file {chunk.file} at {chunk.at}")
-                nbytes = chunk.box.numel * entry.dtype.itemsize
-                used[chunk.file].append((chunk.at, chunk.at + nbytes, entry.path))
-        for file, ranges in zip(manifest.files, used):
-            end = ALIGNMENT
-            for start, stop, path in sorted(ranges, key=lambda r: r[:2]):
-                if not end <= start < end + ALIGNMENT:
-                    got = f"bytes {start} to {stop}, where {end} are taken"
-                    raise damaged(self.file, f"the next place in {file.name}", got, key=show(path))
-                end = stop
-            if file.nbytes != end:
-                raise ValueError(f"{file.nbytes} bytes in {file.name}, of which {end} are used")
+def _check_tree(manifest: Manifest) -> None:
+    """Raise an error unless every entry and container is inside a container, up to the outermost one."""
+    for path, kind in manifest.containers.items():
+        if kind not in KINDS:
+            raise ValueError(f"{show(path)}, a {kind[:40]!r}")
+    for path in [*manifest.entries, *manifest.containers]:
+        if path and path[:-1] not in manifest.containers:
+            raise ValueError(f"{show(path)} in what is no container")
+    if manifest.containers.get(()) != "dict" or set(manifest.entries) & set(manifest.containers):
+        raise ValueError("a container that is an entry, too, or no outermost dict")
+
+
+def _check_tensors(manifest: Manifest, source: Path) -> None:
+    """Raise an error unless chunks tile their tensors, share no byte of a file, and leave gaps only for alignment."""
+    used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
+    originals = {entry.path: (entry.dtype, entry.shape) for entry in manifest.tensors()}
+    for entry in manifest.entries.values():
+        if isinstance(entry, TensorEntry) and entry.same_as is not None:
+            if originals.get(entry.same_as) != (entry.dtype, entry.shape):
+                raise ValueError(f"{show(entry.path)} the same as {show(entry.same_as)}")
+    for entry in manifest.tensors():
+        fault = find_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+        if fault:
+            raise damaged(source, "parts that make up the tensor", fault, key=show(entry.path))
+        for chunk in entry.chunks:
+            if chunk.file >= len(used) or chunk.at % ALIGNMENT:
+                raise ValueError(f"a part of {show(entry.path)} in file {chunk.file} at {chunk.at}")
+            nbytes = chunk.box.numel * entry.dtype.itemsize
+            used[chunk.file].append((chunk.at, chunk.at + nbytes, entry.path))
+    for i, ranges in enumerate(used):
+        end = ALIGNMENT
+        for start, stop, path in sorted(ranges, key=lambda r: r[:2]):
+            if not end <= start < end + ALIGNMENT:
+                got = f"bytes {start} to {stop}, where {end} are taken"
+                raise damaged(source, f"the next place in {name_of(i)}", got, key=show(path))
+            end = stop
+        if manifest.files[i] != end:
+            raise ValueError(f"{manifest.files[i]} bytes in {name_of(i)}, of which {end} are used")
 
 
 def _natural(value: Any) -> int:

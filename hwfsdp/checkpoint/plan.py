@@ -22,17 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import check_alike
 from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
-from hwfsdp.checkpoint.manifest import (
-    ALIGNMENT,
-    BLOCK_BYTES,
-    Chunk,
-    DataFile,
-    Entry,
-    Manifest,
-    TensorEntry,
-    ValueEntry,
-    name_of,
-)
+from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, Chunk, Entry, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, refusal, refuse, show
 from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, items_of, leaves_of
@@ -253,8 +243,7 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
         at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
         chunks.setdefault(item[0], []).append(Chunk(file, at, item[1]))
         ends[file] = at + nbytes(item)
-    files = tuple(DataFile(name_of(i), end) for i, end in enumerate(ends))
-    return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=files)
+    return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=tuple(ends))
 
 
 def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:

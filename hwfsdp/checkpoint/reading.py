@@ -24,7 +24,7 @@ from torch import Tensor
 from hwfsdp.checkpoint import matching
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, pieces_of, span_of, strides_of, within
-from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of, name_of
 from hwfsdp.checkpoint.matching import Match, Need
 from hwfsdp.checkpoint.messages import KeyPath, refuse, show
 from hwfsdp.checkpoint.plan import box_of
@@ -120,15 +120,15 @@ class Readers:
     def open(self, index: int) -> int:
         """Return a descriptor of the file with this index."""
         if index not in self.fds:
-            file = self.manifest.files[index]
-            fd = open_file(self.folder / file.name, file.nbytes)
+            path = self.folder / name_of(index)
+            fd = open_file(path, self.manifest.files[index])
             self.opened.callback(os.close, fd)
-            check_header(fd, self.folder / file.name, header_of(self.manifest.save_id, index))
+            check_header(fd, path, header_of(self.manifest.save_id, index))
             self.fds[index] = fd
         return self.fds[index]
 
     def of(self, entry: TensorEntry, chunk: Chunk) -> BlockReader:
-        fd, path = self.open(chunk.file), self.folder / self.manifest.files[chunk.file].name
+        fd, path = self.open(chunk.file), self.folder / name_of(chunk.file)
         nbytes, key = chunk.box.numel * entry.dtype.itemsize, show(entry.path)
         return BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
 

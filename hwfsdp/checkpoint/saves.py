@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.checkpoint import blocks
-from hwfsdp.checkpoint.manifest import FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes, parse_json
+from hwfsdp.checkpoint.manifest import FORMAT, LARGEST, SAVE_ID, VERSION, Manifest
+from hwfsdp.checkpoint.manifest import from_bytes, name_of, parse_json
 from hwfsdp.checkpoint.messages import damaged, refusal, refuse
 from hwfsdp.errors import CheckpointError, StateError, UsageError
 
@@ -131,7 +132,7 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
     """
     current = find_current(path)
     folder, manifest = current.folder, read_manifest(current)
-    expected = {MANIFEST, *(file.name for file in manifest.files)}
+    expected = {MANIFEST, *map(name_of, range(len(manifest.files)))}
     found = {entry.name for entry in folder.iterdir()}
     for name in sorted(expected - found):
         raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")

@@ -126,8 +126,8 @@ class _Saving:
             refuse("save", expected, got, "Save long strings and bytes as tensors.")
         # Check the manifest as a load does: chunks tile every tensor, every byte is in its place.
         written = from_bytes(data, path / save_id / saves.MANIFEST)
-        for file in written.files:
-            os.close(blocks.open_file(path / save_id / file.name, file.nbytes))
+        for i, nbytes in enumerate(written.files):
+            os.close(blocks.open_file(path / save_id / name_of(i), nbytes))
         saves.finish(path, save_id, data, written.digest)
 
     # The step of every rank.

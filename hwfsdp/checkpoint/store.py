@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, finish_saves, queue
-from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, name_of
 from hwfsdp.checkpoint.matching import Match, fill, match
 from hwfsdp.checkpoint.messages import KeyPath, show
 from hwfsdp.checkpoint.meta import NewMemory
@@ -258,7 +258,7 @@ def _inspection(folder: Path, manifest: Manifest) -> Inspection:
         values={
             show(p): decode(e.json_value) for p, e in manifest.entries.items() if isinstance(e, ValueEntry)
         },
-        nbytes=sum(file.nbytes for file in manifest.files),
+        nbytes=sum(manifest.files),
         ranks=len(manifest.files),
     )
 
@@ -285,11 +285,11 @@ def _verify_file(
     """Read a file from the first byte to the last: the header, each chunk, and the zeros between them."""
     with ExitStack() as opened:
         readers = Readers(manifest, folder, opened)
-        fd, path, end = readers.open(index), folder / manifest.files[index].name, ALIGNMENT
+        fd, path, end = readers.open(index), folder / name_of(index), ALIGNMENT
         for entry, chunk in share:
             blocks.check_zeros(fd, path, end, chunk.at)
             reader = readers.of(entry, chunk)
             for start in range(0, reader.nbytes, reader.block_bytes):
                 reader.read(memoryview(bytearray(min(reader.block_bytes, reader.nbytes - start))), start)
             end = chunk.at + reader.nbytes
-        blocks.check_zeros(fd, path, end, manifest.files[index].nbytes)
+        blocks.check_zeros(fd, path, end, manifest.files[index])
