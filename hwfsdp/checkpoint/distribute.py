@@ -106,7 +106,9 @@ def broadcast_state_dict(
     agreement.step("comparing", lambda: check_plan(plan, local_state_dict, cast))
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
-    buffer = _buffer_for(plan, source, _way(pg, device))
+    # The source sends its tensors from where they are, or from a copy of one at a time.
+    sizes = [0 if is_source else info.nbytes for info in plan.values() if isinstance(info, TensorInfo)]
+    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=_way(pg, device))
 
     def receive(path: KeyPath) -> Tensor:
         return _broadcast(source.get(path), plan[path], buffer, pg)
@@ -225,19 +227,15 @@ def _check_entry(path: KeyPath, coming: Any, place: Any, cast: bool | None) -> N
         refuse_sharded_tensor(path)
     if not isinstance(place, Tensor):
         refuse(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
-    _check_kind(path, coming, place, cast)
-    check_no_sum(path, place)
-    if not place.is_meta:
-        check_data(path, place)
-
-
-def _check_kind(path: KeyPath, coming: TensorInfo, place: Tensor, cast: bool | None) -> None:
     expected, got = (f"shape {tuple(t.shape)} and {t.dtype}" for t in (place, coming))
     if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and cast is None):
         refuse(path, expected, got)
     if place.dtype != coming.dtype and not cast:
         remedy = "Pass cast=True if the values may become what that dtype can hold."
         refuse(path, expected, got, remedy)
+    check_no_sum(path, place)
+    if not place.is_meta:
+        check_data(path, place)
 
 
 # --- Move --------------------------------------------------------------------------------------------------
@@ -250,20 +248,6 @@ def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     return device if device.type in kinds or not kinds else torch.device(kinds[0])
 
 
-def _buffer_for(plan: Plan, source: dict[KeyPath, Any], way: torch.device) -> Tensor:
-    """Allocate a buffer, in bytes, for the largest tensor of the plan. The source does not count tensors that it can send in place."""
-    sizes = [0]
-    for path, info in plan.items():
-        if isinstance(info, TensorInfo) and not (path in source and _lies_ready(source[path], way)):
-            sizes.append(info.nbytes)
-    return torch.empty(max(sizes), dtype=torch.uint8, device=way)
-
-
-def _lies_ready(tensor: Tensor, way: torch.device) -> bool:
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == way.type and tensor.is_contiguous() and not is_lazy
-
-
 def _broadcast(
     tensor: Tensor | None, info: TensorInfo, buffer: Tensor, pg: dist.ProcessGroup | None
 ) -> Tensor:
@@ -271,11 +255,7 @@ def _broadcast(
 
     The tensor is sent as bytes, so its dtype does not matter.
     """
-    flat = buffer[: info.nbytes]
-    if tensor is not None and _lies_ready(tensor, buffer.device):
-        flat = bytes_of(tensor)
-    elif tensor is not None:
-        flat.view(info.dtype).view(info.shape).copy_(tensor)
+    flat = buffer[: info.nbytes] if tensor is None else bytes_of(tensor.to(buffer.device))
     if flat.numel():
         dist.broadcast(flat, group=pg, group_src=0)
     return flat.view(info.dtype).view(info.shape)
