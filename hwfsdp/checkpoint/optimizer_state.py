@@ -8,8 +8,7 @@ Note [One parameter at a time]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,35 +71,25 @@ def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str, Any], param: Tensor) -> None:
-    memory = part_of(param)
-    bits = memory.detach().clone()
-    try:
-        with _only(optimizer, group, param):
-            step(optimizer)
-    finally:
-        memory.copy_(bits)
-    state = optimizer.state.get(param, {})
-    if isinstance(count := state.get("step"), Tensor):
-        count.zero_()
-    elif count is not None:
-        state["step"] = 0
-
-
-@contextmanager
-def _only(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[None]:
-    """Within this context, the optimizer has only this parameter, with a gradient of zeros and without weight decay."""
+    """Make a step of this parameter alone, with a gradient of zeros and without weight decay. Keep its bits; count no step."""
     groups, params, grad = optimizer.param_groups, group["params"], param.grad
-    decay = group.get("weight_decay")
-    zeros = torch.zeros_like(part_of(param))
+    memory, decay = part_of(param), group.get("weight_decay")
+    bits, zeros = memory.detach().clone(), torch.zeros_like(memory)
     try:
         optimizer.param_groups = [group]
         group["params"] = [param]
         if decay is not None:
             group["weight_decay"] = 0
         param.grad = wrap_like(zeros, param) if isinstance(param, DTensor) else zeros
-        yield
+        step(optimizer)
     finally:
         param.grad = grad
         group["params"], optimizer.param_groups = params, groups
         if decay is not None:
             group["weight_decay"] = decay
+        memory.copy_(bits)
+    state = optimizer.state.get(param, {})
+    if isinstance(count := state.get("step"), Tensor):
+        count.zero_()
+    elif count is not None:
+        state["step"] = 0
