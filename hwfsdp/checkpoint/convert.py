@@ -100,26 +100,20 @@ def convert(
         refuse(target, "no file or directory", "one", remedy)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        state = _READERS[known](source, _Rooms(Path(scratch)))
+        state = _READERS[known](source, Path(scratch))
         _WRITERS[to](state, target, overwrite)
         tensors = {id(leaf.value): leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, Tensor)}
         del state
     return Conversion(known, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
-class _Rooms:
-    """New tensors whose memory is a file."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.count = directory, 0
-
-    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        nbytes = prod(shape) * dtype.itemsize
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype)
-        self.count += 1
-        file = str(self.directory / str(self.count))
-        return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
+def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make a tensor whose memory is a new file in the directory."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    file = str(directory / secrets.token_hex(16))
+    return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
@@ -146,9 +140,9 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 # --- Readers -----------------------------------------------------------------------------------------------
 
 
-def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+def _read_store(source: Path, scratch: Path) -> dict[Any, Any]:
     folder, manifest = saves.find_complete(source)
-    tensors = {entry.path: rooms.make(entry.shape, entry.dtype) for entry in manifest.tensors()}
+    tensors = {entry.path: _tensor_in(scratch, entry.shape, entry.dtype) for entry in manifest.tensors()}
     filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
     matched = Match(manifest, filled, fresh=set(filled))  # fresh: values are read into these tensors
     fill({}, matched, read_tensors(matched, folder, lambda: None))
@@ -161,16 +155,16 @@ def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     return _nested(leaves, manifest.containers)
 
 
-def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
     state = parts.load(source, mmap=True, map_location="cpu")
     own = {"__nshards__", "__version__"}  # keys of the format, not of the state
     return {k: v for k, v in state.items() if k not in own and not (k == "optimizer" and v == [])}
 
 
-def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
     manifest = dcp_metadata.read_metadata(source)
     flat = {
-        key: None if entry.dtype is None else rooms.make(entry.shape, entry.dtype)
+        key: None if entry.dtype is None else _tensor_in(scratch, entry.shape, entry.dtype)
         for key, entry in manifest.entries.items()
     }
     dcp.load(flat, source)
@@ -189,7 +183,7 @@ def _with_int_keys(tree: Any) -> Any:
     return {key: _with_int_keys(value) for key, value in tree.items()}
 
 
-def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
     try:
         with safetensors.safe_open(str(source), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
@@ -261,7 +255,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
         draft.unlink(missing_ok=True)
 
 
-_READERS: dict[str, Callable[[Path, _Rooms], dict[Any, Any]]] = {
+_READERS: dict[str, Callable[[Path, Path], dict[Any, Any]]] = {
     "dcp": _read_dcp,
     "part": _read_part,
     "safetensors": _read_safetensors,
