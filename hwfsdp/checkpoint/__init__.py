@@ -12,12 +12,12 @@ Modules, in reading order:
     messages      errors, and the names of their subjects
     traverse      the tree of a state dict: leaves at paths, in containers that keep their types
     boxes         parts of tensors: integers only
+    views         bytes of a storage that are copied together
     tensors       questions about one tensor; ShardedTensor, torch's class before DTensor
     state_dict    gather, offload, copy and compare state dicts
     links         messages between two ranks
     agreement     steps that succeed on all ranks, or on none
     distribute    whole tensors into shards, on every rank or from one
-    views         bytes of a storage that are copied together
     objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
     values        values that are not tensors, as JSON
@@ -62,17 +62,8 @@ if TYPE_CHECKING:
     from hwfsdp.checkpoint.store import save as save
     from hwfsdp.checkpoint.store import verify as verify
 
-_HOME = {
-    "Inspection": "store",
-    "SaveHandle": "store",
-    "StateDictStager": "staging",
-    "async_save": "store",
-    "finish_saves": "store",
-    "inspect": "store",
-    "load": "store",
-    "save": "store",
-    "verify": "store",
-}
-
+_HOME = {"StateDictStager": "staging"} | dict.fromkeys(
+    ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"], "store"
+)
 __all__ = sorted(_HOME)
 __getattr__, __dir__ = lazy_door(__name__, _HOME)

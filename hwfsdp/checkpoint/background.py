@@ -145,16 +145,12 @@ def _report_at_exit() -> None:
         finish_saves()
     except BaseException as error:
         print(f"hwfsdp: a save that nobody waited for has failed: {error}", file=sys.stderr)
-        _exit_with(1)
-
-
-def _exit_with(status: int) -> None:
-    """Run all other `atexit` handlers, then end the process with this status. An `atexit` handler cannot set the status otherwise."""
-    atexit.unregister(_report_at_exit)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        # A handler of `atexit` cannot set the status otherwise. First, all other handlers run.
+        atexit.unregister(_report_at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 atexit.register(_report_at_exit)

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from hwfsdp.errors import CheckpointError, FSDPError, UsageError, in_one_line
 
 KeyPath = tuple[Any, ...]  # the keys that lead to an entry of a state dict
+Subject = KeyPath | str | os.PathLike[str]
+_COMPARE = "Compare the model with the one that the values come from."
 _SHOWN = 4  # most names in a message; the others are only counted
 
 
@@ -26,11 +28,7 @@ def show(path: KeyPath) -> str:
 
 
 def refusal(
-    subject: KeyPath | str | os.PathLike[str],
-    expected: str,
-    got: str,
-    remedy: str = "Compare the model with the one that the values come from.",
-    kind: type[FSDPError] = UsageError,
+    subject: Subject, expected: str, got: str, remedy: str = _COMPARE, kind: type[FSDPError] = UsageError
 ) -> FSDPError:
     """Make the error for an entry, an argument or a directory. A path of keys is shown as Python code would index it."""
     named = show(subject) if isinstance(subject, tuple) else str(subject)
@@ -38,11 +36,7 @@ def refusal(
 
 
 def refuse(
-    subject: KeyPath | str | os.PathLike[str],
-    expected: str,
-    got: str,
-    remedy: str = "Compare the model with the one that the values come from.",
-    kind: type[FSDPError] = UsageError,
+    subject: Subject, expected: str, got: str, remedy: str = _COMPARE, kind: type[FSDPError] = UsageError
 ) -> NoReturn:
     """Raise the error that `refusal` makes."""
     raise refusal(subject, expected, got, remedy, kind)

@@ -88,9 +88,8 @@ def divide_model(
     state: Mapping[str, Any], buffers: Collection[str], loads: list[int], large_bytes: int
 ) -> Division:
     """Divide a model's state dict among ranks. Rank 0 gets all `buffers`, whatever their size."""
-    large = {name for name, value in state.items() if is_large(value, large_bytes)}.difference(buffers)
-    cut = {name: value for name, value in state.items() if name in large}
-    whole = {name: value for name, value in state.items() if name not in large}
+    cut = {name: v for name, v in state.items() if name not in buffers and is_large(v, large_bytes)}
+    whole = {name: value for name, value in state.items() if name not in cut}
     mine = {name: 0 for name in whole if name in buffers}
     loads[0] += sum(bytes_in(whole[name]) for name in mine)
     sizes = {name: bytes_in(value) for name, value in whole.items() if name not in mine}

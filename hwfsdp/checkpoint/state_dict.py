@@ -170,18 +170,14 @@ def gather_state_dict(
         if is_sharded_tensor(value):
             check_owners(path, value, pg)
     options: dict[str, Any] = {"pg": pg, "device": device, "ranks_only": ranks_only, "type_check": type_check}
-    return iterate_state_dict(state_dict, join_shards, _gathered, _same, cpu_offload=cpu_offload, **options)
+    return iterate_state_dict(state_dict, join_shards, whole_of, _same, cpu_offload=cpu_offload, **options)
 
 
 def _same(tensor: Tensor, *_: Any) -> Tensor:
     return tensor
 
 
-def _gathered(tensor: DTensor, *_: Any) -> Tensor:
-    return whole_of(tensor)
-
-
-def whole_of(tensor: DTensor) -> Tensor:
+def whole_of(tensor: DTensor, *_: Any) -> Tensor:
     """Gather a DTensor on every rank of its mesh (Note [Gathering by extents]). A rank outside the mesh returns its local part."""
     mesh = tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in tensor.placements):

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.views import view_of
 from hwfsdp.compat import (
     device_types,
     group_of_sharded_tensor,
@@ -69,8 +70,7 @@ def check_data(path: KeyPath, tensor: Tensor) -> None:
         refuse(path, expected, f"{tuple(local.shape)}", remedy)
     wraps: bool = is_traceable_wrapper_subclass(local)  # then the tensor has no memory of its own
     if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
-        last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
-        if local.untyped_storage().nbytes() < (last + 1) * local.element_size():
+        if local.untyped_storage().nbytes() < view_of(local).end:
             _refuse_without_memory(path, "one whose memory was freed")
 
 
