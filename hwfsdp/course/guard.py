@@ -22,15 +22,17 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d
 
 from hwfsdp.course import lookups
-from hwfsdp.course.doors import Doors
+from hwfsdp.course.doors import Doors, Refuse
 from hwfsdp.course.manifest import Place
 from hwfsdp.course.oracles import ROOMS
-from hwfsdp.course.overlay import owner_of
+from hwfsdp.course.overlay import function_of, owner_of
 from hwfsdp.course.rules import RECORDS, is_below
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted, names_wrapper
 from hwfsdp.course.wire import collectives_of
@@ -78,8 +80,7 @@ class Guard:
 
     def arm(self) -> None:
         """Begin to watch. Python cannot remove an audit hook, so the guard watches until the process ends."""
-        pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
-        came_in = self.doors.came_in
+        pid, off_limits, refuse, came_in = os.getpid(), self._off_limits, self._refuse, self.doors.came_in
 
         looking: set[int] = set()  # threads inside this hook: the hook itself causes events
         thread, frame_of = threading.get_ident, sys._getframe
@@ -97,14 +98,13 @@ class Guard:
             finally:
                 looking.discard(here)
             if tried is not None:
-                seen.append(tried)
-                raise Blocked(tried)
+                refuse(tried)
 
-        _guard_groups(seen)
-        _guard_instruments(seen)
+        _guard_groups(refuse)
+        _guard_instruments(refuse)
         _guard_wrapping(self.doors)
         self.doors.close()
-        lookups.watch(self._refuse)
+        lookups.watch(refuse)
         self._bound, self._constants = dict(_bindings()), dict(_constants())
         sys.addaudithook(look)
 
@@ -143,25 +143,19 @@ def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, .
         return "sends a signal to another process"
     elif event == "object.__setattr__" and args[1] == "__code__":
         caller = sys._getframe(2)
-        if not _is_filler(caller) and not names_wrapper(caller):
+        # a student's edition fills its holes here; it cannot read the bodies of the holes that are graded
+        if caller.f_code.co_filename != FILLER and not names_wrapper(caller):
             return f"exchanges the code of {getattr(args[0], '__qualname__', 'a function')}"
     elif event == "socket.connect" and _leaves_the_machine(args[1]):
         return f"connects to {args[1][0]}"
     return None
 
 
-def _is_filler(frame: types.FrameType) -> bool:
-    """True if a student's edition is filling its holes here. It cannot read the bodies of the holes that are graded."""
-    return frame.f_code.co_filename == FILLER
-
-
 def _path(given: Any) -> str:
-    if isinstance(given, str | bytes | os.PathLike):
-        try:
-            return os.path.realpath(os.fsdecode(given))
-        except (ValueError, OSError):
-            return ""
-    return ""  # a file descriptor
+    try:
+        return os.path.realpath(os.fsdecode(given))
+    except (TypeError, ValueError, OSError):  # a file descriptor is no path
+        return ""
 
 
 def _short(path: str) -> str:
@@ -170,14 +164,8 @@ def _short(path: str) -> str:
 
 
 def _is_for_traceback() -> bool:
-    frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(_NEAR):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") in _READERS:
-            return True
-        frame = frame.f_back
-    return False
+    near = islice(walk_stack(sys._getframe(2)), _NEAR)
+    return any(frame.f_globals.get("__name__") in _READERS for frame, _ in near)
 
 
 def _leaves_the_machine(address: Any) -> bool:
@@ -211,15 +199,15 @@ def _constants() -> Iterable[tuple[tuple[str, str], str]]:
                     yield (module_name, name), repr(value)
 
 
-def _guard_groups(seen: list[str]) -> None:
+def _guard_groups(refuse: Refuse) -> None:
     """Let only torch and the package call a process group's own collectives, because no instrument sees these calls."""
     for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
         for name in collectives_of(kind):
             words = f"{name} of a process group itself"
-            setattr(kind, name, _for_the_package(getattr(kind, name), words, seen))
+            setattr(kind, name, _for_the_package(getattr(kind, name), words, refuse))
 
 
-def _guard_instruments(seen: list[str]) -> None:
+def _guard_instruments(refuse: Refuse) -> None:
     """Let only the package begin, pause or end a recording, or choose its clock.
 
     If the package was loaded again, its modules are new objects, not the ones that this module has imported. So import them here.
@@ -228,9 +216,9 @@ def _guard_instruments(seen: list[str]) -> None:
     for module_name, names in _SWITCHES.items():
         loaded = importlib.import_module(module_name)
         for name in names:
-            setattr(loaded, name, _for_the_package(getattr(loaded, name), name, seen, is_package))
+            setattr(loaded, name, _for_the_package(getattr(loaded, name), name, refuse, is_package))
     loaded = importlib.import_module("hwfsdp.core.streams").StreamSet
-    loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", seen, is_package)
+    loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", refuse, is_package)
     loaded = importlib.import_module("hwfsdp.observe.collectives")
     loaded.watch_from_now_on()
 
@@ -254,15 +242,14 @@ def _guard_wrapping(doors: Doors) -> None:
 def _for_the_package(
     method: Callable[..., Any],
     name: str,
-    seen: list[str],
+    refuse: Refuse,
     known: Callable[[types.CodeType], bool] = is_trusted,
 ) -> Callable[..., Any]:
     frame_of = sys._getframe
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not known(frame_of(1).f_code):
-            seen.append(f"calls {name}, past what is timed and seen")
-            raise Blocked(seen[-1])
+            refuse(f"calls {name}, past what is timed and seen")
         return method(*args, **kwargs)
 
     return call
@@ -297,8 +284,7 @@ def _blank_module(module: types.ModuleType, whose: str) -> None:
 def _blank_at(module: types.ModuleType, name: str, whose: str) -> None:
     """Blank the function of this dotted name, and the functions that its decorators have wrapped."""
     owner, attribute = owner_of(module, name)
-    found = vars(owner).get(attribute)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    found = function_of(vars(owner).get(attribute))
     while type(found) is types.FunctionType:
         wrapped = vars(found).get("__wrapped__")
         _blank(found, whose)

@@ -89,32 +89,22 @@ class Socket:
         self.function = call
 
 
-class _Loader(importlib.abc.Loader):
-    """A loader that runs a module from text and puts sockets into its holes."""
+class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import modules with holes from the given texts, and put sockets into the holes. Python imports all other modules as usual."""
 
-    def __init__(self, text: str, path: str, names: Sequence[str], sockets: dict[Place, Socket]) -> None:
-        self.text, self.path, self.names, self.sockets = text, path, names, sockets
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__file__ = self.path
-        show_lines(self.path, self.text)
-        exec(compile(self.text, self.path, "exec"), module.__dict__)
-        for name in self.names:
-            self.sockets[Place(module.__name__, name)] = _insert_socket(module, name)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """A finder that takes modules with holes from the given texts. Python finds all other modules as usual."""
-
-    def __init__(self, loaders: dict[str, _Loader]) -> None:
-        self.loaders = loaders
+    def __init__(self, texts: dict[str, str], places: Sequence[Place]) -> None:
+        self.texts, self.places = texts, places
+        self.sockets: dict[Place, Socket] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        loader = self.loaders.get(name)
-        return spec_from_loader(name, loader, origin=loader.path) if loader else None
+        return spec_from_loader(name, self, origin=f"<{name} with holes>") if name in self.texts else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        name = module.__name__
+        _run_text(self.texts[name], f"<{name} with holes>", module, run_plainly)
+        for place in self.places:
+            if place.module == name:
+                self.sockets[place] = _insert_socket(module, place.name)
 
 
 Runner = Callable[[str, str, dict[str, Any]], None]  # takes a text, its path, and a dict for its names
@@ -140,13 +130,9 @@ def install(
     """
     if overlay.modules:
         forget_package()
-    sockets: dict[Place, Socket] = {}
     places = [place for submitted in overlay.submitted for place in submitted.places]
-    loaders = {}
-    for module, text in overlay.modules.items():
-        names = [place.name for place in places if place.module == module]
-        loaders[module] = _Loader(text, f"<{module} with holes>", names, sockets)
-    sys.meta_path.insert(0, _Finder(loaders))
+    importer = _Importer(overlay.modules, places)
+    sys.meta_path.insert(0, importer)
     if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which would fill its holes itself
         filler: Any = importlib.import_module("hwfsdp.bodies")
         filler.left_blank.update(map(tuple, places))
@@ -154,10 +140,12 @@ def install(
         importlib.import_module(name)
     when_loaded()
     for submitted in overlay.submitted:
-        defined = _run_file(submitted, run)
+        module = types.ModuleType(f"{SUBMITTED}{submitted.number}")
+        sys.modules[module.__name__] = module
+        _run_text(submitted.text, submitted.path, module, run)
         for place in submitted.places:
-            sockets[place].plugged = _learners_function(defined, place, submitted.path)
-        _add_helpers(defined, submitted.places)
+            importer.sockets[place].plugged = _learners_function(vars(module), place, submitted.path)
+        _add_helpers(vars(module), submitted.places)
 
 
 def forget_package() -> None:
@@ -166,26 +154,18 @@ def forget_package() -> None:
         del sys.modules[name]
 
 
-def show_lines(path: str, text: str) -> None:
-    """Let tracebacks show the lines of this text for this path, even if there is no such file, or another one."""
+def _run_text(text: str, path: str, module: types.ModuleType, run: Runner) -> None:
+    """Run a text as this module. Tracebacks show the lines of this text, even if there is no such file, or another one."""
+    module.__file__ = path
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-
-
-def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
-    """Run a learner's file, and return the names that it defines."""
-    show_lines(submitted.path, submitted.text)
-    module = types.ModuleType(f"{SUBMITTED}{submitted.number}")
-    module.__file__ = submitted.path
-    sys.modules[module.__name__] = module
-    run(submitted.text, submitted.path, module.__dict__)
-    return module.__dict__
+    run(text, path, module.__dict__)
 
 
 def _insert_socket(module: types.ModuleType, name: str) -> Socket:
     """Replace the blank function by a socket. A property or static method stays one."""
     owner, attribute = owner_of(module, name)
     blank = vars(owner)[attribute]
-    socket = Socket(_function_of(blank))
+    socket = Socket(function_of(blank))
     replaced: Any = socket.function
     if isinstance(blank, property):
         replaced = property(socket.function)
@@ -204,13 +184,11 @@ def owner_of(module: types.ModuleType, name: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def _function_of(found: Any) -> Function:
-    """Return the function in a property or method."""
+def function_of(found: Any) -> Any:
+    """Return the function in a property, static method or class method; all other objects unchanged."""
     if isinstance(found, property):
-        assert found.fget is not None
         return found.fget
-    function: Function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-    return function
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found
 
 
 def _learners_function(names: dict[str, Any], place: Place, path: str) -> Function:
@@ -218,7 +196,7 @@ def _learners_function(names: dict[str, Any], place: Place, path: str) -> Functi
     try:
         for inner in classes:
             names = dict(vars(names[inner]))
-        function = _function_of(names[attribute])
+        function: Function = function_of(names[attribute])
     except (KeyError, TypeError, AttributeError):
         raise MissingHole(f"{path} does not define {place.name}") from None
     if not callable(function):
@@ -226,13 +204,8 @@ def _learners_function(names: dict[str, Any], place: Place, path: str) -> Functi
     if isinstance(getattr(function, "socket", None), Socket):
         raise MissingHole(f"{path} imports the package's {place.name} over its own")
     if classes:
-        _belongs_to(function, _package_class(place))
+        _belongs_to(function, owner_of(sys.modules[place.module], place.name)[0])
     return function
-
-
-def _package_class(place: Place) -> type:
-    owner: type = owner_of(sys.modules[place.module], place.name)[0]
-    return owner
 
 
 def _belongs_to(function: Function, owner: type) -> None:
@@ -250,7 +223,7 @@ def _add_helpers(names: dict[str, Any], places: Sequence[Place]) -> None:
         owner_name = place.name.rpartition(".")[0]
         if not owner_name:
             continue
-        theirs, ours = names[owner_name.split(".")[0]], _package_class(place)
+        theirs, (ours, _) = names[owner_name.split(".")[0]], owner_of(sys.modules[place.module], place.name)
         for name, value in list(vars(theirs).items()):
             if not hasattr(ours, name):
                 setattr(ours, name, value)

@@ -30,13 +30,7 @@ _BESIDE_TORCH = os.path.dirname(os.path.dirname(torch.__file__))
 FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
 ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
 FILLER = str(PACKAGE / "bodies.py")  # fills the holes of a student's edition
-_FRAMES = {
-    "sys._getframe",
-    "sys._current_frames",
-    "sys._current_exceptions",
-    "sys.settrace",
-    "sys.setprofile",
-}
+_FRAMES = {f"sys.{name}" for name in FRAMES}
 _MEMORY = {"gc.get_objects", "gc.get_referrers", "gc.get_referents"}
 _FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 _HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
@@ -80,9 +74,8 @@ def digging(
     direct = not is_trusted(caller.f_code)
     if event == "compile":
         named = args[1] if isinstance(args[1], str) else ""
-        return (
-            "compiles code under a name that is not its own" if direct and named.startswith(ROOTS) else None
-        )
+        disguised = direct and named.startswith(ROOTS)
+        return "compiles code under a name that is not its own" if disguised else None
     if event == "exec":
         return None if came_in(args[0]) else _running(args[0], caller)
     if event == "function.__new__":
