@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hwfsdp.course.submission import NOT_PYTHON
+
 _HEADING = re.compile(r"# -+ (\d\d) ")
 _TODO = re.compile(r"TODO\((\d\d)\)")
 
@@ -29,7 +31,7 @@ def file_map(text: str) -> dict[str, list[Defined]]:
     """
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NOT_PYTHON:
         return {}
     lines = text.splitlines()
     found: dict[str, list[Defined]] = {}

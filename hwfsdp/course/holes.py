@@ -16,6 +16,7 @@ import ast
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hwfsdp.course.refusals import suggestion, unusable
 
@@ -88,6 +89,28 @@ def _definitions(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, Fu
         elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             for field in ("body", "orelse", "handlers", "finalbody"):
                 yield from _definitions(getattr(node, field, []), prefix)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a function: "", "*" or "**", its name and type, and its default; None if there is none."""
+
+    stars: str
+    node: ast.arg
+    default: ast.expr | None
+
+
+def parameters(arguments: ast.arguments) -> Iterator[Parameter]:
+    """Yield the parameters in order."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    for node, default in zip(positional, [*required, *arguments.defaults], strict=True):
+        yield Parameter("", node, default)
+    if arguments.vararg:
+        yield Parameter("*", arguments.vararg, None)
+    for node, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield Parameter("", node, default)
+    if arguments.kwarg:
+        yield Parameter("**", arguments.kwarg, None)
 
 
 def _span(node: Function, lines: Sequence[str]) -> Span:

@@ -131,18 +131,10 @@ def _function(node: ast.FunctionDef, name: str, *, is_method: bool) -> str:
 
 
 def _parameters(arguments: ast.arguments) -> Iterator[str]:
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = [None] * (len(positional) - len(arguments.defaults))
-    for each, default in zip(positional, [*required, *arguments.defaults], strict=True):
-        yield ast.unparse(each) + _default(default)
-    if arguments.vararg:
-        yield f"*{ast.unparse(arguments.vararg)}"
-    elif arguments.kwonlyargs:
-        yield "*"
-    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield ast.unparse(each) + _default(default)
-    if arguments.kwarg:
-        yield f"**{ast.unparse(arguments.kwarg)}"
+    for each in holes.parameters(arguments):
+        if each.node in arguments.kwonlyargs[:1] and not arguments.vararg:
+            yield "*"
+        yield each.stars + ast.unparse(each.node) + _default(each.default)
 
 
 def _default(value: ast.expr | None) -> str:

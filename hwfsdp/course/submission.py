@@ -71,9 +71,7 @@ def starter(exercise: Exercise) -> str:
     if kept.exists():  # a student's edition cannot make it: its package has no bodies
         return kept.read_text()
     carried = CARRIED / "exercises" / exercise.target
-    if (
-        exercise.is_homework and carried.exists()
-    ):  # an installed package cannot make it: it does not have our homework
+    if exercise.is_homework and carried.exists():  # an installed package does not have our homework
         return carried.read_text()
     if exercise.is_station:
         return stage(0)
@@ -124,9 +122,8 @@ def inspect(exercise: Exercise, source: Source) -> Submitted:
     for place in exercise.places:
         node = found.get(place.name)
         if node is None:
-            raise Finding(
-                "missing", f"{source.path.name} does not define {place.name}.", place.name, "nothing"
-            )
+            message = f"{source.path.name} does not define {place.name}."
+            raise Finding("missing", message, place.name, "nothing")
         expected, actual = _signature(wanted[place.name]), _signature(node)
         if not _can_stand_for(wanted[place.name], node):
             raise Finding("wrong-signature", f"{place.name} has other parameters.", expected, actual)
@@ -191,17 +188,8 @@ def _signature(node: ast.FunctionDef) -> str:
 
 def parameters(node: holes.Function) -> list[tuple[str, bool]]:
     """Return the names in order, with `*` and `**`, each with True if a call may leave it out."""
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = len(positional) - len(arguments.defaults)
-    found = [(a.arg, index >= required) for index, a in enumerate(positional)]
-    if arguments.vararg:
-        found.append((f"*{arguments.vararg.arg}", True))
-    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    found += [(a.arg, default is not None) for a, default in pairs]
-    if arguments.kwarg:
-        found.append((f"**{arguments.kwarg.arg}", True))
-    return found
+    found = holes.parameters(node.args)
+    return [(each.stars + each.node.arg, each.stars != "" or each.default is not None) for each in found]
 
 
 def _can_stand_for(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:

@@ -26,14 +26,13 @@ from hwfsdp.course import holes
 from hwfsdp.course.manifest import PACKAGE, Course, read_homework
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.stations.stages import LAST, stage
-from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.submission import NOT_PYTHON, solution, starter
 
 _RUN = 3  # statements in a row that are no coincidence
 _SHORT = 12  # characters of a statement, on average; a run of shorter ones says nothing
 _GAP = 8  # characters between two statements of a run, in prose: "; then"
 _TELLING = 40  # characters of a statement in prose that is telling by itself
 _LONGEST = 400  # characters of a line; longer ones are not written by hand
-_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # errors that the parser raises
 _CODE = (".py", ".body", ".gz", ".zip")  # not prose: docstrings may say what a learner has to write
 _LARGEST = 64 << 20  # most bytes of an unpacked file that are searched
 
@@ -68,25 +67,21 @@ def secrets_of(course: Course) -> list[Secret]:
     homework = read_homework(course)
     solved = solution(homework)
     given = _given(course, starter(homework))
-    bodies = [(homework.number, name, _statements_of(solved, name)) for name in homework.hole_names]
+    bodies = [(homework.number, name, statements(solved, name)) for name in homework.hole_names]
     secrets = [Secret(*each, frozenset(_runs_of(each[2]) - given)) for each in (*_of_stations(), *bodies)]
     for exercise in course.exercises:
         for hole in exercise.holes:
-            body = _statements_of(hole.source, hole.name)
+            body = statements(hole.source, hole.name)
             secrets.append(Secret(exercise.number, hole.name, body, frozenset(_runs_of(body))))
     return [secret for secret in secrets if secret.runs]
 
 
-def _statements_of(source: str, name: str) -> tuple[str, ...]:
-    return tuple(statements(textwrap.dedent(holes.extract(source, name))))
-
-
 def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield (number, name, body) of each function of the reference after each station, without the given ones."""
-    known = {tuple(_body(node)) for _, node in holes.definitions(stage(0))}
+    known = {_body(node) for _, node in holes.definitions(stage(0))}
     for number in range(1, LAST + 1):
         for name, node in holes.definitions(stage(number)):
-            body = tuple(_body(node))
+            body = _body(node)
             if body not in known:
                 yield f"{number:02}", name, body
             known.add(body)
@@ -103,20 +98,18 @@ def _given(course: Course, given: str) -> set[tuple[str, ...]]:
     found = set()
     for lines in map(_normalized, texts):
         for size in range(1, _RUN + 1):
-            found |= {tuple(lines[i : i + size]) for i in range(len(lines) - size + 1)}
+            found |= {*_runs(lines, size)}
     return found
 
 
-def statements(function: str) -> list[str]:
+def statements(source: str, name: str) -> tuple[str, ...]:
     """Return the simple statements of a function's body, and the heads of compound ones, as Python writes them; no docstring."""
-    node = ast.parse(function).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    return _body(node)
+    return _body(dict(holes.definitions(source))[name])
 
 
-def _body(node: holes.Function) -> list[str]:
+def _body(node: holes.Function) -> tuple[str, ...]:
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return [line.strip() for statement in body for line in ast.unparse(statement).splitlines()]
+    return tuple(line.strip() for statement in body for line in ast.unparse(statement).splitlines())
 
 
 def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
@@ -162,7 +155,7 @@ def _normalized(text: str) -> list[str]:
         warnings.simplefilter("ignore", SyntaxWarning)  # prose that is nearly Python
         try:
             lines = ast.unparse(ast.parse(text)).splitlines()
-        except _NOT_PYTHON:
+        except NOT_PYTHON:
             lines = [_as_statement(line.strip().removeprefix("> ")) for line in text.splitlines()]
     return [line.strip() for line in lines if line.strip()]
 
@@ -173,16 +166,20 @@ def _as_statement(line: str) -> str:
         for rest in ("", "\n    pass"):
             try:
                 return ast.unparse(ast.parse(line + rest)).partition("\n")[0]
-            except _NOT_PYTHON:
+            except NOT_PYTHON:
                 continue
     return line
+
+
+def _runs(lines: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
+    """Return all runs of `size` lines."""
+    return (tuple(lines[i : i + size]) for i in range(len(lines) - size + 1))
 
 
 def _runs_of(body: Sequence[str]) -> set[tuple[str, ...]]:
     """Return runs of statements that are no coincidence in any file."""
     size = min(len(body), _RUN)
-    runs = {tuple(body[i : i + size]) for i in range(len(body) - size + 1)}
-    return {run for run in runs if sum(map(len, run)) >= _SHORT * size}
+    return {run for run in _runs(body, size) if sum(map(len, run)) >= _SHORT * size}
 
 
 def _squeezed(text: str) -> str:
@@ -198,16 +195,11 @@ def _said(secret: Secret, prose: str) -> str | None:
         between = f".{{0,{_GAP}}}"
         if re.search(between.join(re.escape(_squeezed(each)) for each in run), prose, re.DOTALL):
             return run[0]
-    told = (
-        each for each in secret.statements if len(_squeezed(each)) >= _TELLING and _squeezed(each) in prose
-    )
-    return next(told, None)
+    long = (each for each in secret.statements if len(_squeezed(each)) >= _TELLING)
+    return next((each for each in long if _squeezed(each) in prose), None)
 
 
 def _found(secret: Secret, lines: Sequence[str]) -> str | None:
     """Return the first statement of a run that the lines contain in one piece."""
-    size = min(len(secret.statements), _RUN)
-    for i in range(len(lines) - size + 1):
-        if tuple(lines[i : i + size]) in secret.runs:
-            return lines[i]
-    return None
+    runs = _runs(lines, min(len(secret.statements), _RUN))
+    return next((run[0] for run in runs if run in secret.runs), None)
