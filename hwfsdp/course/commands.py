@@ -5,25 +5,17 @@ Each command returns the exit status: 0 when the requested result holds, 1 when 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hwfsdp.course.filemap import file_map
-from hwfsdp.course.manifest import (
-    HOMEWORK,
-    OWN_FILE,
-    Course,
-    Exercise,
-    carried_course,
-    find_course,
-    read_homework,
-)
+from hwfsdp.course.manifest import HOMEWORK, OWN_FILE, Course, Exercise
+from hwfsdp.course.manifest import carried_course, find_course, read_homework
 from hwfsdp.course.pages import filled_for_terminal
 from hwfsdp.course.progress import Progress, replace_file
 from hwfsdp.course.refusals import unusable
-from hwfsdp.course.report import Style, shown_path, wrapped
+from hwfsdp.course.report import Style, answer, shown_path, wrapped
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
 from hwfsdp.course.submission import starter
 from hwfsdp.errors import UsageError
@@ -40,27 +32,20 @@ def list_exercises(as_json: bool) -> int:
             raise
         course, is_here = carried, False
     exercises = course.exercises
-    if as_json:
-        rows = [
-            {
-                "exercise": e.number,
-                "title": e.title,
-                "points": e.points,
-                "file": f"exercises/{e.target}",
-                "holes": [f"{place.module}:{place.name}" for place in e.places],
-            }
-            for e in exercises
-        ]
-        print(json.dumps(rows, indent=2))
-        return 0
-    width = max(len(exercise.title) for exercise in exercises)
-    homework = None
-    with suppress(UsageError):  # the course may have none
-        homework = read_homework(course)
-    bugs = list((course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
-    names = {"exercises": exercises, "width": width, "homework": homework, "bugs": bugs, "is_here": is_here}
-    print(filled_for_terminal("exercises.txt", **names))
-    return 0
+    rows = [
+        {
+            "exercise": e.number,
+            "title": e.title,
+            "points": e.points,
+            "file": f"exercises/{e.target}",
+            "holes": [f"{place.module}:{place.name}" for place in e.places],
+        }
+        for e in exercises
+    ]
+    names = {"exercises": exercises, "is_here": is_here, "width": max(len(e.title) for e in exercises)}
+    names["homework"] = next((each for each in everything(course) if each.is_homework), None)
+    names["bugs"] = list((course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
+    return answer(as_json, rows, lambda: filled_for_terminal("exercises.txt", **names))
 
 
 def wanted_exercise(course: Course, number: str, verb: str = "check") -> Exercise:
@@ -80,16 +65,13 @@ def hint(number: str, as_json: bool) -> int:
     exercise = wanted_exercise(course, number, "hint")
     hints = Progress.load(course).next_hint(exercise)
     left = len(exercise.hints) - len(hints)
-    if as_json:
-        print(json.dumps({"exercise": exercise.number, "hints": hints, "left": left}, indent=2))
-        return 0
-    style = Style()
+    style, lines = Style(), list[str]()
     for index, text in enumerate(hints, 1):
-        print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
-        print(style.wrapped(text, "  "))
+        lines += [style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"), style.wrapped(text, "  ")]
     if not left:
-        print(f"This is the last hint. The check shows evidence: hwfsdp check {exercise.short_number}")
-    return 0
+        lines.append(f"This is the last hint. The check shows evidence: hwfsdp check {exercise.short_number}")
+    found = {"exercise": exercise.number, "hints": hints, "left": left}
+    return answer(as_json, found, lambda: "\n".join(lines))
 
 
 def status(as_json: bool) -> int:
@@ -98,15 +80,13 @@ def status(as_json: bool) -> int:
     progress = Progress.load(course)
     standings = [progress.standing(exercise) for exercise in course.exercises]
     score, most = sum(s.score for s in standings), sum(s.exercise.points for s in standings)
-    if as_json:
-        rows = [standing.as_dict() for standing in standings]
-        print(json.dumps({"score": score, "max_score": most, "exercises": rows}, indent=2))
-        return 0
+    rows = [standing.as_dict() for standing in standings]
     style = Style()
     own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
     contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
     next_one = next((s.exercise for s in standings if s.status not in ("passed", "forgone")), None)
-    text = filled_for_terminal(
+    text = partial(
+        filled_for_terminal,
         "status.txt",
         standings=standings,
         score=score,
@@ -118,8 +98,7 @@ def status(as_json: bool) -> int:
         in_lines=lambda items: filled_lines(items, style.width - 6),
         following=next_one and shown_path(next_one.folder / "README.md"),
     )
-    print(text)
-    return 0
+    return answer(as_json, {"score": score, "max_score": most, "exercises": rows}, text)
 
 
 def catch_up(number: str, as_json: bool) -> int:
@@ -135,17 +114,13 @@ def catch_up(number: str, as_json: bool) -> int:
     text = caught_up(station.number, theirs)
     forgone = [n for n in earlier_than(station.number) if n not in theirs]
     kept = replace_file(station, text)
-    if as_json:
-        print(
-            json.dumps({"exercise": station.number, "forgone": forgone, "kept": str(kept) if kept else None})
-        )
-        return 0
-    print(f"{shown_path(station.path)} is as it is before station {station.number}.")
+    lines = [f"{shown_path(station.path)} is as it is before station {station.number}."]
     if kept:
-        print(f"Your file is kept as {shown_path(kept)}.")
+        lines.append(f"Your file is kept as {shown_path(kept)}.")
     if forgone:
-        print(f"You give up the points of {', '.join(forgone)}. The first lines of the file say so.")
-    return 0
+        lines.append(f"You give up the points of {', '.join(forgone)}. The first lines of the file say so.")
+    found = {"exercise": station.number, "forgone": forgone, "kept": str(kept) if kept else None}
+    return answer(as_json, found, lambda: "\n".join(lines))
 
 
 def filled_lines(items: Sequence[object], width: int) -> list[str]:
@@ -158,10 +133,7 @@ def reset_exercise(number: str, as_json: bool) -> int:
     """Write the starter again, and keep the learner's file beside it."""
     exercise = wanted_exercise(find_course(), number, "reset")
     kept = replace_file(exercise, starter(exercise))
-    if as_json:
-        print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
-    else:
-        where = f" Your file is kept as {shown_path(kept)}." if kept else ""
-        all_of_it = " All stations start again." if exercise.is_station else ""
-        print(f"{shown_path(exercise.path)} is the starter again.{all_of_it}{where}")
-    return 0
+    where = f" Your file is kept as {shown_path(kept)}." if kept else ""
+    all_of_it = " All stations start again." if exercise.is_station else ""
+    text = f"{shown_path(exercise.path)} is the starter again.{all_of_it}{where}"
+    return answer(as_json, {"exercise": exercise.number, "kept": str(kept) if kept else None}, lambda: text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hwfsdp.course.checklist import question_of
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
@@ -38,6 +39,12 @@ class Style:
             fits = len(line) + len(indent) <= self.width or line[:1] == " "
             lines += [indent + line] if fits else wrapped(line, self.width, indent, indent)
         return "\n".join(self.paint(line, color) if color else line for line in lines)
+
+
+def answer(as_json: bool, found: Any, text: Callable[[], str], holds: bool = True) -> int:
+    """Print the result of a command as JSON, or else as text, which is made only then. Return the exit status: 0 if it holds."""
+    print(json.dumps(found, indent=2) if as_json else text())
+    return 0 if holds else 1
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:

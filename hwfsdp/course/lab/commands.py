@@ -18,7 +18,7 @@ from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, find_bug, read_bugs
 from hwfsdp.course.lab.report import OF_BUG, Standing
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.refusals import unusable
-from hwfsdp.course.report import Style
+from hwfsdp.course.report import Style, answer
 from hwfsdp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,32 +34,22 @@ def list_bugs(as_json: bool) -> int:
     """Print all bugs, and the learner's points."""
     course = find_course()
     standings = list(_standings(course, read_bugs(course)))
-    if as_json:
-        print(json.dumps([each.as_dict() for each in standings], indent=2))
-    else:
-        print(report.listed(standings, Style()))
-    return 0
+    return answer(as_json, [each.as_dict() for each in standings], lambda: report.listed(standings, Style()))
 
 
 def show(number: str, as_json: bool) -> int:
     """Print symptom and questions of one bug."""
     bug = find_bug(read_bugs(find_course()), number)
-    print(json.dumps(_questions(bug), indent=2) if as_json else report.shown(bug, Style()))
-    return 0
-
-
-def _questions(bug: Bug) -> dict[str, Any]:
-    choices = {
-        question: dict(zip(LETTERS, (choice.text for choice in bug.choices[question]))) for question in CHOSEN
-    }
-    return {
+    found: dict[str, Any] = {
         "bug": bug.directory,
         "title": bug.title,
         "symptom": bug.symptom,
         "look": list(bug.look),
         "evidence": bug.evidence.question,
-        **choices,
     }
+    for question in CHOSEN:
+        found[question] = {letter: choice.text for letter, choice in zip(LETTERS, bug.choices[question])}
+    return answer(as_json, found, lambda: report.shown(bug, Style()))
 
 
 def run(number: str, out: Path | None, as_json: bool) -> int:
@@ -76,14 +66,14 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
         print(json.dumps({"bug": bug.directory, **said, "files": [str(file) for file in files]}, indent=2))
         return 0
     print(report.described(found))
-    if files:
-        names = ", ".join(file.name for file in files)
-        until = "" if found.seconds is None else " The run did not end; its trace does where the ranks hang."
-        print(f"\nWritten to {target}/: {names}.{until}")
-        plays = f"{PLAYER} plays the run in any browser. " if target / PLAYER in files else ""
-        print(f"{plays}The trace opens in https://ui.perfetto.dev")
-    else:
+    if not files:
         print("\nThe run did not end, and left no trace.")
+        return 0
+    names = ", ".join(file.name for file in files)
+    until = "" if found.seconds is None else " The run did not end; its trace does where the ranks hang."
+    print(f"\nWritten to {target}/: {names}.{until}")
+    plays = f"{PLAYER} plays the run in any browser. " if target / PLAYER in files else ""
+    print(f"{plays}The trace opens in https://ui.perfetto.dev")
     return 0
 
 
@@ -121,13 +111,10 @@ def check(number: str | None, submission: Path | None, as_json: bool) -> int:
     result = grade_lab(folder, course, None if number is None else chosen[0].directory)
     if submission is None:
         _remember(course, chosen, result)
-    if as_json:
-        print(json.dumps(result.as_dict(), indent=2))
-    else:
-        print(report.judged(result, {bug.number: bug.title for bug in chosen}, Style()))
-        if result.status == "not_started":
-            print(f"No answer in {find_answers(folder)} yet.")
-    return 0 if result.status == "passed" else 1
+    titles = {bug.number: bug.title for bug in chosen}
+    none = f"\nNo answer in {find_answers(folder)} yet." if result.status == "not_started" else ""
+    is_right = result.status == "passed"
+    return answer(as_json, result.as_dict(), lambda: report.judged(result, titles, Style()) + none, is_right)
 
 
 # --- Standing ------------------------------------------------------------------------------------------------
