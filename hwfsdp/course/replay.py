@@ -60,14 +60,9 @@ class Replayed:
             return {}
         reports = list(zip(self.mine.reports, self.theirs.reports, strict=True))
         names = dict.fromkeys(name for _, report in reports for name in report if name != FAILED)
-        return {
-            name: (
-                all(is_same(a[name], b.get(name)) for a, b in reports)
-                if all(name in a for a, _ in reports)
-                else None
-            )
-            for name in names
-        }
+        given = {name: all(name in a for a, _ in reports) for name in names}
+        same = {name: all(is_same(a.get(name), b.get(name)) for a, b in reports) for name in names}
+        return {name: same[name] if given[name] else None for name in names}
 
     def __str__(self) -> str:
         if self.broken is not None:
@@ -76,9 +71,8 @@ class Replayed:
             return f"{self.name}: there is no reference here to compare with"
         answers = self.answers
         differ = sum(not same for same in answers.values())
-        return "\n".join(
-            [f"{self.name}: {len(answers)} answers, of which {differ} differ", *self._differences()]
-        )
+        head = f"{self.name}: {len(answers)} answers, of which {differ} differ"
+        return "\n".join([head, *self._differences()])
 
     def _differences(self) -> Iterator[str]:
         """Yield a line for each answer that differs from the reference's, with the exception if there is no answer."""
@@ -143,13 +137,10 @@ class Replay:
             names.sort(key=lambda n: all(is_same(a[n], b[n]) for a, b in zip(*found, strict=True)))
             for name in names:
                 mine, theirs = (Run([{"log": of_rank[name]} for of_rank in ranks]).log() for ranks in found)
-                if theirs.select("all_gather", rank=0) and mine.select(
-                    "forward", "backward", "all_gather", rank=0
-                ):
-                    return {
-                        self.whose: mine if self.begun else _unplaced(mine),
-                        _REFERENCE: _unplaced(theirs),
-                    }
+                drawn = mine.select("forward", "backward", "all_gather", rank=0)
+                if drawn and theirs.select("all_gather", rank=0):
+                    shown = mine if self.begun else _unplaced(mine)
+                    return {self.whose: shown, _REFERENCE: _unplaced(theirs)}
         return {}
 
 

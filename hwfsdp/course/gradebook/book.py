@@ -6,7 +6,8 @@ a check students may read, so that all formats show the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -48,6 +49,12 @@ class Gradebook:
     def count(self) -> int:
         """Return the number of results."""
         return sum(1 for _ in self.results())
+
+
+def records(found: Iterable[Data]) -> Iterator[str]:
+    """Yield the items of a JSON list in pieces, one item a line."""
+    for index, each in enumerate(found):
+        yield f"{',' if index else ''}\n{json.dumps(each)}"
 
 
 def title(check: Data) -> str:

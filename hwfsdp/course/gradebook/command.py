@@ -15,20 +15,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hwfsdp.course.confinement import Limit, limits_in_force
 from hwfsdp.course.gradebook.book import Gradebook
-from hwfsdp.course.gradebook.formats import (
-    BY_SUFFIX,
-    FORMATS,
-    check_form,
-    file_name,
-    pieces,
-    try_writing,
-    write,
-)
+from hwfsdp.course.gradebook.formats import BY_SUFFIX, FORMATS, check_form, file_name
+from hwfsdp.course.gradebook.formats import pieces, try_writing, write
 from hwfsdp.course.gradebook.formats.github import announce
 from hwfsdp.course.gradebook.grading import NOT_GRADED, ClassRun, Settings
 from hwfsdp.course.gradebook.html_pages import TEMPLATES, render_student
@@ -59,9 +53,7 @@ class Output:
     @property
     def journal(self) -> Path | None:
         """The file that keeps each result at once, beside the final output."""
-        if self.out is None:
-            return None
-        return self.out.with_name(f"{self.out.name}.journal")
+        return self.out and self.out.with_name(f"{self.out.name}.journal")
 
     @property
     def files(self) -> list[Path]:
@@ -74,12 +66,10 @@ class Output:
         """Raise UsageError if the results of `count` submissions cannot be written to this output."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
-        if self.out is not None:
-            with refused("grade.place", option="--out", path=self.out):
-                try_writing(self.out / "_" if self.folder else self.out)
-        if self.reports is not None:
-            with refused("grade.place", option="--reports", path=self.reports):
-                try_writing(self.reports / "_")
+        for option, path, is_folder in (("--out", self.out, self.folder), ("--reports", self.reports, True)):
+            if path is not None:
+                with refused("grade.place", option=option, path=path):
+                    try_writing(path / "_" if is_folder else path)
 
 
 def output(name: str | None, out: str | None, reports: Path | None) -> Output:
@@ -126,10 +116,8 @@ def grade_submissions(
     limits = _limits(isolated)
     with run:
         plain = output.format is None and len(run.handed) == 1
-        book = Gradebook(
-            course, lambda: run.journal.results(run.names), policy, run.inputs.hidden, run.version
-        )
-        book.limits = [limit._asdict() for limit in limits]
+        results, told = partial(run.journal.results, run.names), [limit._asdict() for limit in limits]
+        book = Gradebook(course, results, policy, run.inputs.hidden, run.version, limits=told)
         try:
             with _ending_as_by_hand(), _saying_how_to_go_on(output):
                 for result in run.results():
@@ -278,13 +266,9 @@ def _table(book: Gradebook) -> str:
     rows = []
     for result in book.results():
         standing = book.policy.standing(result)
-        late = (
-            f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
-            if standing.late_seconds
-            else ""
-        )
+        late = f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
         begun = {name: found for name, found in result.extra.items() if found.get("status") != "not_started"}
-        told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
+        told = "; ".join([*([late] if standing.late_seconds else []), *_extras(begun), *result.errors])
         rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
     lines = lay_out([row[:2] for row in rows], indent="")
     return "\n".join(f"{line}  {told}".rstrip() for line, (*_, told) in zip(lines, rows, strict=True))

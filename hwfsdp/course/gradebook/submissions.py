@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone, tzinfo
@@ -76,17 +77,12 @@ def find_submissions(
         if single or not path.is_dir() or _holds_exercises(path, exercises):
             found.append(path.resolve() if path.is_symlink() else path)  # follow a link that the user names
             continue
-        entries = sorted(
-            entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
-        )
+        shown = (each for each in path.iterdir() if not each.name.startswith(".") and not is_junk(each.name))
+        entries = sorted(entry for entry in shown if not _is_ours(entry, ours))
         if not entries:
             raise unusable("submission.no_class", path=path, target=exercises[0].target)
         found += entries
     return [Handed(name, path) for name, path in zip(unique_names(found), found, strict=True)]
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or is_junk(name)
 
 
 def _placed(path: Path) -> Path:
@@ -109,10 +105,8 @@ def _holds_exercises(folder: Path, exercises: Sequence[Exercise]) -> bool:
     wanted = {exercise.directory.casefold() for exercise in exercises}
     for inner in (folder, *(each for each in folder.iterdir() if each.name.casefold() == "exercises")):
         for entry in inner.iterdir() if inner.is_dir() else ():
-            if entry.is_dir():
-                found = entry.name.casefold() in wanted
-            else:
-                found = is_submission([entry.relative_to(folder).as_posix()], exercises)
+            is_folder, name = entry.is_dir(), entry.relative_to(folder).as_posix()
+            found = entry.name.casefold() in wanted if is_folder else is_submission([name], exercises)
             if found:
                 return True
     return False
@@ -126,19 +120,16 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         [printable("/".join(path.absolute().parts[-2:])) for path in paths],
         [f"{printable(str(path))} ({index})" for index, path in enumerate(paths, 1)],
     ]
-    folded = [[name.casefold() for name in names] for names in tries]  # some disks ignore case
-    chosen: list[str] = []
-    for index in range(len(paths)):
-        chosen.append(
-            next(names[index] for names, told in zip(tries, folded) if told.count(told[index]) == 1)
-        )
-    return chosen
+    counts = [Counter(map(str.casefold, names)) for names in tries]  # some disks ignore case
+    return [
+        next(name for name, count in zip(names, counts) if count[name.casefold()] == 1)
+        for names in zip(*tries)
+    ]
 
 
 def _stem(name: str) -> str:
-    return next(
-        (name[: -len(end)] for end in SUFFIXES if name.casefold().endswith(end) and name != end), name
-    )
+    end = next((end for end in SUFFIXES if name.casefold().endswith(end) and name != end), "")
+    return name[: len(name) - len(end)]
 
 
 def printable(text: str) -> str:
@@ -170,14 +161,14 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
     """Write the files to grade, note which are not graded, and return the chosen paths in the submission."""
     choice = choose(source.paths, exercises)
     called = {e.target: OWN_FILE if e.is_station else f"exercise {e.number}" for e in exercises}
+    keys = {t: t if t in called else t.split("/")[0] for t in (*choice.ambiguous, *choice.taken)}
     for target, paths in choice.ambiguous.items():
-        collected.problems[target if target in called else target.split("/")[0]] = (
-            f"there are {len(paths)} files for it, {' and '.join(paths[:3])}; expected one"
-        )
-    counts: dict[str, int] = {}
+        some = " and ".join(paths[:3])
+        collected.problems[keys[target]] = f"there are {len(paths)} files for it, {some}; expected one"
+    counts: Counter[str] = Counter()
     for target, path in choice.taken.items():
-        key = target if target in called else target.split("/")[0]
-        counts[key] = counts.get(key, 0) + 1
+        key = keys[target]
+        counts[key] += 1
         if counts[key] > EXTRA_FILES:
             collected.problems[key] = f"more than {EXTRA_FILES} files"
             continue
@@ -192,18 +183,13 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
             collected.notes.append(f"{path} is empty")
         if target == OWN_FILE and (words := undeclared(text)):
             of = ", ".join(f"{count} of station {number}" for number, count in words.items())
-            collected.notes.append(
-                f"{path}: functions are the reference's word for word, and no line says so: {of}"
-            )
-    collected.errors += [
-        f"{called.get(key, key)}: {reason}" for key, reason in sorted(collected.problems.items())
-    ]
-    collected.errors += [
-        f"{path} lies deeper than the other files, and was not graded" for path in choice.deeper
-    ]
+            what = "functions are the reference's word for word, and no line says so"
+            collected.notes.append(f"{path}: {what}: {of}")
+    collected.errors += [f"{called.get(key, key)}: {why}" for key, why in sorted(collected.problems.items())]
+    deeper = "lies deeper than the other files, and was not graded"
+    collected.errors += [f"{path} {deeper}" for path in choice.deeper]
     if not choice.taken and not choice.ambiguous and not source.problems:
-        first = exercises[0]
-        collected.errors.append(f"no file of any exercise; expected files such as {first.target}")
+        collected.errors.append(f"no file of any exercise; expected files such as {exercises[0].target}")
     return list(choice.taken.values())
 
 

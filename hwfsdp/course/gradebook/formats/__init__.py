@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.course.gradebook.book import Data, Gradebook
+from hwfsdp.course.gradebook.book import Data, Gradebook, records
 from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, tables
 from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
@@ -48,10 +48,7 @@ def render_json(book: Gradebook) -> Iterator[str]:
     course = {"version": book.version, "exercises": exercises}
     yield f'{{"course": {json.dumps(course)},\n"made": "{book.made.isoformat(timespec="seconds")}",'
     yield f'\n"limits": {json.dumps(list(book.limits))},\n"submissions": ['
-    comma = ""
-    for result in book.results():
-        yield f"{comma}\n{json.dumps({**result.as_dict(), 'late': asdict(book.policy.standing(result))})}"
-        comma = ","
+    yield from records({**r.as_dict(), "late": asdict(book.policy.standing(r))} for r in book.results())
     yield "\n]}\n"
 
 
@@ -103,15 +100,13 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
     Raises:
         UsageError: the format cannot be written so.
     """
-    each = FORMATS[name].each
+    _, each, file = FORMATS[name]
     if not folder:
         return [write_whole(out, pieces(book, name))]
     check_form(name, book.count(), folder)
     assert each is not None, "check_form has refused"
-    return [
-        write_whole(out / file_name(result.name) / FORMATS[name].file, [_text(each(result, book))])
-        for result in book.results()
-    ]
+    paths = ((result, out / file_name(result.name) / file) for result in book.results())
+    return [write_whole(path, [_text(each(result, book))]) for result, path in paths]
 
 
 def try_writing(path: Path) -> None:

@@ -9,13 +9,12 @@ Points are what was earned: it is Classroom 50 that marks who is late.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import timezone
 
-from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, title, verdict
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, records, title, verdict
 from hwfsdp.course.gradebook.results import Result
 
 RESULT, SCORES = "classroom50/result/v1", "classroom50/scores/v1"
@@ -61,12 +60,13 @@ def render(book: Gradebook) -> Iterator[str]:
     name = os.environ.get("ASSIGNMENT", "")
     slug = name if _SHORT_NAME.fullmatch(name) else "hwfsdp"
     yield f'{{"schema": "{SCORES}", "assignments": {{"{slug}": {{"type": "individual", "entries": ['
-    comma = ""
-    for result in book.results():
-        record = as_data(result, book, {"ASSIGNMENT": slug})
-        del record["assignment"]
-        if book.policy.deadline:
-            record["late"] = book.policy.standing(result).late_seconds > 0
-        yield f"{comma}\n{json.dumps({'owner': result.name, 'submissions': [record]})}"
-        comma = ","
+    yield from records(_entry(result, book, slug) for result in book.results())
     yield "\n]}}}\n"
+
+
+def _entry(result: Result, book: Gradebook, slug: str) -> Data:
+    record = as_data(result, book, {"ASSIGNMENT": slug})
+    del record["assignment"]
+    if book.policy.deadline:
+        record["late"] = book.policy.standing(result).late_seconds > 0
+    return {"owner": result.name, "submissions": [record]}

@@ -26,9 +26,7 @@ def as_data(result: Result, book: Gradebook) -> Data:
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": [
-            _test(exercise, index, check)
-            for exercise in shown.exercises
-            for index, check in enumerate(exercise["checks"], 1)
+            _test(each, i, check) for each in shown.exercises for i, check in enumerate(each["checks"], 1)
         ],
         "leaderboard": [{"name": "Points", "value": standing.final}],
         "extra_data": {"course": book.version, "extra": shown.extra, "late": asdict(standing)},
@@ -39,13 +37,10 @@ def _summary(result: Result, book: Gradebook) -> list[str]:
     standing = book.policy.standing(result)
     lines = [f"{result.score} of {result.max_score} points."]
     if standing.late_seconds:
-        lines.append(
-            f"{standing.late_seconds / 3600:.1f} h late: {standing.penalty:g} points less, {standing.final:g} count."
-        )
-    lines += [
-        f"{name}: {found.get('score', 0)} of {found.get('max_score', 0)}"
-        for name, found in result.extra.items()
-    ]
+        less = f"{standing.penalty:g} points less, {standing.final:g} count."
+        lines.append(f"{standing.late_seconds / 3600:.1f} h late: {less}")
+    for name, found in result.extra.items():
+        lines.append(f"{name}: {found.get('score', 0)} of {found.get('max_score', 0)}")
     return [*lines, *result.errors, *result.notes]
 
 
