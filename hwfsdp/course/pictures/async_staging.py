@@ -62,15 +62,12 @@ def draw() -> Figure:
     for bar in (*synchronous(), *asynchronous()):
         at, size = (LEFT + bar.begin + 0.02, bar.line), (bar.length - 0.04, 0.8)
         fontsize = style.TEXT_SIZE if bar.length < 0.8 else style.TEXT_SIZE + 1
-        edge = style.edge_of(bar.look)
-        look = {"edgecolor": edge, "hatch": bar.look.hatch or None}
+        look = style.filled(bar.look)
         box(axes, at, bar.look.color, bar.text, size=size, fontsize=fontsize, **look)
     begin, end = LEFT + 2, LEFT + 2.5
     for x in (begin, end):
         axes.plot([x, x], [1.4, 4.45], color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    caption = (
-        "Numbers are steps. The second async_save comes before the first save has ended, and waits for it:\n"
-        "its copy goes into the same buffers."
-    )
-    figure.text(0.02, 0.03, caption, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    text = "Numbers are steps. The second async_save comes before the first save has ended, and waits for it:"
+    text += "\nits copy goes into the same buffers."
+    figure.text(0.02, 0.03, text, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     return figure

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,28 +12,18 @@ from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
-    """Wait for every reduction as soon as it starts."""
+def draw() -> Figure:
+    """Draw three strips on one axis of time."""
     keep = FSDPCommContext.keep_until_reduced
 
     def keep_and_wait(context: FSDPCommContext, reduction: Any) -> None:
+        """Wait for every reduction as soon as it starts."""
         keep(context, reduction)
         context.wait_for_reductions()
 
-    with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):
-        yield
-
-
-def draw() -> Figure:
-    """Draw three strips on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
         overlapped = simulated(trains=True)
-        with waiting():
+        with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):
             none = simulated(trains=True)
-    strips = {
-        "Nothing ahead": none,
-        "Reductions behind": overlapped,
-        "And gathers ahead": simulated(trains=True),
-    }
-    return draw_strips(strips)
+    ahead = simulated(trains=True)
+    return draw_strips({"Nothing ahead": none, "Reductions behind": overlapped, "And gathers ahead": ahead})

@@ -4,7 +4,7 @@ at each of them. The operations have only numbers, because learners find them.""
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,19 +18,10 @@ ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks 
 HEIGHT = 0.62  # of a row of cells
 
 
-class Step(NamedTuple):
-    """What a load may find after a kill, or a power cut, right after an operation of the commit."""
-
-    kill: str
-    power: str
-
-
 OLD, NEW, EITHER = "old", "new", "old or new"
-STEPS = (
-    *[Step(OLD, OLD)] * 5,  # of the new manifest and the new CURRENT, both under other names
-    Step(NEW, EITHER),  # CURRENT gets its name
-    Step(NEW, NEW),  # the name is on the disk
-)
+# What a load may find right after each operation of the commit: five write the new manifest and the new CURRENT under
+# other names, the sixth gives CURRENT its name, and after the seventh this name is on the disk.
+FOUND = {"killed": [OLD] * 5 + [NEW, NEW], "power cut": [OLD] * 5 + [EITHER, NEW]}
 LOOKS = {OLD: style.GREYS[1], NEW: style.GREEN, EITHER: style.YELLOW}
 
 
@@ -42,10 +33,8 @@ def parts(ranks: int) -> list[Box]:
 def draw() -> Figure:
     """Boxes above, the commit below."""
     figure = sheet.new_figure(sheet.PAGE, 4.6)
-    axes = figure.add_axes((0.02, 0.40, 0.96, 0.53))
-    _draw_boxes(axes)
-    axes = figure.add_axes((0.02, 0.03, 0.96, 0.27))
-    _draw_commit(axes)
+    _draw_boxes(figure.add_axes((0.02, 0.40, 0.96, 0.53)))
+    _draw_commit(figure.add_axes((0.02, 0.03, 0.96, 0.27)))
     return figure
 
 
@@ -61,16 +50,16 @@ def _draw_boxes(axes: Axes) -> None:
     for rank, part in enumerate(parts(LOADED)):
         y = 1.7 + rank * 1.4
         say(axes, (0, y + HEIGHT / 2), f"loaded by rank {rank}", style.TEXT_SIZE + 1)
-        found = [
-            (n, chunk, shared)
-            for n, chunk in enumerate(parts(SAVED))
-            if (shared := intersection(chunk, part))
-        ]
-        for line, (number, chunk, shared) in enumerate(found):
-            _draw_rows(axes, left, y, shared, style.color_of(number))
-            there, here = within(shared, chunk), within(shared, part)
-            text = f"rows {_range(shared)}: {_range(there)} of chunk {number}, {_range(here)} of this part"
-            say(axes, (left + ROWS + 0.25, y + 0.13 + line * 0.42), text)
+        height = y + 0.13
+        for number, chunk in enumerate(parts(SAVED)):
+            if shared := intersection(chunk, part):
+                _draw_rows(axes, left, y, shared, style.color_of(number))
+                there, here = within(shared, chunk), within(shared, part)
+                text = (
+                    f"rows {_range(shared)}: {_range(there)} of chunk {number}, {_range(here)} of this part"
+                )
+                say(axes, (left + ROWS + 0.25, height), text)
+                height += 0.42
         outline: dict[str, Any] = {"edgecolor": style.BLACK, "linewidth": 2.2}
         box(axes, (left + part.offset[0], y), "none", size=(part.shape[0], HEIGHT), **outline)
     for edge in range(ROWS + 1):
@@ -90,14 +79,13 @@ def _draw_commit(axes: Axes) -> None:
     clear(axes, (0, 12.6), (3.1, 0))
     headline(axes, "A commit of seven operations, and what a load finds after a crash")
     left, width = 1.1, 1.64
-    for number in range(len(STEPS)):
+    for number in range(len(FOUND["killed"])):
         at, size = (left + number * width + 0.04, 0.55), (width - 0.08, 0.55)
         edge = style.GREYS[2]
         box(axes, at, style.GREYS[0], str(number + 1), size=size, fontsize=style.TEXT_SIZE, edgecolor=edge)
-    for line, name in enumerate(("killed", "power cut")):
+    for line, (name, found) in enumerate(FOUND.items()):
         y = 1.45 + line * 0.75
         say(axes, (0, y + 0.25), name)
-        found = [step.kill if line == 0 else step.power for step in STEPS]
         begin = left
         for save, same in groupby(enumerate(found), key=lambda each: each[1]):
             last = [number for number, _ in same][-1]

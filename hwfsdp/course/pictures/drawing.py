@@ -24,6 +24,16 @@ def clear(axes: Axes, x: Point, y: Point) -> None:
     axes.spines[:].set_visible(False)
 
 
+def name_ranks(
+    axes: Axes, columns: Sequence[float], row: float, names: Sequence[str], size: float = style.TEXT_SIZE
+) -> None:
+    """Name the ranks above their columns, and the rows of cells at the left; from one row to the next it is `row`."""
+    axes.xaxis.tick_top()
+    axes.set_xticks(columns, [f"rank {rank}" for rank in range(len(columns))])
+    axes.set_yticks([place * row + 0.5 for place in range(len(names))], names)
+    axes.tick_params(length=0, labelsize=size, labelcolor=style.GREYS[3])
+
+
 def headline(axes: Axes, text: str, pad: float = 8, **options: Any) -> None:
     axes.set_title(text, **{"loc": "left", "fontsize": style.TITLE_SIZE, "pad": pad, **options})
 

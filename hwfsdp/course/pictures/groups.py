@@ -32,8 +32,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 def draw() -> Figure:
     """Left bytes that a rank holds, right bytes that it sends; a bar for each strategy."""
     figure = sheet.new_figure(sheet.PAGE, 3.9)
-    left = figure.add_axes((0.07, 0.155, 0.40, 0.62))
-    right = figure.add_axes((0.56, 0.155, 0.40, 0.62))
+    left, right = (figure.add_axes((x, 0.155, 0.40, 0.62)) for x in (0.07, 0.56))
     headline(left, "Model states of a rank, GiB", 40, loc="center", weight="bold")
     stacks(left, {NAMES[strategy]: _states(strategy) for strategy in Strategy}, STATES)
     headline(right, "Sent by a rank in a step, GiB", 40, loc="center", weight="bold")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp.course.pictures.drawing import Point, arrow, box, clear, headline, say, stacks
+from hwfsdp.course.pictures.drawing import arrow, box, clear, headline, say, stacks
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
@@ -55,7 +55,7 @@ def _draw_grid(axes: Axes) -> None:
     """Two replicas of two shards; the rows that each rank holds, and what it exchanges with whom."""
     clear(axes, (-2.35, 8.2), (7.0, -0.9))
     headline(axes, "mesh (replicate, shard) of 2 × 2", 4, weight="bold")
-    larger = style.TEXT_SIZE + 1
+    larger, both_ways = style.TEXT_SIZE + 1, {"arrowstyle": "<->", "mutation_scale": 16}
     for rank in range(4):
         replica, shard = divmod(rank, 2)
         x, y = 4.9 * shard, 4.0 * replica
@@ -65,16 +65,12 @@ def _draw_grid(axes: Axes) -> None:
         box(axes, (x + 0.25, y + 0.8), color, rows, size=(2.5, 1.1), edgecolor="none")
     for place in range(2):
         y = 4.0 * place + 1.1
-        _draw_exchange(axes, (3.05, y), (4.85, y), style.VERMILION)
+        arrow(axes, (3.05, y), (4.85, y), style.VERMILION, 2.2, **both_ways)
         say(axes, (-0.2, y), f"replica {place}", larger, ha="right", color=style.BLACK)
         text = "gather,\nreduce-\nscatter"
         say(axes, (3.95, y - 0.5), text, ha="center", va="bottom", color=style.BLACK)
         x = 4.9 * place + 1.5
-        _draw_exchange(axes, (x, 2.25), (x, 3.95), style.VERMILION)
+        arrow(axes, (x, 2.25), (x, 3.95), style.VERMILION, 2.2, **both_ways)
         say(axes, (x + 0.25, 3.1), "all-reduce\nof these rows", color=style.BLACK)
     text = "inside: whole parameters and gradients of a group\nacross: this rank's rows of gradients"
     say(axes, (-2.3, 6.75), text)
-
-
-def _draw_exchange(axes: Axes, start: Point, end: Point, color: str) -> None:
-    arrow(axes, start, end, color, 2.2, arrowstyle="<->", mutation_scale=16)

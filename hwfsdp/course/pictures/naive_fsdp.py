@@ -47,9 +47,8 @@ def _draw_rows(axes: Axes) -> None:
         arrow(axes, (3.2, middle), (4.8, top + 0.5 * chunk), style.GREYS[2], 1.0)
         _draw_bracket(axes, 8.25, top, extent.length, f"its rows: ({extent.length}, {columns})")
     last = (RANKS - 1) * (chunk + 0.85) + chunk
-    text = (
-        f"With padding, every rank has {padded_local_numel(SHAPE, RANKS)} elements.\nIts own rows come first."
-    )
+    text = f"With padding, every rank has {padded_local_numel(SHAPE, RANKS)} elements."
+    text += "\nIts own rows come first."
     say(axes, (0.0, last + 0.75), text)
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from hwfsdp.comm import ring
-from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline
+from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline, name_ranks
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.plot import sheet, style
 
@@ -24,8 +24,7 @@ def draw() -> Figure:
     """Left an all-gather, right a reduce-scatter; a row is a step, a column is a rank."""
     walks = launch(walk, RANKS)
     figure = sheet.new_figure(sheet.PAGE, 3.8)
-    left = figure.add_axes((0.075, 0.12, 0.42, 0.73))
-    right = figure.add_axes((0.575, 0.12, 0.42, 0.73))
+    left, right = (figure.add_axes((x, 0.12, 0.42, 0.73)) for x in (0.075, 0.575))
     steps = ["start", *(f"round {step}" for step in range(1, RANKS))]
     _frame(left, "All-gather: parts are passed on", steps)
     _frame(right, "Reduce-scatter: sums are passed on", steps)
@@ -87,10 +86,7 @@ def walk() -> dict[str, list[Tensor]]:
 def _frame(axes: Axes, title: str, rows: list[str]) -> None:
     clear(axes, (-0.6, RANKS * PITCH - 0.4), (RANKS * ROW - 0.9, -0.75))
     headline(axes, title, 24, loc="center", weight="bold")
-    axes.xaxis.tick_top()
-    axes.set_xticks([rank * PITCH + 2 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
-    axes.set_yticks([step * ROW + 0.5 for step in range(RANKS)], rows)
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+    name_ranks(axes, [rank * PITCH + 2 for rank in range(RANKS)], ROW, rows)
 
 
 def _draw_memory(axes: Axes, rank: int, step: int, there: Tensor, letters: str) -> None:

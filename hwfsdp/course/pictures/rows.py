@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.core.sharding import chunk_extents, chunk_length
-from hwfsdp.course.pictures.drawing import caption, cells, clear, say
+from hwfsdp.course.pictures.drawing import caption, cells, clear, name_ranks, say
 from hwfsdp.plot import sheet, style
 
 RANKS = 4
@@ -19,17 +19,12 @@ def draw() -> Figure:
     figure = sheet.new_figure(sheet.PAGE, 4.0)
     axes = figure.add_axes((0.185, 0.11, 0.81, 0.80))
     clear(axes, (-0.1, RANKS * PITCH + 2.6), (len(CASES) * ROW - 0.3, -0.15))
-    axes.xaxis.tick_top()
-    axes.set_xticks([rank * PITCH + 1 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     names = [f"{n} rows, chunks of {chunk_length(n, RANKS)}" for n in CASES]
-    axes.set_yticks([line * ROW + 0.5 for line in range(len(CASES))], names)
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 0.5, labelcolor=style.GREYS[3])
+    name_ranks(axes, [rank * PITCH + 1 for rank in range(RANKS)], ROW, names, style.TEXT_SIZE + 0.5)
     for line, n in enumerate(CASES):
         _draw_case(axes, line * ROW, n)
-    caption(
-        figure,
-        "A cell is a row with its number; a dashed cell is padding: it takes memory and travels, but is part of no parameter.",
-    )
+    text = "A cell is a row with its number; a dashed cell is padding: it takes memory and travels, but is part of no parameter."
+    caption(figure, text)
     return figure
 
 

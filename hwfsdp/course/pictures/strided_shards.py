@@ -25,10 +25,8 @@ def draw() -> Figure:
     titles = ("[StridedShard(0, split_factor=2), Shard(0)]", "[Shard(0), Shard(0)]")
     for left, placements, title in zip((0.015, 0.515), (after, before), titles, strict=True):
         _draw_cuts(figure.add_axes((left, 0.1, 0.47, 0.86)), placements, title)
-    caption(
-        figure,
-        "A color is a rank, (fsdp, tp). A dashed cell is a rank without rows: (2, 0) on the left, (2, 1) on the right.",
-    )
+    text = "A color is a rank, (fsdp, tp). A dashed cell is a rank without rows: (2, 0) on the left, (2, 1) on the right."
+    caption(figure, text)
     return figure
 
 
