@@ -59,10 +59,8 @@ def _own(seen: Seen, source: Source) -> EventLog:
     log = Run([{"log": seen.log}]).log()
     files = {place.partition(":")[0] for event in log.events for place in event.code.split(INSIDE)} - {""}
     own = [file for file in files if path_of(file).resolve() == source.path.resolve()] or [str(source.path)]
-    log.about = {
-        **_virtual(seen.machine),
-        "code": dict.fromkeys(own, zlib.crc32((source.text or "").encode())),
-    }
+    code = dict.fromkeys(own, zlib.crc32((source.text or "").encode()))
+    log.about = {**_virtual(seen.machine), "code": code}
     return log
 
 

@@ -51,11 +51,8 @@ def check(
         print(json.dumps({**result.as_dict(), **({"player": str(page)} if page else {})}, indent=2))
     else:
         print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before, page))
-        if (
-            submission is None
-            and exercise.number == STATION
-            and (path := write_certificate(course, Progress.load(course)))
-        ):
+        is_last = submission is None and exercise.number == STATION
+        if is_last and (path := write_certificate(course, Progress.load(course))):
             print(f"  You wrote FSDP. Your certificate: {shown_path(path)}")
     return 0 if result.status == "passed" else 1
 

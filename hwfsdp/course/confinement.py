@@ -111,9 +111,8 @@ def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (
         folder: the folder that the ranks may write to.
         modules: modules of the package whose text the ranks must not see. off_limits: other paths that they must not see.
     """
-    read, look = _readable(
-        {path for module in modules for path in files_of(module)} | {*_CHECKS, *off_limits}
-    )
+    texts = {path for module in modules for path in files_of(module)}
+    read, look = _readable(texts | {*_CHECKS, *off_limits})
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     write, own = (folder, *map(Path, _WRITABLE)), privileges.may_change_user()
     user = _FIRST_USER + os.getpid() % _USERS if own and (landlock.version() or not reads_all) else None

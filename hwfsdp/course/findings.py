@@ -39,9 +39,8 @@ def told(
     misconceptions = own or [kind]
     if "{difference}" in sentence:
         is_alike = (got.shape, got.dtype) == (right.shape, right.dtype)
-        words["difference"] = (
-            largest_difference(got, right) if is_alike else f"being {got.dtype}, {tuple(got.shape)}"
-        )
+        other = f"being {got.dtype}, {tuple(got.shape)}"
+        words["difference"] = largest_difference(got, right) if is_alike else other
     is_less = len(misconceptions) > 1 and got < right
     message = f"{where} {sentence.format(got=got, right=right, **words)}"
     if isinstance(right, bool):  # the sentence is enough; "expected False" would not help a learner

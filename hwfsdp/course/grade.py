@@ -87,11 +87,10 @@ def grade(
     if source.text is None or not is_started(exercise, source.text):
         return result
     try:
-        overlay = (
-            _cut_out(exercise, source, folder, course, options.mine)
-            if exercise.places
-            else own_file(exercise, source)
-        )
+        if exercise.places:
+            overlay = _cut_out(exercise, source, folder, course, options.mine)
+        else:
+            overlay = own_file(exercise, source)
         if exercise.is_station and options.mine:
             result.before = _before(exercise, course)
         times, limits = _times(exercise, options), off_limits(course, folder)
@@ -193,10 +192,8 @@ def _run_checks(result: Grade, ranks: Ranks, on_check: OnCheck, options: Options
             raise checked.finding
         if checked.finding and not options.thorough:
             break
-    required = [
-        checked.passed for checked in every if checked.check.id in passed and not checked.check.is_bonus
-    ]
-    result.status = "passed" if all(required) else "failed"
+    required = (checked.check for checked in every if not checked.check.is_bonus)
+    result.status = "passed" if all(passed.get(check.id, True) for check in required) else "failed"
 
 
 def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:

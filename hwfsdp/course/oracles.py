@@ -71,11 +71,8 @@ def _functions_in(value: Any, depth: int = _DEEPEST) -> Iterator[types.FunctionT
         inner: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         inner += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
     elif type(value).__module__.startswith(ROOMS):  # named tuples, too
-        inner = [
-            type(value),
-            *getattr(value, "__dict__", {}).values(),
-            *(value if isinstance(value, tuple) else ()),
-        ]
+        items = value if isinstance(value, tuple) else ()
+        inner = [type(value), *getattr(value, "__dict__", {}).values(), *items]
     elif hasattr(value, "__wrapped__"):  # a cache around a function
         inner = [value.__wrapped__]
     elif isinstance(value, type):

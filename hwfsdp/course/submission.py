@@ -140,12 +140,8 @@ def not_python(source: Source, error: BaseException) -> Finding:
 
 def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
     """Return the exercise's functions that a file defines, by name; the last definition of a name counts."""
-    names = set(exercise.hole_names)
-    return {
-        name: node
-        for name, node in holes.definitions(text)
-        if name in names and isinstance(node, ast.FunctionDef)
-    }
+    names, found = set(exercise.hole_names), holes.definitions(text)
+    return {name: node for name, node in found if name in names and isinstance(node, ast.FunctionDef)}
 
 
 def _effects(exercise: Exercise, text: str) -> set[str]:

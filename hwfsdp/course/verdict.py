@@ -69,9 +69,8 @@ def _shown(value: Any) -> str | int | float | None:
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "numel"):  # a tensor, known without loading torch
-        value = (
-            value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
-        )
+        is_long, shape = value.numel() > 16, tuple(value.shape)
+        value = f"{value.flatten()[:8].tolist()}… {shape}" if is_long else value.tolist()
     return one_line(str(value), 300)
 
 

@@ -68,6 +68,5 @@ def watch_wire() -> Iterator[Wire]:
 
 def _calls_of(kind: type) -> list[str]:
     """Return the names of a store's own methods, and of the function that makes one."""
-    return [
-        name for name, call in vars(kind).items() if callable(call) and (name == "__init__" or name[0] != "_")
-    ]
+    calls = [name for name, call in vars(kind).items() if callable(call)]
+    return [name for name in calls if name == "__init__" or name[0] != "_"]

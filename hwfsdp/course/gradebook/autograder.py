@@ -81,11 +81,8 @@ def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int
     yield "run_autograder", (_filled("run_autograder.sh", limit), 0o755)
     yield "requirements.txt", ("\n".join(requirements()).encode() + b"\n", 0o644)
     exercises = course.root / "exercises"
-    for folder in [
-        PACKAGE,
-        *(exercise.folder for exercise in course.exercises),
-        *map(exercises.joinpath, EXTRAS),
-    ]:
+    own = [exercise.folder for exercise in course.exercises]
+    for folder in (PACKAGE, *own, *map(exercises.joinpath, EXTRAS)):
         root = PACKAGE.parent if folder == PACKAGE else course.root
         for path in folder.rglob("*"):
             name = path.relative_to(root).as_posix()

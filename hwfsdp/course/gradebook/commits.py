@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 SECONDS = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -75,15 +76,9 @@ def _committed(repository: Path, commit: str) -> str:
     with tempfile.TemporaryDirectory(prefix="hwfsdp-git-") as folder:
         ours = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"}
         ours |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
+        git = ["git", "--git-dir", str(Path(folder) / "empty")]
+        limits: dict[str, Any] = {"check": True, "timeout": SECONDS, "capture_output": True, "text": True}
+        subprocess.run([*git, "init", "-q", "--bare"], env=ours, **limits)
         theirs = {**ours, "GIT_OBJECT_DIRECTORY": str((repository / "objects").absolute())}
-        said = ""
-        for words, environ in (
-            (["init", "-q", "--bare"], ours),
-            (["show", "-s", "--format=%cI", f"{commit}^{{commit}}"], theirs),
-        ):
-            call = ["git", "--git-dir", str(Path(folder) / "empty"), *words]
-            done = subprocess.run(
-                call, env=environ, check=True, timeout=SECONDS, capture_output=True, text=True
-            )
-            said = done.stdout
-    return said.strip()
+        show = [*git, "show", "-s", "--format=%cI", f"{commit}^{{commit}}"]
+        return str(subprocess.run(show, env=theirs, **limits).stdout).strip()

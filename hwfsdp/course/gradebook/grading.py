@@ -132,9 +132,8 @@ class ClassRun:
         hidden = self._hidden if settings.seed is None else None
         inputs = hidden or draw_inputs(settings.seed, key)
         kept = None if inputs.hidden or settings.seed is not None else inputs.key.hex()
-        self.journal.begin(
-            course=self.version, inputs=kept, fingerprint=inputs.fingerprint, folder=str(self.folder)
-        )
+        how = {"course": self.version, "inputs": kept, "fingerprint": inputs.fingerprint}
+        self.journal.begin(**how, folder=str(self.folder))
         return inputs
 
     def __enter__(self) -> ClassRun:
@@ -177,9 +176,8 @@ class ClassRun:
             self._tell(handed.name)
             folder = self.folder / str(index)
             folder.mkdir()
-            pending = self._pending[handed.name] = _Pending(
-                collect(handed, folder, self.course.exercises, settings.zone)
-            )
+            collected = collect(handed, folder, self.course.exercises, settings.zone)
+            pending = self._pending[handed.name] = _Pending(collected)
             orders = [order for what in self.targets if (order := self._order(pending, what))]
             pending.waiting = {order.what for order in orders}
             if not orders:
@@ -274,10 +272,8 @@ class ClassRun:
             return collected.submitted, collected.submitted_by
         if self.settings.times_count:
             says = f"the {by} tells {why_not}" if (by := collected.submitted_by) else "nothing tells one"
-            collected.errors.append(
-                f"time unknown, {says}: it counts as handed in when it was graded, {now:%Y-%m-%d %H:%M} UTC; "
-                "give its time with --submitted"
-            )
+            counts = f"it counts as handed in when it was graded, {now:%Y-%m-%d %H:%M} UTC"
+            collected.errors.append(f"time unknown, {says}: {counts}; give its time with --submitted")
         return now, UNKNOWN
 
     def _tell(self, name: str) -> None:

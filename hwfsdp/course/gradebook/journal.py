@@ -102,9 +102,8 @@ class Journal:
 
     def exercise(self, key: Key, exercise: Line, final: bool) -> None:
         """Record a finished exercise."""
-        place = self._write(
-            {"kind": "exercise", "name": key.name, "key": key.content, "final": final, "exercise": exercise}
-        )
+        line = {"kind": "exercise", "name": key.name, "key": key.content, "final": final}
+        place = self._write({**line, "exercise": exercise})
         if final:
             self._exercises[key] = place
 

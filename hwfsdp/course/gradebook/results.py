@@ -84,15 +84,11 @@ class Result:
 
 def opaque(result: Result) -> Result:
     """Return the result without what would reveal the inputs: expected, actual, and most messages."""
-    exercises = tuple(
-        {
-            **exercise,
-            "checks": [
-                {**check, **dict.fromkeys(OPAQUE), "message": _told(check)} for check in exercise["checks"]
-            ],
-        }
-        for exercise in result.exercises
-    )
+
+    def hidden(check: dict[str, Any]) -> dict[str, Any]:
+        return {**check, **dict.fromkeys(OPAQUE), "message": _told(check)}
+
+    exercises = tuple({**each, "checks": [*map(hidden, each["checks"])]} for each in result.exercises)
     extra = {name: _opaque_extra(found) for name, found in result.extra.items()}
     return replace(result, exercises=exercises, extra=extra)
 
@@ -116,11 +112,9 @@ def _told(check: dict[str, Any]) -> str | None:
 def _opaque_extra(found: dict[str, Any]) -> dict[str, Any]:
     """Return only the fields in TOLD: another grader made this result, so its other fields may reveal inputs."""
     kept = {key: found[key] for key in TOLD if key in found}
-    checks = [
-        {
-            **{key: check[key] for key in TOLD if key in check},
-            **({"message": told} if (told := _told(check)) else {}),
-        }
-        for check in found.get("checks", ())
-    ]
-    return {**kept, "checks": checks} if checks else kept
+    for check in found.get("checks", ()):
+        told = {key: check[key] for key in TOLD if key in check}
+        if message := _told(check):
+            told["message"] = message
+        kept.setdefault("checks", []).append(told)
+    return kept

@@ -94,20 +94,17 @@ def grade_lab(folder: Path, course: Course, only: str | None = None) -> LabGrade
     try:
         answers = read_answers(find_answers(folder), bugs)
     except UsageError as error:
-        first = empty[0]._replace(
-            passed=False, misconception="unreadable-answer", message=printable(str(error))
-        )
+        first = LabCheck(empty[0].id, False, "unreadable-answer", printable(str(error)))
         return LabGrade([first, *empty[1:]], "error", str(error), time.monotonic() - began)
-    if not any(any(answers[bug.directory]) for bug in chosen):
-        return LabGrade(empty)
     answered = [bug for bug in chosen if any(answers[bug.directory])]
+    if not answered:
+        return LabGrade(empty)
     measured = evidence_of(answered, seals, course)
     checks: list[LabCheck] = []
     for bug in chosen:
         name = bug.directory
-        checks += (
-            _judge(bug, answers[name], seals[name], measured[name]) if bug in answered else _unanswered(bug)
-        )
+        is_answered = name in measured
+        checks += _judge(bug, answers[name], seals[name], measured[name]) if is_answered else _unanswered(bug)
     status = "passed" if all(check.passed for check in checks) else "failed"
     return LabGrade(checks, status, "", time.monotonic() - began)
 

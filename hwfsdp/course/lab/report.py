@@ -40,9 +40,8 @@ def listed(standings: Sequence[Standing], style: Style) -> str:
 
 def shown(bug: Bug, style: Style) -> str:
     """Return symptom and questions of one bug."""
-    return filled(
-        "lab_bug.txt", bug=bug, script=shown_path(bug.script), style=style, letters=LETTERS
-    ).rstrip()
+    script = shown_path(bug.script)
+    return filled("lab_bug.txt", bug=bug, script=script, style=style, letters=LETTERS).rstrip()
 
 
 def described(run: Run) -> str:
@@ -62,8 +61,6 @@ def judged(grade: LabGrade, titles: Mapping[str, str], style: Style) -> str:
     """Return the verdicts on answers. `titles`: by number of the bug."""
     if grade.status == "error":
         return f"  {printable(grade.problem)}"
-    bugs = {
-        f"{number} {title}": [check for check in grade.checks if check.id.startswith(f"{number}.")]
-        for number, title in titles.items()
-    }
+    groups = {n: [check for check in grade.checks if check.id.startswith(f"{n}.")] for n in titles}
+    bugs = {f"{number} {title}": groups[number] for number, title in titles.items()}
     return filled("lab_verdict.txt", grade=grade, bugs=bugs, marks=MARKS, style=style).rstrip()

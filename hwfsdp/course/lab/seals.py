@@ -64,10 +64,8 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
     """
     with misread("lab.seals"):
         found = tomllib.loads((lab_folder(course) / FILE).read_text())
-        tables = {bug.directory: found[bug.directory] for bug in bugs}
-        return {
-            name: Seal(name, *(str(table[f]) for f in Seal._fields[1:])) for name, table in tables.items()
-        }
+        names = [bug.directory for bug in bugs]
+        return {name: Seal(name, *(str(found[name][f]) for f in Seal._fields[1:])) for name in names}
 
 
 def written(seals: list[Seal]) -> str:

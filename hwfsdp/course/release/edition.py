@@ -48,8 +48,10 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
 _KEPT_TESTS = ("tests/exercises/", "tests/test_edition.py")
 # Folders of the course. In the second one, the marks are not secret, and `SOURCE` is not there.
-_COMPILED = ("checks", "stations")
-_WITH_BODIES = (bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED))
+_COMPILED = ("course/checks", "course/stations")
+_WITH_BODIES = [
+    f"{each}/*{bodies.SUFFIX}" for each in (bodies.FOLDER.name, "course/checks", "course/stations")
+]
 _AS_TEXT = ("__init__.py", "stages.py")
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
@@ -85,9 +87,7 @@ _CHANGES = {  # files at the top that mention missing parts: a pattern → its r
         r"^python_requires = [^\n]*": f"python_requires = ==3.{_MINOR}.*",
         rf"^[^\n]*Python :: 3\.(?!{_MINOR}\n)\d+\n": "",
         r"^# Programs that tests/clients trains[^\n]*\n(?:\w+ =\n(?:    [^\n]*\n)+)+": "",
-        "hwfsdp = py.typed": ", ".join(
-            ["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _WITH_BODIES)]
-        ),
+        "hwfsdp = py.typed": ", ".join(["hwfsdp = py.typed", *_WITH_BODIES]),
     },
 }
 
@@ -140,9 +140,8 @@ def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
 
 
 def _listed(root: Path, *options: str) -> list[str]:
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", *options, "-z"], capture_output=True, text=True
-    )
+    call = ["git", "-C", str(root), "ls-files", *options, "-z"]
+    listed = subprocess.run(call, capture_output=True, text=True)
     if listed.returncode:
         raise unusable("release.git", root=root, got=" ".join(listed.stderr.split()) or "none")
     return sorted(filter(None, listed.stdout.split("\0")))
@@ -162,7 +161,7 @@ def _blank_package(course: Course, out: Path) -> None:
 
 def _compile_checks(package: Path) -> None:
     """Compile every module of the checks. Only the first paragraph of its docstring stays."""
-    for path in (path for name in _COMPILED for path in package.joinpath("course", name).glob("*.py")):
+    for path in (path for name in _COMPILED for path in (package / name).glob("*.py")):
         if path.name not in _AS_TEXT:
             module, source = f"hwfsdp.course.{path.parent.name}.{path.stem}", path.read_text()
             path.with_suffix(bodies.SUFFIX).write_bytes(bodies.pack(_compiled(module, source)))
@@ -247,11 +246,8 @@ def _change_notebook(path: Path, out: Path) -> None:
 def _leads(text: str, out: Path) -> str:
     said, mark, rest = text.rpartition(_YOURSELF)
     found = list(_LEADS_TO.finditer(rest))
-    there = [
-        each["item"]
-        for each in found
-        if all((out / name).exists() for name in _EXERCISE.findall(each["item"]))
-    ]
+    items = [each["item"] for each in found]
+    there = [item for item in items if all((out / name).exists() for name in _EXERCISE.findall(item))]
     if len(there) == len(found):
         return text
     return f"{said}{mark}{rest[:found[0].start()]}:{', and'.join(there)}." if there else said.rstrip()
