@@ -18,7 +18,7 @@ import ast
 import functools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -80,10 +80,9 @@ def _explained(text: str) -> list[str]:
 
 def summary(name: Definition) -> str:
     """Return the first line of a definition's docstring, or what its class says about the attribute; "" if there is neither."""
+    if node := _defined(name):
+        return _NOTE.sub("", (ast.get_docstring(node) or "").partition("\n")[0])
     last = name.name.rpartition(".")[2]
-    for node in _scope(name).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
-            return _NOTE.sub("", (ast.get_docstring(node) or "").partition("\n")[0])
     told = " ".join((ast.get_docstring(_scope(name)) or "").partition("Attributes:")[2].split())
     found = re.search(rf"(?:^|[.] ){last}: (.*?[.])(?: |$)", told) if name.owner else None
     return _NOTE.sub("", found[1]) if found else ""
@@ -98,6 +97,13 @@ def _scope(name: Definition) -> ast.Module | ast.ClassDef:
     return scope
 
 
+def _defined(name: Definition) -> ast.FunctionDef | ast.ClassDef | None:
+    """Return the function or class of this name; None if it is a variable, or not there."""
+    last = name.name.rpartition(".")[2]
+    found = (node for node in _scope(name).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return next((node for node in found if node.name == last), None)
+
+
 @functools.lru_cache(maxsize=1024)
 def described(name: Definition) -> str:
     """Return the kind of a definition in one word, then its signature or type.
@@ -106,12 +112,11 @@ def described(name: Definition) -> str:
         UsageError: the name is not in its module.
     """
     owner, last = name.owner, name.name.rpartition(".")[2]
-    body = _scope(name).body
-    for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == last:
-            return _function(node, name.name, is_method=bool(owner))
-        if isinstance(node, ast.ClassDef) and node.name == last:
-            return _class(node, name.name)
+    node, body = _defined(name), _scope(name).body
+    if isinstance(node, ast.FunctionDef):
+        return _function(node, name.name, is_method=bool(owner))
+    if isinstance(node, ast.ClassDef):
+        return _class(node, name.name)
     types = dict(_attributes(body)) if owner else dict(_values(body))
     if last in types:
         return f"{'attribute' if owner else 'constant'} {name.name}{types[last]}"
@@ -158,23 +163,16 @@ def _class(node: ast.ClassDef, name: str) -> str:
 
 def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yield the variables of a module, each with its type, or with its value if that is short."""
-    for name, of in variables(body):
-        yield name, of and f": {of}"
-    for statement in body:
-        if isinstance(statement, ast.Assign):
-            for each, value in _pairs(statement.targets[0], statement.value):
-                text = ast.unparse(value)
-                yield ast.unparse(each), f" = {text}" if len(text) < _SHORT else ""
+    for each in _assignments(body):
+        value = ast.unparse(each.value) if each.value else ""
+        of_value = f" = {value}" if 0 < len(value) < _SHORT else ""
+        yield ast.unparse(each.target), f": {each.type}" if each.type else of_value
 
 
 def variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yield the names that statements assign, with their types; "" if the source states no type."""
-    for statement in body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            yield statement.target.id, ast.unparse(statement.annotation)
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                yield from ((node.id, "") for node in ast.walk(target) if isinstance(node, ast.Name))
+    found = _assignments(body)
+    return ((each.target.id, each.type) for each in found if isinstance(each.target, ast.Name))
 
 
 def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -185,37 +183,39 @@ def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     made = {name: ast.unparse(returns) for name, returns in returned.items() if returns}
     for method in methods:
         arguments = [*method.args.args, *method.args.kwonlyargs]
-        types = {each.arg: ast.unparse(each.annotation) for each in arguments if each.annotation}
-        for name, of in _assigned(method, made | types):
-            found[name] = found.get(name) or of
+        types = {arg.arg: ast.unparse(arg.annotation) for arg in arguments if arg.annotation}
+        for each in _assignments(ast.walk(method)):
+            if isinstance(each.target, ast.Attribute) and ast.unparse(each.target.value) == "self":
+                name = each.target.attr
+                found[name] = found.get(name) or each.type or _type_of(each.value, made | types)
     yield from ((name, of and f": {of}") for name, of in found.items())
 
 
-def _assigned(method: ast.FunctionDef, types: dict[str, str]) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(method):
+class _Assignment(NamedTuple):
+    """An assignment to one target. The value is None if it is unknown; the type is "" if the source states none."""
+
+    target: ast.expr
+    value: ast.expr | None
+    type: str
+
+
+def _assignments(nodes: Iterable[ast.AST]) -> Iterator[_Assignment]:
+    """Yield the assignments among these nodes. `a, b = c, d` gives two. `a, b = c` gives two with unknown values."""
+    for node in nodes:
         if isinstance(node, ast.AnnAssign):
-            yield from ((name, ast.unparse(node.annotation)) for name in _of_self(node.target))
+            yield _Assignment(node.target, node.value, ast.unparse(node.annotation))
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                for each, value in _pairs(target, node.value):
-                    yield from ((name, _type_of(value, types)) for name in _of_self(each))
+                if not isinstance(target, ast.Tuple):
+                    yield _Assignment(target, node.value, "")
+                elif isinstance(node.value, ast.Tuple):
+                    pairs = zip(target.elts, node.value.elts, strict=True)
+                    yield from (_Assignment(each, value, "") for each, value in pairs)
+                else:
+                    yield from (_Assignment(each, None, "") for each in target.elts)
 
 
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Pair targets with values. `a, b = c, d` gives (a, c) and (b, d). `a, b = c` gives a and b, each with an unknown value."""
-    if not isinstance(target, ast.Tuple):
-        return [(target, value)]
-    if isinstance(value, ast.Tuple):
-        return list(zip(target.elts, value.elts, strict=True))
-    return [(each, ast.Constant(...)) for each in target.elts]
-
-
-def _of_self(target: ast.expr) -> list[str]:
-    is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    return [target.attr] if is_own and isinstance(target, ast.Attribute) else []
-
-
-def _type_of(value: ast.expr, types: dict[str, str]) -> str:
+def _type_of(value: ast.expr | None, types: dict[str, str]) -> str:
     """Return the type of a parameter, a literal, a new object, or the result of a method in `types`; "" for all other values."""
     if isinstance(value, ast.Name):
         return types.get(value.id, "")

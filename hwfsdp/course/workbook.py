@@ -96,20 +96,18 @@ def _restored(course: Course) -> Iterator[str]:
 
 def grading_problems(course: Course, exercise: Exercise) -> list[str]:
     """Return the problems with the grades of an exercise's starter and solution, one line each."""
-    return list(_grading_problems(course, exercise))
-
-
-def _grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
+    found = []
     started = graded(exercise, course, starter(exercise))
     if (started.status, started.score) != ("not_started", 0):
-        yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."
+        found.append(f"the starter is {started.status} with {started.score} points, not not_started.")
     full = graded(exercise, course, solution(exercise))
     if not full.has_everything:
-        yield f"{exercise.number}: the solution gets {full.score} of {exercise.points} points: {failures(full)}"
+        found.append(f"the solution gets {full.score} of {exercise.points} points: {failures(full)}")
     for place in exercise.places:
         text = holes.blank(solution(exercise), place.name, exercise.number)
         if graded(exercise, course, text, Options(seed=SEED, thorough=False)).status == "passed":
-            yield f"{exercise.number}: {place.name} can be left blank and every check passes."
+            found.append(f"{place.name} can be left blank and every check passes.")
+    return [f"{exercise.number}: {problem}" for problem in found]
 
 
 def graded(exercise: Exercise, course: Course, text: str, options: Options = Options(seed=SEED)) -> Grade:

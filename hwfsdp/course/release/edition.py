@@ -49,9 +49,7 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
 _KEPT_TESTS = ("tests/exercises/", "tests/test_edition.py")
 # Folders of the course. In the second one, the marks are not secret, and `SOURCE` is not there.
 _COMPILED = ("course/checks", "course/stations")
-_WITH_BODIES = [
-    f"{each}/*{bodies.SUFFIX}" for each in (bodies.FOLDER.name, "course/checks", "course/stations")
-]
+_WITH_BODIES = [f"{folder}/*{bodies.SUFFIX}" for folder in (bodies.FOLDER.name, *_COMPILED)]
 _AS_TEXT = ("__init__.py", "stages.py")
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
