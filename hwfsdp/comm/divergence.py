@@ -26,7 +26,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,19 +133,11 @@ def _comparable(reports: Sequence[Report]) -> list[Report]:
             recorded.setdefault(group, set()).add(found)
     one_sided = {group for group, answers in recorded.items() if len(answers) > 1}
 
-    def comparable(call: Call) -> Call | None:
-        if call.group not in one_sided:
-            return call
-        return call._replace(number=call.own_number) if call.own_number else None
+    def comparable(calls: Sequence[Call]) -> list[Call]:
+        seen = [call for call in calls if call.own_number or call.group not in one_sided]
+        return [call._replace(number=call.own_number) if call.group in one_sided else call for call in seen]
 
-    return [
-        (
-            report
-            if report.calls is None
-            else report._replace(calls=[*filter(None, map(comparable, report.calls))])
-        )
-        for report in reports
-    ]
+    return [report._replace(calls=report.calls and comparable(report.calls)) for report in reports]
 
 
 def _kind(call: Call) -> tuple[object, ...]:
@@ -327,7 +319,8 @@ class _Row(NamedTuple):
 
 def _table(parting: _Parting, by_rank: dict[int, Report]) -> str:
     members = sorted({*members_of(parting.group), *parting.calls} & by_rank.keys())
-    rows = [row for number in _window(parting) for row in _rows_of(number, parting.group, members, by_rank)]
+    window = range(max(1, parting.number - _BEFORE), parting.number + _AFTER + 1)
+    rows = [row for number in window for row in _rows_of(number, parting.group, members, by_rank)]
     heading = f"collectives of {_group_named(parting.group)}"
     texts = [_described(row, row.number == parting.number) for row in rows]
     widths = [max(len(text[i]) for text in texts) for i in range(len(texts[0]))]
@@ -346,10 +339,6 @@ def _table(parting: _Parting, by_rank: dict[int, Report]) -> str:
 
     body = [line(text, (row.states[c[0]] for c in columns)) for text, row in zip(lines, rows, strict=True)]
     return "\n".join([line(f"   {heading}", heads), *body])
-
-
-def _window(parting: _Parting) -> range:
-    return range(max(1, parting.number - _BEFORE), parting.number + _AFTER + 1)
 
 
 def _rows_of(number: int, group: str, members: Sequence[int], by_rank: dict[int, Report]) -> list[_Row]:
@@ -371,30 +360,17 @@ def _rows_of(number: int, group: str, members: Sequence[int], by_rank: dict[int,
 
 
 def _described(row: _Row, is_parting: bool) -> tuple[str, ...]:
-    call = row.call
-    owner = call.owner if len(call.owner) <= _LONGEST_OWNER else f"…{call.owner[1 - _LONGEST_OWNER:]}"
+    call, mark = row.call, ">" if is_parting else ""
     number = str(row.number) if row.is_first else ""
-    return (
-        ">" if is_parting else "",
-        number,
-        call.op,
-        owner or ("(yours)" if call.own_number == 0 else ""),
-        call.dtype,
-        f"{call.nbytes:,} B",
-    )
+    owner = call.owner if len(call.owner) <= _LONGEST_OWNER else f"…{call.owner[1 - _LONGEST_OWNER:]}"
+    owner = owner or ("(yours)" if call.own_number == 0 else "")
+    return mark, number, call.op, owner, call.dtype, f"{call.nbytes:,} B"
 
 
 def _aligned(cells: tuple[str, ...], widths: Sequence[int]) -> str:
     """Align the cells of a line: text to the left, numbers to the right."""
-    to_right: list[Callable[[str, int], str]] = [
-        str.ljust,
-        str.rjust,
-        str.ljust,
-        str.ljust,
-        str.ljust,
-        str.rjust,
-    ]
-    return "  ".join(put(c, w) for put, c, w in zip(to_right, cells, widths, strict=True))
+    sides = "<><<<>"  # of the number and of the bytes: the right
+    return "  ".join(f"{c:{side}{w}}" for c, side, w in zip(cells, sides, widths, strict=True))
 
 
 def _equal_columns(members: Sequence[int], rows: Sequence[_Row]) -> list[list[int]]:
