@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hwfsdp import EventLog, launch, record
-from hwfsdp.observe import clocks, events, recording
+from hwfsdp.observe import events, recording
 from hwfsdp.observe.clocks import Offset, RankClock, answer_with_time, measure_offset, shifts_to_one_axis
 from hwfsdp.observe.events import HostMark
 
@@ -37,7 +37,7 @@ def around_a_barrier(machine: str | None) -> EventLog | None:
     """Record a span before the ranks meet and one after. With `machine`, each rank pretends to be on its own machine."""
     rank, real = dist.get_rank(), time.perf_counter
     ahead = AHEAD / 1e6 * rank if machine else 0.0
-    here = f"{machine} {rank}" if machine else clocks.this_machine()
+    here = f"{machine} {rank}" if machine else recording.this_machine()
     with mock.patch.object(time, "perf_counter", lambda: real() + ahead):
         with mock.patch.object(recording, "this_machine", lambda: here):
             with record() as log:
@@ -105,7 +105,7 @@ def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: st
 
 def test_containers_of_one_host_name_are_told_apart_by_the_start_of_their_machine() -> None:
     with mock.patch.object(socket, "gethostname", lambda: "node"):
-        assert clocks.this_machine() not in ("node", "")
+        assert recording.this_machine() not in ("node", "")
 
 
 def test_ranks_outside_the_group_have_no_part_in_it() -> None:

@@ -47,8 +47,8 @@ OUT_OF_ORDER = {"core", "features", "course"}
 LONGEST = 250  # lines of code of a file
 # files that are longer still, with their lines; may only shrink
 LONG = {
-    "comm/divergence.py": 288,
-    "comm/shared_memory.py": 397,
+    "comm/divergence.py": 264,
+    "comm/shared_memory.py": 393,
     "course/checks/strided_shards_runs.py": 268,
     "course/doors.py": 324,
     "course/run.py": 359,

@@ -537,15 +537,13 @@ class Neighbors:
 
 # --- Finding each other ------------------------------------------------------------------------------------
 
-_UNKNOWN = "not asked yet"
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] = weakref.WeakKeyDictionary()
 
 
 def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
     """Return the group for the same ranks, or None if they share no memory. All ranks must make the first call together."""
-    known = _found.get(group, _UNKNOWN)
-    if not isinstance(known, str):
-        return known
+    if group in _found:
+        return _found[group]
     found = None
     if compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1:
         with events.paused(), compat.unseen_by_modes():
@@ -565,9 +563,9 @@ def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX)) if wanted and place else None
         here = listener is not None and _listen_at(listener, Path(place) / str(rank)) and _may_share_memory()
-        machines = _agree(group, _machine() if here else "")
+        machines = _agree(group, this_machine() if here else "")
         sockets = None
-        if listener is not None and set(machines) == {_machine()}:
+        if listener is not None and set(machines) == {this_machine()}:
             sockets = _connect(listener, Path(place), rank, size, min(timeout, _PATIENCE))
         connected = all(_agree(group, sockets is not None))
     if rank == 0 and place:
@@ -591,8 +589,8 @@ def _new_directory() -> str:
         return ""
 
 
-def _machine() -> str:
-    """Return an id of this machine. Other machines have other ids, even if they see the same directories."""
+def this_machine() -> str:
+    """Return a name of this machine since its last start. No other machine has it, even if it sees the same directories."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 

@@ -15,9 +15,7 @@ Note [Round trips]
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +53,6 @@ def read_clocks(about: Mapping[str, Any]) -> dict[int, RankClock]:
 
 
 _NUMBER = r"[0-9]{1,8}"
-
-
-def this_machine() -> str:
-    """Return a name of this machine since its last start. No other machine has this name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:

@@ -39,11 +39,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
+from hwfsdp.comm.shared_memory import this_machine
 from hwfsdp.compat import gloo_beside
 from hwfsdp.core import observer
 from hwfsdp.errors import StateError
 from hwfsdp.observe import events
-from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset, this_machine
+from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset
 from hwfsdp.observe.collectives import watch_collectives, watch_operators, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Draft, Recorder
