@@ -100,17 +100,15 @@ def watch_collectives() -> Iterator[None]:
     if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
         yield
         return
-    with ExitStack() as patches:
-        for name, collective in _WATCHED.items():
-            if hasattr(dist, name):
-                wrapper = _WatchedFunction(getattr(dist, name), collective)
-                patches.enter_context(mock.patch.object(dist, name, wrapper))
-                if name not in _IN_BATCHES:
-                    patches.enter_context(mock.patch.object(distributed_c10d, name, wrapper))
-        batch = _watched_batch(distributed_c10d.batch_isend_irecv)
-        patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
-        patches.enter_context(mock.patch.object(distributed_c10d, "batch_isend_irecv", batch))
-        patches.enter_context(mock.patch.object(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__)))
+    wrappers: dict[str, Any] = {
+        name: _WatchedFunction(getattr(dist, name), collective)
+        for name, collective in _WATCHED.items()
+        if hasattr(dist, name)
+    }
+    wrappers["batch_isend_irecv"] = _watched_batch(dist.batch_isend_irecv)
+    inside = {name: wrapper for name, wrapper in wrappers.items() if name not in _IN_BATCHES}
+    operations = mock.patch.object(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__))
+    with mock.patch.multiple(dist, **wrappers), mock.patch.multiple(distributed_c10d, **inside), operations:
         yield
 
 
@@ -154,8 +152,7 @@ class _WatchedFunction:
         recorder.inside_collective = True
         try:
             call = partial(self.original, *args, **kwargs)
-            event = draft.event
-            work = history.watch(call, event.op, arguments.get("group"), event.dtype, event.bytes)
+            work = history.watch(call, draft.op, arguments.get("group"), draft.dtype, draft.bytes)
         finally:
             recorder.inside_collective = False
         _close_when_done(draft, work, recorder)
@@ -264,15 +261,14 @@ _VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 @contextmanager
 def watch_operators(recorder: Recorder) -> Iterator[None]:
     """Log functional collectives, as DTensors use them, when Python calls their operators."""
+    variants = product(_OPERATORS.items(), _VARIANTS)
+    logged: dict[str, Any] = {name + end: partial(_log_call, op) for (name, op), end in variants}
+    logged["wait_tensor"] = _log_wait
     with ExitStack() as patches:
-        for namespace in functional_operators():
-            for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
-                if hasattr(namespace, name + variant):
-                    operator = _Operator(getattr(namespace, name + variant), recorder, partial(_log_call, op))
-                    patches.enter_context(mock.patch.object(namespace, name + variant, operator))
-            if hasattr(namespace, "wait_tensor"):
-                waiting = _Operator(namespace.wait_tensor, recorder, _log_wait)
-                patches.enter_context(mock.patch.object(namespace, "wait_tensor", waiting))
+        for namespace, (name, log) in product(functional_operators(), logged.items()):
+            if hasattr(namespace, name):
+                operator = _Operator(getattr(namespace, name), recorder, log)
+                patches.enter_context(mock.patch.object(namespace, name, operator))
         yield
 
 

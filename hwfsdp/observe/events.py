@@ -149,11 +149,6 @@ class Draft:
         self.follows_stream = False
         recorder.drafts.append(self)
 
-    @property
-    def event(self) -> Event:
-        """Return the event as far as it is known now, without times."""
-        return self.timed(0, 0.0, 0.0)
-
     def close(self, mark: Mark | None = None) -> None:
         """End the event at `mark`, or at the point that its stream has reached. If the event has ended already, do nothing."""
         if self.end is None:
@@ -280,8 +275,7 @@ class Recorder:
         self._resizing = op
         stream = self.stream or "compute"
         draft = Draft(self, op, stream)
-        if stream in self.waits:
-            draft.after = tuple(self.waits.pop(stream).values())
+        draft.after = tuple(self.waits.pop(stream, {}).values())
         draft.bytes, draft.writes = abs(by), (self.ledger.resized(storage, to),)
         draft.end = draft.begin
         self.last_seq[stream] = draft.seq
@@ -417,17 +411,18 @@ def scope(
 
     None keeps the value from outside the block. Without a recording this does nothing.
     """
-    return _NOTHING if _active is None else _scoped(_active, phase, owner, clock)
+    if _active is None:
+        return _NOTHING
+    given = {"phase": phase, "owner": owner, "clock": clock}
+    return holding(_active, **{name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager
-def _scoped(recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> Iterator[None]:
+def holding(recorder: Recorder, **fields: Any) -> Iterator[None]:
     """Set fields of the recorder for the block, and restore the old values afterwards."""
-    outer = recorder.phase, recorder.owner, recorder.clock
-    recorder.phase = recorder.phase if phase is None else phase
-    recorder.owner = recorder.owner if owner is None else owner
-    recorder.clock = clock or recorder.clock
+    outer = {name: getattr(recorder, name) for name in fields}
+    vars(recorder).update(fields)
     try:
         yield
     finally:
-        recorder.phase, recorder.owner, recorder.clock = outer
+        vars(recorder).update(outer)

@@ -84,20 +84,11 @@ class Instrument:
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         recorder = events.active()
-        return current if recorder is None else self._running(stream, current, recorder)
-
-    @contextmanager
-    def _running(
-        self, stream: Stream, current: AbstractContextManager[Any], recorder: Recorder
-    ) -> Iterator[None]:
-        outer = recorder.stream, recorder.clock, recorder.host_runs_stream
-        recorder.stream, recorder.host_runs_stream = stream.name, stream.is_host
-        recorder.clock = clock_of_stream(stream)
-        try:
-            with current:
-                yield
-        finally:
-            recorder.stream, recorder.clock, recorder.host_runs_stream = outer
+        if recorder is None:
+            return current
+        clock = clock_of_stream(stream)
+        fields = {"stream": stream.name, "host_runs_stream": stream.is_host, "clock": clock}
+        return _both(events.holding(recorder, **fields), current)
 
     # --- the moments of a state ---
 
