@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.core.precision import Dtypes
 from hwfsdp.core.state import state_of
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
@@ -64,9 +65,10 @@ def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout
                 if param not in claimed:
                     claimed.add(param)
                     slots.append((inner, name))
-                    dtypes = param.dtype, layout.gather_dtype or param.dtype, layout.reduce_dtype
+                    gathered = layout.gather_dtype or param.dtype
+                    dtypes = Dtypes(param.dtype, gathered, layout.reduce_dtype, None)
                     fqn = prefixes[inner] + name
-                    params.append(about_param(fqn, param.shape, *dtypes, param.requires_grad))
+                    params.append(about_param(fqn, param.shape, dtypes, param.requires_grad))
         fqn = prefixes[module].removesuffix(".") or type(model).__name__
         from_ranks = layout.shards if again and layout.shards > 1 else 0
         about = GroupAbout(fqn, layout.shards, layout.replicas, from_ranks, tuple(params))

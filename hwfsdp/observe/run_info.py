@@ -21,10 +21,11 @@ from torch import nn
 
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.precision import Dtypes
 from hwfsdp.core.state import state_of
 from hwfsdp.features.lookup import replicas_of
 from hwfsdp.observe.accounting import GroupSizes
-from hwfsdp.observe.validate import MOST_RANKS, between, each, flag, record, text, whole
+from hwfsdp.observe.validate import MOST_RANKS, Check, between, each, flag, record, text, whole
 
 VIRTUAL = "virtual "  # the beginning of the device's name in the log of a simulation
 
@@ -118,23 +119,16 @@ def _about_group(group: ParamGroup) -> GroupAbout:
 
 
 def _about_param(param: FSDPParam) -> ParamAbout:
-    dtypes, trained = param.dtypes, param.sharded_param.requires_grad
-    return about_param(param.fqn, param.layout.rows, dtypes.orig, dtypes.compute, dtypes.reduce, trained)
+    trained = param.sharded_param.requires_grad
+    return about_param(param.fqn, param.layout.rows, param.dtypes, trained)
 
 
-def about_param(
-    fqn: str,
-    shape: Iterable[int],
-    dtype: torch.dtype,
-    gathered: torch.dtype,
-    reduced: torch.dtype | None,
-    trained: bool,
-) -> ParamAbout:
-    """Describe one parameter. If `reduced` is None, gradients are reduced in the dtype `gathered`."""
-    reduced = reduced or gathered
-    names = [str(each).removeprefix("torch.") for each in (dtype, gathered, reduced)]
+def about_param(fqn: str, shape: Iterable[int], dtypes: Dtypes, trained: bool) -> ParamAbout:
+    """Describe one parameter. Without a dtype for reductions, gradients are reduced in the dtype of the computation."""
+    gathered, reduced = dtypes.compute, dtypes.reduce or dtypes.compute
+    own, *names = (str(each).removeprefix("torch.") for each in (dtypes.orig, gathered, reduced))
     sizes = gathered.itemsize, reduced.itemsize
-    return ParamAbout(fqn, tuple(shape), names[0], names[1], sizes[0], names[2], sizes[1], trained)
+    return ParamAbout(fqn, tuple(shape), own, names[0], sizes[0], names[1], sizes[1], trained)
 
 
 def read_about(about: Mapping[str, Any]) -> About | None:
@@ -145,10 +139,7 @@ def read_about(about: Mapping[str, Any]) -> About | None:
     """
     if "groups" not in about:
         return None
-    found = record(
-        "", about, {"world_size": _RANKS, "torch": text, "device": text, "groups": each(_read_group)}
-    )
-    return About(**found)
+    return About(**record("", about, _ABOUT))
 
 
 def _read_group(where: str, group: Any) -> GroupAbout:
@@ -163,14 +154,10 @@ def _read_param(where: str, param: Any) -> ParamAbout:
 
 
 _RANKS, _ITEMSIZE = between(1, MOST_RANKS), between(1, 64)  # bytes; complex128, the largest, has 16
-_PARAM = {
-    "fqn": text,
+_PARAM: dict[str, Check] = {
+    **dict.fromkeys(("fqn", "dtype", "gather_dtype", "reduce_dtype"), text),
+    **dict.fromkeys(("gather_itemsize", "reduce_itemsize"), _ITEMSIZE),
     "shape": each(whole),
-    "dtype": text,
-    "gather_dtype": text,
-    "gather_itemsize": _ITEMSIZE,
-    "reduce_dtype": text,
-    "reduce_itemsize": _ITEMSIZE,
     "trained": flag,
 }
 _GROUP = {
@@ -180,3 +167,4 @@ _GROUP = {
     "gathered_again_from": between(0, MOST_RANKS),
     "params": each(_read_param),
 }
+_ABOUT = {"world_size": _RANKS, "torch": text, "device": text, "groups": each(_read_group)}
