@@ -134,7 +134,7 @@ class EventLog:
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
             "peak_bytes_by_kind": peaks,
             "by_rank": by_rank,
-            **self._skew()._asdict(),
+            **self._skew(),
         }
 
     def _summary_of(self, rank: int, times: StepsOfRank) -> dict[str, Any]:
@@ -145,10 +145,10 @@ class EventLog:
             "peak_bytes_by_kind": _peaks(self.samples.get(rank, [])),
         }
 
-    def _skew(self) -> _Skew:
+    def _skew(self) -> dict[str, Any]:
         """Compare ranks at each collective that several ranks have: the n-th with the same op and owner."""
         if len(set(self.clocks.values())) > 1:
-            return _Skew(None, None, None)
+            return dict.fromkeys(("skew_us", "skew_max_us", "slowest_rank"))
         begins: dict[tuple[str, str, int], dict[int, float]] = {}
         seen: Counter[tuple[int, str, str]] = Counter()
         for event in self.collectives():
@@ -163,7 +163,7 @@ class EventLog:
                 last = max(sorted(of_ranks), key=of_ranks.__getitem__)
                 late[last] = late.get(last, 0.0) + skew
         slowest = min(late, key=lambda rank: (-late[rank], rank), default=None)
-        return _Skew(_mean(skews), max(skews, default=0.0), slowest)
+        return {"skew_us": _mean(skews), "skew_max_us": max(skews, default=0.0), "slowest_rank": slowest}
 
     def peak_bytes_by_kind(self) -> dict[str, int]:
         """Return the most bytes of each kind that any rank held at once."""
@@ -270,14 +270,6 @@ def traffic_of(events: Iterable[Event]) -> TrafficByOp:
         calls, nbytes = found.get(event.op, (0, 0))
         found[event.op] = Traffic(calls + 1, nbytes + event.bytes)
     return found
-
-
-class _Skew(NamedTuple):
-    """Three values of `EventLog.summary`, by its keys."""
-
-    skew_us: float | None
-    skew_max_us: float | None
-    slowest_rank: int | None
 
 
 class StepsOfRank(NamedTuple):

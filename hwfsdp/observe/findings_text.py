@@ -22,13 +22,8 @@ _SAYS_STRATEGY = {
 
 def describe(findings: Findings, name: str) -> str:
     """Return the text that `hwfsdp trace show` prints."""
-    parts = [
-        [printable(_headline(findings, name))],
-        _traffic(findings),
-        _strategies(findings),
-        _times(findings),
-    ]
-    parts += [_memory(findings), _races(findings)]
+    parts = [[printable(_headline(findings, name))], _traffic(findings), _strategies(findings)]
+    parts += [_times(findings), _memory(findings), _races(findings)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
