@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
 from hwfsdp.observe import events, stream_clocks
@@ -35,9 +35,8 @@ class Clock:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.host = 0.0
-        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
         self.current = "compute"
+        self.restart()
 
     def now(self, stream: str) -> float:
         """Return the time at which an event that is recorded on the stream now completes."""
@@ -101,15 +100,12 @@ class VirtualStream(Stream):
             self.clock.wait(self.name, event.us)
 
     @contextmanager
-    def _on(self) -> Iterator[None]:
+    def _current(self) -> Iterator[None]:
         outer, self.clock.current = self.clock.current, self.name
         try:
             yield
         finally:
             self.clock.current = outer
-
-    def _current(self) -> AbstractContextManager[None]:
-        return self._on()
 
 
 def virtual_streams(clock: Clock) -> StreamSet:

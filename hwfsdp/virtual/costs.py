@@ -53,21 +53,8 @@ class Cost(NamedTuple):
 _NOTHING = Cost(0.0, "", 0, is_kernel=False)
 _RESERVES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
 _WRITES = {
-    "fill_",
-    "zero_",
-    "_foreach_zero_",
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "zeros",
-    "ones",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "arange",
-    "randint",
+    *("fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "bernoulli_", "random_"),
+    *("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange", "randint"),
 }
 _READS_ROWS = {"embedding", "index", "gather", "index_select"}  # they read only the rows that they return
 _COPIES = {"copy_", "_foreach_copy_"}  # they change a tensor without reading it

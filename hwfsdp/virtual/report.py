@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from hwfsdp.observe.tables import lay_out
-from hwfsdp.virtual.devices import GIB
+from hwfsdp.virtual.devices import GIB, Device
 from hwfsdp.virtual.run import LIMITS, Simulation
 
 
@@ -28,17 +28,14 @@ def report(found: Simulation) -> str:
     for op, count in summary["count_by_op"].items():
         rows.append((op, f"{count} in a step, {summary['bytes_by_op'][op] / GIB:.2f} GiB"))
     head = f"{found.target} on {where}; per GPU {plan.batch} × {plan.seq} tokens, checkpointing: {plan.checkpoint}"
-    fitted = f"efficiency {found.device.efficiency:g}, {_fitted(found)}"
-    return "\n".join([head, "", *lay_out(rows, left=2, indent=""), "", *_footer(fitted)])
+    return "\n".join([head, "", *lay_out(rows, left=2, indent=""), "", *_footer(found.device)])
 
 
-def _fitted(found: Simulation) -> str:
-    text = found.device.fitted_on
-    return text if found.device.host or text.startswith("borrowed") else f"fitted on {text}"
-
-
-def _footer(fitted: str) -> list[str]:
-    texts = f"Predicted, not measured: {LIMITS}.", f"Matrix products: {fitted}."
+def _footer(device: Device) -> list[str]:
+    is_fitted = not device.host and not device.fitted_on.startswith("borrowed")
+    source = f"fitted on {device.fitted_on}" if is_fitted else device.fitted_on
+    products = f"Matrix products: efficiency {device.efficiency:g}, {source}."
+    texts = f"Predicted, not measured: {LIMITS}.", products
     return [textwrap.fill(text, 80, break_on_hyphens=False) for text in texts]
 
 
@@ -48,8 +45,8 @@ def sweep_report(found: Sequence[Simulation]) -> str:
     lines = lay_out([head, *map(_row, found)], left=0, indent="")
     first = found[0]
     title = f"{first.target} on {first.device.name}; per GPU {first.plan.batch} × {first.plan.seq} tokens, "
-    fitted = f"efficiency {first.device.efficiency:g}, {_fitted(first)}"
-    return "\n".join([title + f"checkpointing: {first.plan.checkpoint}", "", *lines, "", *_footer(fitted)])
+    title += f"checkpointing: {first.plan.checkpoint}"
+    return "\n".join([title, "", *lines, "", *_footer(first.device)])
 
 
 def _row(s: Simulation) -> tuple[str, ...]:

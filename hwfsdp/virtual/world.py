@@ -80,10 +80,6 @@ class World:
         self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of results
         self.steps: int | None = None  # within a step of an optimizer: its number of steps, with this one
 
-    def span(self, group: dist.ProcessGroup) -> Any:
-        """Return the placement of a group's ranks on nodes (`topology.Span`)."""
-        return span_of(dist.get_process_group_ranks(group), self.device.per_node)
-
     @contextmanager
     def entered(self) -> Iterator[World]:
         """Make this process rank 0 of the world inside the block.
@@ -178,8 +174,9 @@ class Meter(compat.DispatchMode):
             return
         kind = next((kind for start, kind in _KIND_OF_NAME.items() if name.startswith(start)), "all_to_all")
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
+        span = span_of(dist.get_process_group_ranks(group), world.device.per_node)
         with self._stream_of(kind):
-            world.clock.run(collective_us(kind, whole, world.span(group), world.device))
+            world.clock.run(collective_us(kind, whole, span, world.device))
             # The only flag among the arguments is async_op.
             is_blocking = not history.issuing and any(arg is False for arg in args)
             if world.device.host and is_blocking:
