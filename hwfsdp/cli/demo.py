@@ -38,7 +38,6 @@ def demo(args: argparse.Namespace) -> int:
 
 def _write(result: Result, out: Path) -> None:
     """Write `summary.json`, `trace.json` and the figures."""
-    out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(result.summary, indent=2) + "\n")
     result.log.save(out / "trace.json")
     expected = {"unsharded, closed form": result.summary["expected_peak_unsharded_bytes"]}
