@@ -76,9 +76,12 @@ class Offset(NamedTuple):
     error_us: float
 
 
-def measure_offset(
-    peer: int, group: dist.ProcessGroup, now: Callable[[], float] = lambda: HostMark().us()
-) -> Offset:
+def host_us() -> float:
+    """Return the time of this machine's clock, in µs."""
+    return HostMark().us()
+
+
+def measure_offset(peer: int, group: dist.ProcessGroup, now: Callable[[], float] = host_us) -> Offset:
     """Ask a rank for its time, while that rank calls `answer_with_time`. See Note [Round trips].
 
     Args:
@@ -97,9 +100,7 @@ def measure_offset(
     return best
 
 
-def answer_with_time(
-    peer: int, group: dist.ProcessGroup, now: Callable[[], float] = lambda: HostMark().us()
-) -> None:
+def answer_with_time(peer: int, group: dist.ProcessGroup, now: Callable[[], float] = host_us) -> None:
     """Answer a rank that calls `measure_offset`. The arguments are the same."""
     question = torch.zeros(1)
     for _ in range(ROUND_TRIPS):

@@ -53,17 +53,14 @@ class EventLog:
             merged.about = merged.about or log.about
             clocks.update(log.clocks)
         merged.events.sort(key=lambda e: (e.rank, e.seq))
-        merged._put_on_one_axis(clocks)
-        return merged
-
-    def _put_on_one_axis(self, clocks: dict[int, RankClock]) -> None:
         shifts = shifts_to_one_axis(clocks)
         if any(shifts.values()):
-            self.events = [e.changed(start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in self.events]
-            for rank, samples in self.samples.items():
-                self.samples[rank] = [replace(s, us=s.us + shifts.get(rank, 0.0)) for s in samples]
+            merged.events = [e.changed(start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in merged.events]
+            for rank, samples in merged.samples.items():
+                merged.samples[rank] = [replace(s, us=s.us + shifts.get(rank, 0.0)) for s in samples]
         moved = {r: c._replace(origin_us=c.origin_us - shifts[r]) for r, c in clocks.items()}
-        self.about = {**self.about, **clocks_about(moved)}
+        merged.about = {**merged.about, **clocks_about(moved)}
+        return merged
 
     @property
     def clocks(self) -> dict[int, RankClock]:
