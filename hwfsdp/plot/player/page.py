@@ -10,10 +10,9 @@ import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player import SCRIPTS
@@ -60,20 +59,11 @@ def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) 
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
     data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)
     scripts = {name: _asset(f"{name}.js") for name in SCRIPTS}
-    template = _templates().get_template("page.html")
+    template = Template(
+        _asset("page.html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     given = {"style": _asset("style.css"), "scripts": scripts, "data": data.replace("<", "\\u003c")}
     return Page(title, template.render(title=title, **given))
-
-
-@cache
-def _templates() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def _asset(name: str) -> str:
