@@ -57,25 +57,22 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
     Raises:
         UsageError: the op or a shape is not allowed, there are more than 7 ranks, or `after` is not the result of the op on `before`.
     """
-    reduction = _check(op, before, after)
-    ranks = len(before)
+    before, after = ([t.detach().double().cpu() for t in tensors] for tensors in (before, after))
+    reduction, ranks = _check(op, before, after), len(before)
     left, right = _sides(op, before, after)
     values = {_text(value) for side in (left, right) for row in side.rows for value in row}
     cell = max(0.36, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.1)
     widths = [_width(side, cell) for side in (left, right)]
-    full = 2 * sheet.MARGIN + _NAMES + sum(widths) + _ARROW
+    inner = max(_NAMES + sum(widths) + _ARROW, 6.0 - 2 * sheet.MARGIN)
     text = _WORDS[op] if ranks > 1 else "With one rank there is nothing to exchange."
-    head = sheet.head(_title(op, ranks, reduction), text, (), max(full, 6.0) - 2 * sheet.MARGIN)
-    height = ranks * _ROW + _CHUNK_NAMES
-    figure = sheet.new_figure(max(full, 6.0), head.height + height + sheet.MARGIN)
-    axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, full - 2 * sheet.MARGIN, height)
-    sheet.blank(axes, full - 2 * sheet.MARGIN, ranks * _ROW, top=_CHUNK_NAMES)
+    head = sheet.head(_title(op, ranks, reduction), text, (), inner)
+    figure, axes = sheet.page(head, sheet.MARGIN, inner, ranks * _ROW + _CHUNK_NAMES, sheet.MARGIN)
+    sheet.blank(axes, inner, ranks * _ROW, top=_CHUNK_NAMES)
     for rank in range(ranks):
         sheet.say(axes, 0.0, (rank + 0.45) * _ROW, f"rank {rank}")
     _draw_side(axes, _NAMES, left, cell, "before")
     _draw_side(axes, _NAMES + widths[0] + _ARROW, right, cell, "after")
     _draw_arrow(axes, _NAMES + widths[0], op, ranks)
-    head.draw(figure)
     return figure
 
 
@@ -100,7 +97,7 @@ def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
             got=f"{[tuple(t.shape) for t in before]} before, {[tuple(t.shape) for t in after]} after",
             remedy="Take small tensors: it is a picture.",
         )
-    whole = torch.stack([t.detach().double().cpu() for t in before])
+    whole = torch.stack([*before])
     for reduction, result in (("sum", whole.sum(0)), ("mean", whole.mean(0))):
         expected = list(whole.view(1, -1).expand(ranks, -1)) if op == "all_gather" else [result] * ranks
         if op == "reduce_scatter":
@@ -118,7 +115,6 @@ def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
 
 
 def _equal(got: Tensor, want: Tensor) -> bool:
-    got = got.detach().double().cpu()
     return got.shape == want.shape and torch.allclose(got, want, rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
@@ -127,8 +123,8 @@ def _list(values: Tensor) -> str:
 
 
 def _sides(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[_Side, _Side]:
-    ranks, rows, results = range(len(before)), _rows(before), _rows(after)
-    length = len(rows[0])
+    ranks, length = range(len(before)), len(before[0])
+    rows, results = ([tensor.tolist() for tensor in tensors] for tensors in (before, after))
     if op == "all_gather":
         gathered = _Side(results, length, [f"from {r}" for r in ranks], [(r,) for r in ranks])
         return _Side(rows, length, [""], None), gathered
@@ -137,10 +133,6 @@ def _sides(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[
         given = _Side(rows, chunk, [f"to {r}" for r in ranks], None)
         return given, _Side(results, chunk, ["own part"], [ranks])
     return _Side(rows, length, [""], None), _Side(results, length, ["the same everywhere"], [ranks])
-
-
-def _rows(tensors: Sequence[Tensor]) -> list[list[float]]:
-    return [tensor.detach().double().cpu().tolist() for tensor in tensors]
 
 
 def _text(value: float) -> str:
