@@ -31,7 +31,6 @@ MOST_RANKS = 64
 
 _MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 1.9, 2.0, 0.36, 0.15, 0.24  # inches
 _CELL = 0.92  # the widest cell, in inches
-_PADDING = style.Look(style.WHITE, "/////")
 
 
 class LaidOut(NamedTuple):
@@ -89,7 +88,7 @@ def plot_sharding(
     width = left + _MAP + _GAP + ranks * cell + sheet.MARGIN
     head = sheet.head(_title(mesh), _text(parameters), _keys(), width - left - sheet.MARGIN)
     rows = len(parameters) * _LINE
-    figure = sheet.new_figure(width, head.height + _RANK_NAMES + rows + sheet.MARGIN)
+    figure = head.figure(width, _RANK_NAMES + rows + sheet.MARGIN, left)
     maps = sheet.axes_at(figure, left, sheet.MARGIN, _MAP, rows)
     sheet.bare(maps, 1.0, len(parameters))
     maps.set_yticks(
@@ -105,7 +104,6 @@ def plot_sharding(
         _draw_map(maps, line, parameter.shape, parts, cut)
         for rank, part in enumerate(parts):
             _draw_cell(cells, line, rank, part, cut, cell)
-    head.draw(figure, left)
     return figure
 
 
@@ -177,7 +175,7 @@ def _keys() -> list[Patch]:
     own = style.Look(style.color_of(0))
     return [
         sheet.key(own, "own rows or columns, first…last", style.GREYS[3]),
-        sheet.key(_PADDING, "padding: sent, no part of a parameter", style.GREYS[2]),
+        sheet.key(style.PADDING, "padding: sent, no part of a parameter", style.GREYS[2]),
     ]
 
 
@@ -217,7 +215,7 @@ def _draw_cell(axes: Axes, line: int, rank: int, part: _Part, cut: _Cut, cell: f
     if owned:
         _add_box(axes, (left, line + 0.1), owned, 0.7, style.Look(face), f"{name} owned")
     if owned < room:
-        _add_box(axes, (left + owned, line + 0.1), room - owned, 0.7, _PADDING, f"{name} padding")
+        _add_box(axes, (left + owned, line + 0.1), room - owned, 0.7, style.PADDING, f"{name} padding")
     text, face = (_rows(part.extent, cut), face) if owned else ("none", style.WHITE)
     fits = owned or room
     _label(axes, (left + fits / 2, line + 0.45), text, face, fits * cell, 0.7 * _LINE)

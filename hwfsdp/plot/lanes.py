@@ -89,7 +89,7 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
     head = sheet.head(words.title, words.text, _keys_of(shown, missing), WIDTH)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
-    figure, drawn = sheet.new_figure(sheet.PAGE, head.height + bottom), []
+    figure, drawn = head.figure(sheet.PAGE, bottom, LEFT), []
     for events, gap in zip(bands, above, strict=True):
         bottom -= gap + height
         axes = sheet.axes_at(figure, LEFT, bottom, WIDTH, height)
@@ -98,7 +98,6 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
         drawn.append(axes)
     axes.tick_params(axis="x", labelbottom=True, length=4)
     axes.set_xlabel(words.time, fontsize=style.TEXT_SIZE)
-    head.draw(figure, LEFT)
     return Bands(figure, drawn)
 
 

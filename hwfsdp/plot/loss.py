@@ -46,7 +46,7 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     for place, (name, curve) in enumerate(curves.items()):
         _draw(axes, curve, labels[name], place, len(curves))
     style.open_frame(axes)
-    axes.grid(color=style.GREYS[1], linewidth=0.6)
+    style.draw_grid(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("loss")

@@ -117,7 +117,7 @@ def plot_memory(
     head = sheet.head(title, text, [*_keys(stacks), *_line_keys(expected)], width)
     panel = _ONE if len(stacks) == 1 else _OF_SEVERAL
     bottom = _BOTTOM + len(stacks) * (_ABOVE + panel) - 0.15
-    figure = sheet.new_figure(sheet.PAGE, head.height + bottom)
+    figure = head.figure(sheet.PAGE, bottom, _LEFT)
     begin, end = min(s.times[0] for s in stacks.values()), max(s.times[-1] for s in stacks.values())
     for name, stack in stacks.items():
         bottom -= _ABOVE + panel
@@ -133,7 +133,6 @@ def plot_memory(
     since = "the recording" if len(stacks) == 1 else "each recording"
     time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
     axes.set_xlabel(time, fontsize=style.TEXT_SIZE)
-    head.draw(figure, _LEFT)
     return figure
 
 

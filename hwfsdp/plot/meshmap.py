@@ -68,7 +68,7 @@ def plot_mesh(
     width = len(panels) * panel_width + (len(panels) - 1) * _PANEL_GAP
     head = sheet.head(_title(mesh, ranks // node), _TEXT, (), max(width, 5.5))
     width = max(width, 5.5) + 2 * sheet.MARGIN
-    figure = sheet.new_figure(width, head.height + height + _CAPTION + sheet.MARGIN)
+    figure = head.figure(width, height + _CAPTION + sheet.MARGIN)
     for place, (panel, lines) in enumerate(zip(panels, captions, strict=True)):
         left = sheet.MARGIN + place * (panel_width + _PANEL_GAP)
         axes = sheet.axes_at(figure, left, sheet.MARGIN, panel_width, height + _CAPTION)
@@ -79,7 +79,6 @@ def plot_mesh(
         for number, box in enumerate(nodes):
             _draw_node(axes, number if node < ranks else None, box, tiles, panel)
         axes.set_gid(panel.axis)
-    head.draw(figure)
     return figure
 
 

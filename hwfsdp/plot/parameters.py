@@ -23,11 +23,7 @@ from hwfsdp.plot import sheet, style
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
 _MOST_FOR_NAMES = 2.2  # inches
-_OWN, _OTHERS, _PADDING = (
-    style.look_of_kind("sharded_param"),
-    style.Look(style.GREYS[1]),
-    style.Look(style.WHITE, "/////"),
-)
+_OWN, _OTHERS = style.look_of_kind("sharded_param"), style.Look(style.GREYS[1])
 _SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as the versions of torch write it
 _HEADS = ("parameter", "shape", "dtype", "placement")
 
@@ -112,7 +108,7 @@ def _keys() -> list[Patch]:
     return [
         sheet.key(_OWN, "rows of this rank", style.GREYS[2]),
         sheet.key(_OTHERS, "rows of other ranks", style.GREYS[2]),
-        sheet.key(_PADDING, "padding, sent with this rank's rows", style.GREYS[2]),
+        sheet.key(style.PADDING, "padding, sent with this rank's rows", style.GREYS[2]),
     ]
 
 
@@ -123,7 +119,7 @@ def _draw_rows(axes: Axes, left: float, y: float, row: ParamRow) -> None:
     scale = _STRIP / max(1.0, length + max(0.0, stop + padded - length))
     _add(axes, left, y, length * scale, _OTHERS, f"{row.fqn} all")
     if padded:
-        _add(axes, left + stop * scale, y, padded * scale, _PADDING, f"{row.fqn} padding")
+        _add(axes, left + stop * scale, y, padded * scale, style.PADDING, f"{row.fqn} padding")
     if stop > start:
         _add(axes, left + start * scale, y, max((stop - start) * scale, 0.02), _OWN, f"{row.fqn} own")
 

@@ -88,7 +88,7 @@ def plot_scaling(
     head = sheet.head(title, _text(ordered, device), _keys(measured, device), inner)
     lines = sheet.broken(caption, inner)
     bottom = _BOTTOM + (0.15 + len(lines) * _CAPTION_LINE if lines else 0.0)
-    figure = sheet.new_figure(sheet.PAGE, head.height + _HEIGHT + bottom)
+    figure = head.figure(sheet.PAGE, _HEIGHT + bottom, _LEFT)
     large = sheet.axes_at(figure, _LEFT, bottom, _LARGE, _HEIGHT)
     _draw_speed(large, ordered, measured)
     large.set_xlabel(f"{device}s", fontsize=style.TEXT_SIZE)
@@ -96,7 +96,6 @@ def plot_scaling(
     _draw_panels(figure, bottom, ordered, device)
     for line, text in enumerate(reversed(lines)):
         sheet.write(figure, _LEFT, sheet.MARGIN / 2 + line * _CAPTION_LINE, text, "caption")
-    head.draw(figure, _LEFT)
     return figure
 
 
@@ -183,9 +182,8 @@ def _name_points(
     for point in points[:: -(-len(points) // 10)]:
         speed = point.tokens_per_second_per_gpu
         if first and point is not points[0]:
-            above = (
-                point.gpus in slower or speed < low or speed >= first
-            )  # below, the dashed line would cross it
+            # Below a faster point, the dashed line would cross the text.
+            above = point.gpus in slower or speed < low or speed >= first
             _say(axes, point.gpus, speed, f"{speed / first:.0%}", 8 if above else -14)
     for m in measured:
         speed = m.tokens_per_second_per_gpu
@@ -210,21 +208,14 @@ def _draw_panel(
 
 def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
     """Set the scales: numbers of GPUs in powers of two, and values from zero up."""
-    style.open_frame(axes)
-    axes.set_xscale("log", base=2)
     axes.set_ylim(0.0, top)
     axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
     room = axes.get_position().width * sheet.PAGE * style.POINTS_PER_INCH
+    per_octave = room / math.log2(1.25**2 * gpus[-1] / gpus[0])  # points
     shown = [gpus[0]]
     for count in gpus:  # as many as fit beside each other
-        if _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0:
+        distance = per_octave * math.log2(count / shown[-1])
+        if distance > style.text_width(str(count), style.TEXT_SIZE) + 8.0:
             shown.append(count)
-    axes.set_xticks(shown, list(map(str, shown)))
-    axes.minorticks_off()
+    sheet.scale_of_counts(axes, shown)
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
-    style.draw_grid(axes)
-
-
-def _distance(first: int, second: int, gpus: Sequence[int], room: float) -> float:
-    """Return the points between two ticks."""
-    return room * math.log2(second / first) / math.log2(1.25**2 * gpus[-1] / gpus[0])

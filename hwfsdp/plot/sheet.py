@@ -59,6 +59,12 @@ class Head:
         rows = -(-len(self.keys) // self.columns)
         return _TITLE_BASELINE + _TEXT_LINE * len(self.lines) + _KEY_LINE * rows + 0.2
 
+    def figure(self, width: float, below: float, left: float = MARGIN) -> Figure:
+        """Make a sheet with this head, which begins `left` inches from the left edge, and `below` inches below it."""
+        figure = new_figure(width, self.height + below)
+        self.draw(figure, left)
+        return figure
+
     def draw(self, figure: Figure, left: float = MARGIN) -> None:
         """Draw the head at the top of the sheet, `left` inches from its left edge."""
         width, height = figure.get_figwidth(), figure.get_figheight()
@@ -161,6 +167,15 @@ def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: s
     axes.set_yticks(places, names)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(unit, fontsize=style.TEXT_SIZE)
+
+
+def scale_of_counts(axes: Axes, counts: Sequence[int]) -> None:
+    """Frame a curve over numbers of ranks, in powers of two. Only these counts have ticks."""
+    style.open_frame(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, list(map(str, counts)))
+    axes.minorticks_off()
+    style.draw_grid(axes)
 
 
 # --- Artists -----------------------------------------------------------------------------------------------

@@ -79,9 +79,8 @@ def plot_model_states(
         worst = max((m.nbytes - closed(m.strategy, m.world_size) for m in measured), key=abs)
         text += f"; filled markers: {len(measured)} measured, {_agreement(worst)}"
     head = sheet.head("Model states of a rank", text, (), sheet.PAGE - _LEFT - sheet.MARGIN)
-    figure = sheet.new_figure(sheet.PAGE, head.height + _HEIGHT + _BOTTOM)
+    figure = head.figure(sheet.PAGE, _HEIGHT + _BOTTOM, _LEFT)
     axes = sheet.axes_at(figure, _LEFT, _BOTTOM, sheet.PAGE - names - _LEFT, _HEIGHT)
-    head.draw(figure, _LEFT)
     values = [nbytes for line in lines.values() for nbytes in line.values()]
     _frame(axes, sizes, [*values, *(m.nbytes for m in measured)])
     _draw_lines(axes, lines, ends)
@@ -117,20 +116,16 @@ def _agreement(worst: int) -> str:
 
 
 def _frame(axes: Axes, sizes: Sequence[int], values: Sequence[int]) -> None:
-    style.open_frame(axes)
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     low, high = min(n for n in values if n), max(values)
     axes.set_ylim(low / 1.5, high * 1.5)
     first, last = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0] * 2)
     axes.set_xlim(first / 1.1, last)
     shown = [s for i, s in enumerate(sizes) if len(sizes) <= 12 or i % -(-len(sizes) // 12) == 0]
-    axes.set_xticks(shown, list(map(str, shown)))
     powers = range(math.floor(math.log2(low / 1.5)) + 1, math.floor(math.log2(high * 1.5)) + 1)
     every = -(-len(powers) // 9)
     axes.set_yticks([2.0**p for p in powers][::every], [style.format_bytes(2**p) for p in powers][::every])
-    axes.minorticks_off()
-    style.draw_grid(axes)
+    sheet.scale_of_counts(axes, shown)
     axes.set_xlabel("ranks", fontsize=style.TEXT_SIZE)
 
 

@@ -72,7 +72,7 @@ _LOOK_OF_KIND = {
     "all_gather_buffer": Look(GREEN, "..."),
     "reduce_scatter_buffer": Look(VERMILION, "\\\\\\"),
 }
-_OTHER = Look(GREYS[2], "++")
+_OTHER, PADDING = Look(GREYS[2], "++"), Look(WHITE, "/////")
 DRAWN_OPS = tuple(_LOOK_OF_OP)  # in the order of the legend; alloc and free take no time
 
 

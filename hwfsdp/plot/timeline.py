@@ -23,7 +23,6 @@ from hwfsdp.plot.choice import name_of_steps
 from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
 
 _GAP = 0.14  # inches
-_RECORD = "Record a step first."
 
 
 def plot_timeline(
@@ -65,11 +64,12 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
     if not inside:
         steps = sorted({e.step for e in log.select(*style.DRAWN_OPS)})
         last = max((e.end_us for e in log.events), default=0.0)
+        there = f"The log has steps {steps} and ends at {last:.0f} µs."
         raise UsageError(
             f"plot_timeline(start_us={start}, end_us={end}, step={step})",
             expected="a log with events in this window",
             got=f"none of {len(log.events)} events",
-            remedy=f"The log has steps {steps} and ends at {last:.0f} µs." if steps else _RECORD,
+            remedy=there if steps else "Record a step first.",
         )
     return inside
 
