@@ -64,8 +64,8 @@ class Clock:
 
     def restart(self) -> None:
         """Set the time of the host and of all streams to 0, without pending work."""
-        self.host = 0.0
-        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
+        self.host: float = 0.0
+        self.ends: defaultdict[str, float] = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
 
 
 class VirtualEvent(StreamEvent):

@@ -71,9 +71,10 @@ def fused_silu(input: Tensor, inplace: bool = False) -> Tensor:
 @contextmanager
 def device_kernels() -> Iterator[None]:
     """Make torch's functions inside the block call the kernels of a device."""
-    cpu_library = torch.backends.mkldnn
-    kernels = {"dropout": fused_dropout, "silu": fused_silu, "scaled_dot_product_attention": fused_attention}
     with ExitStack() as stack:
+        cpu_library = torch.backends.mkldnn
         stack.callback(cpu_library.set_flags, cpu_library.set_flags(False)[0])
-        stack.enter_context(mock.patch.multiple(F, **kernels))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused_attention))
+        stack.enter_context(mock.patch.object(F, "dropout", fused_dropout))
+        stack.enter_context(mock.patch.object(F, "silu", fused_silu))
         yield
