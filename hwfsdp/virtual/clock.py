@@ -35,8 +35,9 @@ class Clock:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.host = 0.0
+        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
         self.current = "compute"
-        self.restart()
 
     def now(self, stream: str) -> float:
         """Return the time at which an event that is recorded on the stream now completes."""
@@ -64,8 +65,8 @@ class Clock:
 
     def restart(self) -> None:
         """Set the time of the host and of all streams to 0, without pending work."""
-        self.host: float = 0.0
-        self.ends: defaultdict[str, float] = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
+        self.host = 0.0
+        self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
 
 
 class VirtualEvent(StreamEvent):
