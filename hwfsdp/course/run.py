@@ -522,7 +522,7 @@ def describe_wait() -> str:
     recorder = events.active() if events else None
     if not pending or recorder is None:
         return pending
-    issued = [draft.event for draft in recorder.drafts if draft.event.op in COLLECTIVES]
+    issued = [draft for draft in recorder.drafts if draft.op in COLLECTIVES]
     if not issued:
         return pending
     last = issued[-1]
