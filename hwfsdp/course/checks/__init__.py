@@ -26,6 +26,13 @@ def piece(whole: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
     return chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
 
 
+def plain(value: Any) -> Any:
+    """Keep integers, also in lists and tuples, and turn anything else into text: a float is not a number of rows."""
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value if type(value) is int else repr(value)
+
+
 def two_layers(width: int, hidden: int, out: int) -> nn.Sequential:
     """Return two linear layers, `up` and `down`, with a ReLU between them."""
     parts = {"up": nn.Linear(width, hidden), "relu": nn.ReLU(), "down": nn.Linear(hidden, out)}

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hwfsdp import compat
 from hwfsdp.course.checks import strided_shards_runs as runs
-from hwfsdp.course.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, described
-from hwfsdp.course.checks.strided_shards_runs import say, say_all
+from hwfsdp.course.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, listed
+from hwfsdp.course.checks.strided_shards_runs import shown
 from hwfsdp.course.checks.strided_shards_theories import Box, Cut, explain_boxes, explain_orders, nested
 from hwfsdp.course.findings import compare, expect, is_same, told
 from hwfsdp.course.run import Ranks, Run
@@ -31,15 +32,15 @@ def _run(ranks: Ranks, seed: int) -> Run:
 # --- Placements --------------------------------------------------------------------------------------------
 
 
-def expected_cut(before: Axes, dim: int) -> list[Any]:
+def expected_cut(before: Axes, dim: int) -> Placement:
     """Return FSDP's own placement, by a closed form."""
     parts = _pieces(before, dim)
-    return ["strided", dim, parts] if parts > 1 else ["shard", dim, None]
+    return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
 
 
 def _pieces(before: Axes, dim: int | None = None) -> int:
     """Return the number of pieces into which axes cut a dim; without `dim`, into which they cut all dims."""
-    return prod(size for p, size in before if compat.is_shard(p) and dim in (None, described(p)[1]))
+    return prod(size for p, size in before if compat.is_shard(p) and dim in (None, p.dim))
 
 
 def judge_placement(ranks: Ranks, seed: int) -> None:
@@ -47,38 +48,37 @@ def judge_placement(ranks: Ranks, seed: int) -> None:
     run, cases = _run(ranks, seed), runs.axes(seed)
     answers = run["cut after"][0]
     for (before, dim), actual in zip(cases, answers, strict=True):
-        expected = expected_cut(before, dim)
+        expected = shown(expected_cut(before, dim))
         if actual != expected:
-            axes = ", ".join(f"{say(described(p))} over {size} ranks" for p, size in before) or "none"
+            axes = ", ".join(f"{shown(p)} over {size} ranks" for p, size in before) or "none"
             where = f"FSDP cuts dim {dim}; axes on its right: {axes}."
-            name = _wrong_cut(before, dim, actual, all(a[0] != "strided" for a in answers))
-            raise told(name, where, say(actual), say(expected))
+            never = not any(answer.startswith("Strided") for answer in answers)
+            raise told(_wrong_cut(before, dim, actual, never), where, actual, expected)
     for (before, dim), found in zip(cases, run["joined"][0], strict=True):
-        rest = [described(p) for p, _ in before]
-        for own, actual in zip(([], [["replicate", None, None]]), found, strict=True):
+        rest = [p for p, _ in before]
+        for own, actual in zip(([], [Replicate()]), found, strict=True):
             expected = [*own, expected_cut(before, dim), *rest]
-            if actual != expected:
-                where = f"FSDP cuts dim {dim}; own {'replicas and shards' if own else 'shards'}; before: {say_all(rest)}."
-                raise told(_wrong_joined(actual, expected), where, say_all(actual), say_all(expected))
+            if actual != [*map(shown, expected)]:
+                where = f"FSDP cuts dim {dim}; own {'replicas and shards' if own else 'shards'}; before: {listed(rest)}."
+                raise told(_wrong_joined(actual, expected), where, f"[{', '.join(actual)}]", listed(expected))
 
 
-def _wrong_cut(before: Axes, dim: int, actual: Sequence[Any], never: bool) -> str:
+def _wrong_cut(before: Axes, dim: int, actual: str, never: bool) -> str:
     """Name the mistake. `never`: no answer is a strided shard."""
-    kind, of, factor = actual
-    right = _pieces(before, dim)
-    if kind not in ("strided", "shard") or of != dim or (right == factor == 1):
-        return "12.cut_placement"
-    if kind == "shard":
+    right, too_many = _pieces(before, dim), (prod(size for _, size in before), _pieces(before))
+    if actual == shown(Shard(dim)):
         return "12.plain_cut" if never else "12.cut_factor"
-    too_many = factor in (prod(size for _, size in before), _pieces(before)) and factor != right
-    return "12.cut_counted" if too_many else "12.cut_factor"
+    if not actual.startswith(f"StridedShard({dim},") or actual == shown(compat.strided_shard(dim, right)):
+        return "12.cut_placement"
+    counted = any(actual == shown(compat.strided_shard(dim, number)) for number in too_many)
+    return "12.cut_counted" if counted else "12.cut_factor"
 
 
-def _wrong_joined(actual: Sequence[Any], expected: Sequence[Any]) -> str:
-    if sorted(map(repr, actual)) == sorted(map(repr, expected)):
+def _wrong_joined(actual: Sequence[str], expected: Sequence[Any]) -> str:
+    if sorted(actual) == sorted(map(shown, expected)):
         return "12.joined_order"
-    plain = [["shard", p[1], None] if p[0] == "strided" else p for p in expected]
-    return "12.joined_plain" if list(actual) == plain else "12.joined"
+    plain = [Shard(p.dim) if isinstance(p, compat.StridedShard) else p for p in expected]
+    return "12.joined_plain" if actual == [*map(shown, plain)] else "12.joined"
 
 
 # --- Orders and boxes --------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ def judge_order(ranks: Ranks, seed: int) -> None:
     run, cases = _run(ranks, seed), runs.all_cuts(seed)
     explain_orders(cases, run["orders"][0])
     for (mesh, placements), actual in zip(runs.REFUSED, run["refused"][0], strict=True):
-        counted = any(not compat.is_shard(p) or described(p)[1] != 0 for p in placements)
+        counted = any(not compat.is_shard(p) or p.dim != 0 for p in placements)
         name = "12.refused_counted" if counted else "12.refused_factor"
         if actual != "refused":
-            raise told(name, f"mesh {mesh}, {runs.shown(placements)}:", actual, "a UsageError")
+            raise told(name, f"mesh {mesh}, {listed(placements)}:", actual, "a UsageError")
 
 
 def expected_box(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> list[tuple[int, int]]:
@@ -233,7 +233,7 @@ def judge_training(ranks: Ranks, seed: int) -> None:
     before, after, losses = _oracle_training(seed)
     for rank, found in enumerate(run["placements"]):
         for name, cuts in CUT_BY_TP.items():
-            expect("12.layout", f"Rank {rank}: {name}", say_all(found[name]), runs.shown(cuts.placements()))
+            expect("12.layout", f"Rank {rank}: {name}", found[name], listed(cuts.placements()))
     for key, expected in (("before", before), ("after", after)):
         for rank, found in enumerate(run[key]):
             for name, cuts in CUT_BY_TP.items():

@@ -7,7 +7,7 @@ answer to every question for the learner's functions is known.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import permutations, product
 from math import prod
@@ -20,7 +20,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hwfsdp import compat, fully_shard
-from hwfsdp.course.checks import piece, two_layers, with_nan
+from hwfsdp.course.checks import piece, plain, two_layers, with_nan
+from hwfsdp.course.checks.lifetimes import copied
 from hwfsdp.course.run import Report, attempt
 from hwfsdp.errors import UsageError
 from hwfsdp.features import layouts
@@ -56,32 +57,20 @@ class Cuts(NamedTuple):
         return product(*map(range, self.mesh))
 
     def __str__(self) -> str:
-        return f"mesh {self.mesh}, {shown(self.placements())}"
+        return f"mesh {self.mesh}, {listed(self.placements())}"
 
 
-def shown(placements: Sequence[Placement]) -> str:
-    return say_all([described(p) for p in placements])
+def listed(placements: Iterable[Any]) -> str:
+    return f"[{', '.join(map(shown, placements))}]"
 
 
-def say_all(found: Sequence[Sequence[Any]]) -> str:
-    return f"[{', '.join(map(say, found))}]"
-
-
-def say(found: Sequence[Any]) -> str:
-    """Return the text of a placement that is `described`."""
-    kind, dim, factor = found
-    if kind == "strided":
-        return f"StridedShard({dim}, split_factor={factor})"
-    return f"Shard({dim})" if kind == "shard" else f"{kind.capitalize()}()"
-
-
-def described(found: Any) -> list[Any]:
-    """Return [kind, dim, split factor] of a placement. The kind is "strided", "shard", "replicate", "partial", or the name of its type."""
-    if isinstance(found, compat.StridedShard):
-        return ["strided", found.dim, found.split_factor]
-    if isinstance(found, Shard):
-        return ["shard", found.dim, None]
-    return [type(found).__name__.lower(), None, None]
+def shown(placement: Any) -> str:
+    """Return a placement as text, the same with every version of torch. Learners may also return something else."""
+    if isinstance(placement, compat.StridedShard):
+        return f"StridedShard({placement.dim}, split_factor={placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f"{type(placement).__name__.capitalize()}()"
 
 
 # --- Cases -------------------------------------------------------------------------------------------------
@@ -157,7 +146,7 @@ class Tensors(NamedTuple):
 def tensors(seed: int) -> list[Tensors]:
     """Return uneven tensors, one that leaves most ranks without rows, one without dims, and tensors that the seed draws."""
     draw = random.Random(seed)
-    shapes = (5,), (6, 4), (3, 7, 2), (9, 5)
+    shapes = (5,), (6, 4), (3, 7, 2), (9, 5), (4, 3, 5)
     found = [
         Tensors(Cuts((3, 2), ((1, 0),)), (7,), torch.float32),
         Tensors(Cuts((2, 2), ((1, 0), ())), (7, 3), torch.float64),
@@ -167,7 +156,7 @@ def tensors(seed: int) -> list[Tensors]:
         Tensors(Cuts((2,), ()), (), torch.float32),
     ]
     for cuts in mixed_cuts(seed, 30)[5:]:
-        shape = draw.choice([s for s in (*shapes, (4, 3, 5)) if len(s) >= len(cuts.orders)])
+        shape = draw.choice([s for s in shapes if len(s) >= len(cuts.orders)])
         if prod(cuts.mesh) <= 16:
             found.append(Tensors(cuts, shape, draw.choice([torch.float32, torch.float64])))
     return found
@@ -181,7 +170,7 @@ def box_of(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
     return whole
 
 
-Axes = list[tuple[Placement, int]]
+Axes = list[tuple[Any, int]]  # placement and size
 
 
 def axes(seed: int) -> list[tuple[Axes, int]]:
@@ -212,7 +201,7 @@ def probe_cuts(report: Report, seed: int) -> None:
     """Run every function by itself, so that one that raises does not hide the others."""
     tensors_, pads = tensors(seed), (False, True)
     parts: dict[str, Callable[[], Any]] = {
-        "cut after": lambda: [described(layouts.cut_after(*case)) for case in axes(seed)],
+        "cut after": lambda: [shown(layouts.cut_after(*case)) for case in axes(seed)],
         "joined": lambda: [_joined(*case) for case in axes(seed)],
         "orders": lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)],
         "refused": lambda: [_refusal(partial(extents.orders_of_cuts, *case)) for case in REFUSED],
@@ -231,7 +220,7 @@ def _joined(before: Axes, dim: int) -> list[Any]:
         layouts.joined_placements(own, placements, sizes, dim)
         for own in ((Shard(dim),), (Replicate(), Shard(dim)))
     ]
-    return [[described(p) for p in found] for found in made]
+    return [[*map(shown, found)] for found in made]
 
 
 def _order(mesh: Sizes, placements: list[Placement]) -> Any:
@@ -240,7 +229,7 @@ def _order(mesh: Sizes, placements: list[Placement]) -> Any:
         found = extents.orders_of_cuts(mesh, placements)
     except UsageError as error:
         return str(error)
-    return [[_plain(dim), [_plain(m) for m in order]] for dim, order in sorted(found.items())]
+    return plain([[dim, list(order)] for dim, order in sorted(found.items())])
 
 
 def _refusal(call: Callable[[], object]) -> str:
@@ -269,10 +258,6 @@ def _boxes(seed: int) -> Tensor | dict[str, Any]:
     return torch.tensor(numbers)
 
 
-def _plain(value: Any) -> Any:
-    return value if type(value) is int else repr(value)
-
-
 def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
     whole = case.whole().requires_grad_(case.dtype.is_floating_point)
     kept = whole.detach().clone()
@@ -295,11 +280,11 @@ def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
 
 def _unsharded(case: Tensors, pad: bool) -> dict[str, Any]:
     """Unshard shards that the oracle cut. Their padding and replicas must not come back."""
-    cuts, seen = case.cuts, set[tuple[Any, ...]]()
+    cuts, seen = case.cuts, set[Sizes]()
     pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
     largest = [max(p.shape[d] for p in pieces) for d in range(len(case.shape))]
-    shards, key = [], list(cuts.coordinates())
-    for coordinate, part in zip(key, pieces, strict=True):
+    shards = []
+    for coordinate, part in zip(cuts.coordinates(), pieces, strict=True):
         where = tuple(coordinate[m] for order in cuts.orders for m in order)
         shard = part.new_full(largest if pad else part.shape, PADDING)
         shard[tuple(slice(n) for n in part.shape)] = part if where not in seen else REPLICA
@@ -358,8 +343,8 @@ def probe_training(report: Report, seed: int) -> None:
     )
     fully_shard(model, mesh=mesh["dp"])
     params: dict[str, Any] = dict(model.named_parameters())
-    report["placements"] = {name: [described(p) for p in param.placements] for name, param in params.items()}
-    report["before"] = {name: compat.local_of(param).detach().clone() for name, param in params.items()}
+    report["placements"] = {name: listed(param.placements) for name, param in params.items()}
+    report["before"] = {name: copied(param) for name, param in params.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     report["losses"] = losses = []
     for step in range(STEPS):
@@ -368,4 +353,4 @@ def probe_training(report: Report, seed: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    report["after"] = {name: compat.local_of(param).detach() for name, param in params.items()}
+    report["after"] = {name: copied(param) for name, param in params.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from hwfsdp.course.checks.strided_shards_runs import Cuts, Sizes, shown
+from hwfsdp.course.checks.strided_shards_runs import Cuts, Sizes
 from hwfsdp.course.verdict import Finding
 
 Orders = dict[int, list[int]]
@@ -23,27 +23,22 @@ def explain_orders(cases: Sequence[Cuts], answers: Sequence[Any]) -> None:
     cuts, answer = wrong[0]
     got = f"was refused ({answer})" if isinstance(answer, str) else f"is {dict(map(tuple, answer))}"
     wanted = cuts.by_dim()
-    text = f"mesh {cuts.mesh}, {shown(cuts.placements())}: orders_of_cuts {got}, expected {wanted}."
+    text = f"{cuts}: orders_of_cuts {got}, expected {wanted}."
     raise Finding(_order_misconception(pairs, wrong), text, str(wanted), str(answer))
 
 
 def _is_right(cuts: Cuts, answer: Any) -> bool:
-    if isinstance(answer, str):
-        return False
-    found, wanted = _orders(answer), cuts.by_dim()
-    members = [{dim: sorted(map(str, order)) for dim, order in of.items()} for of in (found, wanted)]
-    return members[0] == members[1] and all(
-        _without_ones(found[dim], cuts.mesh) == _without_ones(order, cuts.mesh)
-        for dim, order in wanted.items()
-    )
+    return not isinstance(answer, str) and _settled(cuts, _orders(answer)) == _settled(cuts, cuts.by_dim())
+
+
+def _settled(cuts: Cuts, orders: Orders) -> Orders:
+    """Put mesh dims of size 1 last, sorted: they may be anywhere."""
+    ones = [m for m, size in enumerate(cuts.mesh) if size == 1]
+    return {dim: sorted(order, key=lambda m: m + 1 if m in ones else 0) for dim, order in orders.items()}
 
 
 def _orders(answer: Any) -> Orders:
     return {dim: order for dim, order in answer if order}
-
-
-def _without_ones(order: Sequence[int], mesh: Sizes) -> list[int]:
-    return [m for m in order if mesh[m] > 1]
 
 
 def _order_misconception(pairs: Sequence[tuple[Cuts, Any]], wrong: Sequence[tuple[Cuts, Any]]) -> str:
@@ -56,7 +51,7 @@ def _order_misconception(pairs: Sequence[tuple[Cuts, Any]], wrong: Sequence[tupl
     for theory in ORDER_THEORIES:
         if any(pair in wrong for pair in made) and all(_as(theory, *pair) for pair in made):
             return "wrong-order-of-cuts"
-    simple = any(max(len(_without_ones(o, c.mesh)) for o in c.orders) <= 2 for c, _ in wrong)
+    simple = any(max(sum(c.mesh[m] > 1 for m in order) for order in c.orders) <= 2 for c, _ in wrong)
     return "wrong-order-of-cuts" if simple and not refused else "wrong-split-factor"
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hwfsdp.course.checks import plain
 from hwfsdp.course.findings import expect, told
 from hwfsdp.course.run import Ranks, Report, attempt
 from hwfsdp.course.stations.sharders import learners
@@ -37,19 +38,12 @@ def cases() -> list[tuple[int, int]]:
 
 
 def probe_rows(report: Report, seed: int) -> None:
-    attempt(report, "padded", lambda: [_plain(learners().padded_rows(n, w)) for n, w in cases()])
+    attempt(report, "padded", lambda: [plain(learners().padded_rows(n, w)) for n, w in cases()])
     attempt(report, "rows", lambda: [_rows(n, w) for n, w in cases()])
 
 
 def _rows(n: int, world_size: int) -> list[Any]:
-    return [_plain(learners().rows_of(n, world_size, rank)) for rank in range(world_size)]
-
-
-def _plain(value: Any) -> Any:
-    """Keep integers, and turn anything else into text: a float is not a number of rows."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value if type(value) is int else repr(value)
+    return [plain(learners().rows_of(n, world_size, rank)) for rank in range(world_size)]
 
 
 @cache
@@ -261,7 +255,7 @@ def probe_traffic(report: Report, seed: int) -> None:
 
 def _traffic(setup: Setup) -> dict[str, Any]:
     found = learners().traffic(setup.shapes, setup.strategy, setup.world_size, **setup.options)
-    return {str(op): _plain(nbytes) for op, nbytes in dict(found).items()}
+    return {str(op): plain(nbytes) for op, nbytes in dict(found).items()}
 
 
 def probe_own_traffic(report: Report, seed: int, shapes: list[tuple[int, ...]], size: int) -> None:
