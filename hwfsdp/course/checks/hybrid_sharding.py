@@ -78,13 +78,9 @@ def _shown(axes: Sequence[Any]) -> str:
 
 def _compare_placements(mesh: Mesh, found: Sequence[list[str]]) -> None:
     """Compare placements on meshes with both axes, with only the shard axis, and with only the replica axis."""
-    kinds = [
-        (["Replicate()"] if kind != "shard" else [], [f"Shard(dim={dim})"] if kind != "replicate" else [])
-        for kind in ("both", "shard", "replicate")
-        for dim in (0, 1)
-    ]
-    for one, (replicate, shard) in zip(found, kinds, strict=True):
-        right = [*replicate, *shard]
+    replicate, shards = ["Replicate()"], [["Shard(dim=0)"], ["Shard(dim=1)"]]
+    kinds = [replicate + shards[0], replicate + shards[1], *shards, replicate, replicate]
+    for one, right in zip(found, kinds, strict=True):
         if one != right:
             swapped = len(one) > 1 and sorted(one) == sorted(right)
             shown = [f"({', '.join(each)})" for each in (one, right)]

@@ -87,8 +87,12 @@ def compare_gradients(mesh: Mesh, setting: Setting, seed: int) -> None:
         if wrong:
             numel = {name: param.numel() for name, param in Model().named_parameters()}
             rank, name = max(wrong, key=lambda each: numel[each[1]])  # the largest one shows its weights best
-            moments = [of_rank[micro] for of_rank in by_rank]
-            raise _gradient_finding(Wrong(mesh, setting, micro, rank, name), moments, whole[name], parts)
+            place = (
+                f"{mesh}, {setting.name}: after micro-batch {micro}, the gradient of {name} on rank {rank}"
+            )
+            grads = [moments[micro][name] for moments in by_rank]
+            seen = [[micros[name] for micros in of_rank[: micro + 1]] for of_rank in parts]
+            raise _gradient_finding(place, mesh, setting, rank, grads, whole[name], seen)
 
 
 def _is_right(found: Tensor | None, whole: Tensor | None, mesh: Mesh, rank: int) -> bool:
@@ -97,25 +101,16 @@ def _is_right(found: Tensor | None, whole: Tensor | None, mesh: Mesh, rank: int)
     return is_same(found, mesh.rows(whole, rank))
 
 
-class Wrong(NamedTuple):
-    """A gradient that is wrong after a micro-batch."""
-
-    mesh: Mesh
-    setting: Setting
-    micro: int
-    rank: int
-    name: str
-
-
 def _gradient_finding(
-    wrong: Wrong,
-    moments: Sequence[Mapping[str, Tensor | None]],
+    place: str,
+    mesh: Mesh,
+    setting: Setting,
+    rank: int,
+    grads: Sequence[Tensor | None],
     whole: Tensor | None,
-    parts: Sequence[Sequence[Mapping[str, Tensor | None]]],
+    seen: Sequence[Sequence[Tensor | None]],
 ) -> Finding:
-    mesh, setting, micro, rank, name = wrong
-    grads = [of_rank[name] for of_rank in moments]
-    place = f"{mesh}, {setting.name}: after micro-batch {micro}, the gradient of {name} on rank {rank}"
+    """Explain a wrong gradient of this rank. grads: by rank. whole: the right one. seen: by rank and micro-batch, its parts so far."""
     grad = grads[rank]
     if whole is None:
         return told("11.early_grad", place, grad, "none")
@@ -124,7 +119,6 @@ def _gradient_finding(
     rows = mesh.rows(whole, rank)
     if grad.shape != rows.shape:
         return told("11.other_shape", place, tuple(grad.shape), tuple(rows.shape))
-    seen = [[micros[name] for micros in of_rank[: micro + 1]] for of_rank in parts]
     weights = fit_weights([grads[r] for r in mesh.shard_ranks(rank)], seen)
     theory, words = _theory(weights, mesh, rank, setting) if weights is not None else ("", {})
     if theory:

@@ -126,14 +126,6 @@ def _placements(mesh: DeviceMesh) -> list[list[str]]:
 # --- Functions of a group by themselves --------------------------------------------------------------------
 
 
-def held_stream(work: Any) -> HostStream:
-    """Return a stream on which this collective was issued."""
-    stream = HostStream("reduce_scatter")
-    with stream.run():
-        stream.add(work)
-    return stream
-
-
 def shapes_of(seed: int, shards: int) -> list[tuple[int, ...]]:
     """Return shapes; the shards divide the rows of some, and not of others."""
     more = torch.randint(1, 4, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -171,9 +163,8 @@ def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
     for number, chosen in enumerate(CHOSEN[:3]):
         params = [group.params[i] for i in chosen]
         result = reduced([p.padded_numel for p in params], number)
-        memory = result.untyped_storage().data_ptr()
         reducer.add_partial_grads(params, result)
-        shared.append(any(_memory(partials.get(p)) == memory for p in group.params))
+        shared.append(_memory(result) in [_memory(grad) for grad in partials.values() if grad.numel()])
         kept.append([copied(partials.get(p)) for p in group.params])
     taken = []
     for chosen in ((0, 1, 3), CHOSEN[3]):
@@ -184,8 +175,8 @@ def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
     return {"kept": kept, "shared": shared, "taken": taken}
 
 
-def _memory(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or not tensor.numel() else tensor.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class Finish(NamedTuple):
@@ -212,7 +203,9 @@ def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any
         if case.partial:
             first = group.params[0]
             reducer.partial_grads[first] = torch.full(first.layout.local_shape, 512.0)
-        result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
+        result, stream = reduced([p.padded_numel for p in group.params], 0), HostStream("reduce_scatter")
+        with stream.run():
+            stream.add(work)
         reducing = Reducing(result, result, Mean(1, dist.ReduceOp.SUM, 4.0), stream)
         reducer.finish(group.params, reducing)
         before, early = _state(reducer), work.wait.called
