@@ -49,8 +49,7 @@ def judge_generator(ranks: Ranks, seed: int) -> None:
         where = f"Rank {rank} of {size}:"
         expect("13.kind", where, facts["kind"], "Generator on cpu")
         expect("13.global", f"{where} after row_generator,", facts["global"], False)
-        if facts["same object"]:
-            raise told("13.same_object", where, first=names[0], second=names[1])
+        expect("13.same_object", where, facts["same object"], False, first=names[0], second=names[1])
         for name, indices in (("13.repeated", facts["changed"]), ("13.hashed", facts["hashed"])):
             if indices:
                 raise told(name, where, "other numbers", "the same numbers", key=names[indices[0]])
@@ -91,7 +90,6 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
         expect("13.part", where, facts["local"], facts["right"])
     for size in RUNS:
         run = ranks.run(probe_start, size, seed=seed)
-        assert run["filled"] is not None, "what kept a rank from it is raised first"
         for rank, facts in enumerate(run["again"]):
             for name, whole in expected[size, rank].items():
                 where = f"Rank {rank} of {size}: {name}"

@@ -26,6 +26,7 @@ from hwfsdp.core.state import state_of
 from hwfsdp.course.checks import raised_by, with_nan
 from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, copied, ready
 from hwfsdp.course.checks.meta_start_held import HELD, Data, exchanged, placed
+from hwfsdp.course.findings import is_same
 from hwfsdp.course.run import Report, attempt
 from hwfsdp.features.hybrid_sharding import hybrid_mesh
 from hwfsdp.layout import init_shards
@@ -81,6 +82,18 @@ SHARDED_DIM = {"columns.weight": 1, "scale": None, "shift": None}  # 0 for all o
 def noise(fqn: str, row: Tensor, generator: torch.Generator) -> None:
     """Fill a row with normal noise, as models of this kind are initialized."""
     row.normal_(generator=generator)
+
+
+class Noted:
+    """Fills rows with noise, and notes each call by the name of the parameter: shape, dtype, class, seed, and the row."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Any]] = {}
+
+    def __call__(self, fqn: str, row: Tensor, generator: torch.Generator) -> None:
+        facts = [list(row.shape), row.dtype, type(row).__name__, generator.initial_seed()]
+        noise(fqn, row, generator)
+        self.calls.setdefault(fqn, []).append([*facts, row.detach().clone()])
 
 
 def probe_start(report: Report, seed: int) -> None:
@@ -206,16 +219,11 @@ def _cuts(seed: int) -> list[Data]:
     """Run `fill_part` by itself: report what it fills, what is right, and how often it calls init."""
     found = []
     for number, (shape, offset, size) in enumerate(CUTS):
-        local, name, calls = torch.zeros(size), f"cut {number}", list[list[int]]()
-
-        def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-            calls.append(list(row.shape))
-            noise(fqn, row, generator)
-
+        local, name, init = torch.zeros(size), f"cut {number}", Noted()
         init_shards.fill_part(name, init_shards.Part(local, offset), shape, init, seed)
         whole = _rows(name, list(shape), torch.float32, seed)
         right = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-        found.append({"local": local, "right": right, "calls": len(calls)})
+        found.append({"local": local, "right": right, "calls": sum(map(len, init.calls.values()))})
     return found
 
 
@@ -228,14 +236,7 @@ def _locals(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _start(seed: int, mesh: DeviceMesh) -> Data:
     """Report what init is called with, and what the shards hold afterwards."""
-    model = started(seed, mesh)
-    calls: dict[str, list[Any]] = {}
-
-    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-        facts = [list(row.shape), row.dtype, type(row).__name__, generator.initial_seed()]
-        noise(fqn, row, generator)
-        calls.setdefault(fqn, []).append([*facts, row.detach().clone()])
-
+    model, init = started(seed, mesh), Noted()
     model.get_buffer("counts").fill_(4)
     torch.manual_seed(seed + 4711)
     state = torch.get_rng_state()
@@ -243,7 +244,7 @@ def _start(seed: int, mesh: DeviceMesh) -> Data:
     init_shards.init_shards(model, init, seed)
     return {
         "local": _locals(model),
-        "calls": calls,
+        "calls": init.calls,
         "global": not torch.equal(state, torch.get_rng_state()),
         "buffer": model.get_buffer("counts").tolist(),
         "objects": objects == [id(param) for param in model.parameters()],
@@ -271,51 +272,19 @@ def _refused(seed: int, mesh: DeviceMesh) -> str:
 def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
     """Restart with another seed a model that has run and still has unsharded parameters.
 
-    Its forward and backward gather. So they come last, and only if every rank has a model. A rank that raises in them leaves,
-    and says so.
+    Its forward and backward gather, so it comes last. A rank that raises leaves, and says so.
+
+    It reports what is held after the second start, for which parameters init was called, and which still have the old values.
     """
-    models = list[Model]()
-    attempt(report, "filled", lambda: models.append(_filled(seed, mesh)))
-    if not _all_of(bool(models)):
-        return
-    [model] = models
-    before = _locals(model)
-    x = torch.ones(2, WIDTH)
-    model.wide.unshard()  # type: ignore[operator]
-    model.uneven(x).sum().backward()
-    attempt(report, "again", lambda: _restarted(seed, model, before))
-
-
-def _all_of(here: bool) -> bool:
-    """True if it is true on every rank."""
-    flag = torch.tensor(int(here))
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
-
-
-def _filled(seed: int, mesh: DeviceMesh) -> Model:
-    """Start a model with another seed."""
-    model = started(seed, mesh)
+    model, init = started(seed, mesh), Noted()
     init_shards.init_shards(model, noise, seed + 1)
-    return model
-
-
-def _restarted(seed: int, model: Model, before: dict[str, Tensor | None]) -> Data:
-    """Report what is held after the second start, for which parameters init was called, and which still have the values of `before`."""
-    drawn = set[str]()
-
-    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-        drawn.add(fqn)
-        noise(fqn, row, generator)
-
+    before = _locals(model)
+    model.wide.unshard()  # type: ignore[operator]
+    model.uneven(torch.ones(2, WIDTH)).sum().backward()
     init_shards.init_shards(model, init, seed)
     local = _locals(model)
-    same = [name for name, rows in local.items() if _is_same(rows, before[name])]
-    return {"local": local, "drawn": sorted(drawn), "as before": same}
-
-
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
+    same = [name for name, rows in local.items() if is_same(rows, before[name])]
+    report["again"] = {"local": local, "drawn": list(init.calls), "as before": same}
 
 
 # --- Memory ------------------------------------------------------------------------------------------------
