@@ -9,12 +9,11 @@ from itertools import permutations, product
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hwfsdp.course.checks.checkpoints_pairs import PLAIN, SAVED, TIED, Spread, coordinate, cut, more_spreads
-from hwfsdp.course.checks.checkpoints_pairs import probe_pairs, probe_parts, saved_parts, spread_of, spreads
-from hwfsdp.course.checks.checkpoints_pairs import values_of
+from hwfsdp.course.checks.checkpoints_pairs import part_at, probe_pairs, probe_parts, saved_parts, spread_of
+from hwfsdp.course.checks.checkpoints_pairs import spreads, values_of
 from hwfsdp.course.checks.checkpoints_runs import WORLDS, Held, Part, Parts, held, nested_parts
 from hwfsdp.course.checks.checkpoints_runs import pairs_of_parts, probe_integers, tilings
 from hwfsdp.course.findings import expect, is_same, told
@@ -135,29 +134,12 @@ def _numbers_in(text: str) -> set[int]:
 def judge_parts(ranks: Ranks, seed: int) -> None:
     """Check `box_of` on every mesh against nested chunks of a tensor that holds its own indices."""
     run = ranks.run(probe_parts, 4, seed=seed)
-    for world, rank, answers in _answers(run["parts"]):
-        for name, spread in more_spreads(world).items():
-            _compare_part(rank, answers, name, part_at(spread, rank) if rank < world else None, spread)
-    for world, rank, answers in _answers(run["parts"]):
-        for name, spread in spreads(seed, world).items():
-            _compare_part(rank, answers, name, part_at(spread, rank) if rank < world else None, spread)
-        for name, spread in PLAIN.items():
-            _compare_part(rank, answers, name, part_at(spread, 0), spread)
-
-
-def _answers(parts: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return (world size, rank, answers of `box_of` there) for every world size and rank."""
-    return [(world, rank, parts[rank][str(world)]) for world in WORLDS for rank in range(4)]
-
-
-def part_at(spread: Spread, rank: int) -> list[list[int]] | None:
-    """Return offset and shape of the rank's part; None if it has none."""
-    numbers = torch.arange(prod(spread.shape)).view(spread.shape)
-    mine = cut(numbers, spread, coordinate(rank, spread.mesh))
-    if not mine.numel():
-        return None
-    first = torch.unravel_index(mine.flatten()[0], spread.shape)
-    return [[int(index) for index in first], list(mine.shape)]
+    for of_world in (more_spreads, lambda world: {**spreads(seed, world), **PLAIN}):
+        for world, rank in product(WORLDS, range(4)):
+            answers = run["parts"][rank][str(world)]
+            for name, spread in of_world(world).items():
+                place = 0 if name in PLAIN else rank  # every rank has a whole plain tensor
+                _compare_part(rank, answers, name, part_at(spread, place) if place < world else None, spread)
 
 
 def _compare_part(rank: int, answers: dict[str, Any], name: str, wanted: Any, spread: Spread) -> None:

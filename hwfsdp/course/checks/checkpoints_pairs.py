@@ -196,16 +196,21 @@ SAVED = ("grid", "columns", "copies")  # names in `spreads`
 TIED = "tied"  # in the save, the same object as the first of these
 
 
-def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
-    """Return offset and shape of each part that this many ranks saved of a tensor, once each, as `torch.chunk` cuts."""
-    spread = spreads(seed, ranks)[SAVED[0] if name == TIED else name]
+def part_at(spread: Spread, rank: int) -> list[list[int]] | None:
+    """Return offset and shape of the rank's part, as `torch.chunk` cuts; None if it has none."""
     numbers = torch.arange(prod(spread.shape)).view(spread.shape)
-    found = dict[Part, None]()
-    for rank in range(ranks):
-        mine = cut(numbers, spread, coordinate(rank, spread.mesh))
-        if mine.numel():
-            found[tuple(divmod(int(mine.flatten()[0]), spread.shape[1])), tuple(mine.shape)] = None
-    return list(found)
+    mine = cut(numbers, spread, coordinate(rank, spread.mesh))
+    if not mine.numel():
+        return None
+    first = torch.unravel_index(mine.flatten()[0], spread.shape)
+    return [[int(index) for index in first], list(mine.shape)]
+
+
+def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
+    """Return offset and shape of each part that this many ranks saved of a tensor, once each."""
+    spread = spreads(seed, ranks)[SAVED[0] if name == TIED else name]
+    parts = [part_at(spread, rank) for rank in range(ranks)]
+    return list(dict.fromkeys((tuple(part[0]), tuple(part[1])) for part in parts if part))
 
 
 def _needs(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
