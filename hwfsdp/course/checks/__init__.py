@@ -50,12 +50,15 @@ def shared_folder() -> Iterator[Path]:
         shutil.rmtree(found[0], ignore_errors=True)
 
 
-def raised_by(call: Callable[[], Any], *more: type[BaseException]) -> str | None:
-    """Return the kind and text of the exception that a call raises, on one line. `more`: kinds that do not derive from Exception."""
-    kinds: tuple[type[BaseException], ...] = (Exception, *more)
+class Ended(BaseException):
+    """An exception that does not derive from Exception, like KeyboardInterrupt and SystemExit."""
+
+
+def raised_by(call: Callable[[], Any]) -> str | None:
+    """Return the kind and text of the exception that a call raises, on one line."""
     try:
         call()
-    except kinds as error:
+    except (Exception, Ended) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 

@@ -22,8 +22,19 @@ from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, ready, watc
 from hwfsdp.course.run import Report, attempt
 
 TURNS = 5
-HOLDS = ("the dict", "a view of one tensor", "an array of one tensor", "the storage of one tensor")
 Data = dict[str, Any]
+# how something of a copy is held, and how its values are read later
+Hold = tuple[Callable[[Data], Any], Callable[[Any], Tensor]]
+HOLDS: dict[str, Hold] = {
+    "nothing": (lambda staged: None, lambda held: torch.empty(0)),
+    "the dict": (lambda staged: staged, lambda held: torch.cat([*held.values()])),
+    "a view of one tensor": (lambda staged: staged["tensor 1"][3:], lambda held: held),
+    "an array of one tensor": (lambda staged: staged["tensor 1"].numpy(), torch.from_numpy),
+    "the storage of one tensor": (
+        lambda staged: staged["tensor 1"].untyped_storage(),
+        lambda held: torch.empty(0).set_(held),
+    ),
+}
 
 
 def probe_staging(report: Report, seed: int) -> None:
@@ -165,7 +176,7 @@ def sizes(seed: int) -> list[int]:
 
 
 def _turns(seed: int) -> Data:
-    return {hold: _turns_with(seed, hold) for hold in ("nothing", *HOLDS)}
+    return {hold: _turns_with(seed, hold) for hold in HOLDS}
 
 
 def _turns_with(seed: int, hold: str) -> Data:
@@ -175,7 +186,8 @@ def _turns_with(seed: int, hold: str) -> Data:
     """
     state = {f"tensor {i}": torch.zeros(n) for i, n in enumerate(sizes(seed))}
     stager = StateDictStager()
-    held: Any = None
+    take, read = HOLDS[hold]
+    held, before = None, None
     found: Data = {"allocated": [], "right": [], "kept": []}
     for turn in range(TURNS):
         for index, tensor in enumerate(state.values()):
@@ -185,30 +197,11 @@ def _turns_with(seed: int, hold: str) -> Data:
         expected = [_numbers(t.numel(), turn + 10 * i) for i, t in enumerate(state.values())]
         found["allocated"].append(counted.nbytes)
         found["right"].append(all(map(torch.equal, staged.values(), expected)))
-        found["kept"].append(held is None or _is_kept(hold, held, turn - 1))
-        held = None if hold == "nothing" else _held(hold, staged)
+        found["kept"].append(before is None or torch.equal(read(held), before))
+        held = take(staged)
+        before = read(held).clone()
         del staged
     return found
-
-
-def _held(hold: str, staged: dict[str, Tensor]) -> Any:
-    middle = staged["tensor 1"]
-    kinds: dict[str, Callable[[], Any]] = {
-        HOLDS[0]: lambda: staged,
-        HOLDS[1]: lambda: middle[3:],
-        HOLDS[2]: lambda: middle.numpy(),
-        HOLDS[3]: lambda: middle.untyped_storage(),
-    }
-    return kinds[hold]()
-
-
-def _is_kept(hold: str, held: Any, turn: int) -> bool:
-    if hold == HOLDS[0]:
-        return all(torch.equal(t, _numbers(t.numel(), turn + 10 * i)) for i, t in enumerate(held.values()))
-    if hold == HOLDS[1]:
-        return torch.equal(held, _numbers(len(held) + 3, turn + 10)[3:])
-    tensor = torch.from_numpy(held) if hold == HOLDS[2] else torch.empty(0).set_(held)
-    return torch.equal(tensor, _numbers(len(tensor), turn + 10))
 
 
 def _twins(seed: int) -> Data:

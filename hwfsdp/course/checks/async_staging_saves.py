@@ -23,7 +23,7 @@ from hwfsdp.checkpoint import background, blocks, saving, store
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.compat import local_of
-from hwfsdp.course.checks import raised_by, shared_folder
+from hwfsdp.course.checks import Ended, raised_by, shared_folder
 from hwfsdp.course.checks.async_staging_runs import Data, make_dtensor, sizes
 from hwfsdp.course.checks.lifetimes import Allocations
 from hwfsdp.course.run import Report, attempt
@@ -192,29 +192,21 @@ def _errors(seed: int, folder: Path) -> Data:
     state, taken = _state(seed), folder / "1"
     found: Data = {}
     handle = store.async_save(state, taken)  # a checkpoint exists here, and a save may not overwrite it
-    found["a target that is there"] = [_raised(handle.wait), _raised(handle.wait)]
+    found["a target that is there"] = [raised_by(handle.wait), raised_by(handle.wait)]
     found["kept by the handle"] = type(handle._state_dict).__name__
-    found["after it was heard"] = _raised(lambda: store.async_save(state, folder / "a").wait())
-    _raised(lambda: store.async_save(state, taken))
-    found["nobody waits"] = _raised(lambda: store.async_save(state, folder / "b"))
-    found["after that"] = _raised(lambda: store.async_save(state, folder / "c").wait())
+    found["after it was heard"] = raised_by(lambda: store.async_save(state, folder / "a").wait())
+    raised_by(lambda: store.async_save(state, taken))
+    found["nobody waits"] = raised_by(lambda: store.async_save(state, folder / "b"))
+    found["after that"] = raised_by(lambda: store.async_save(state, folder / "c").wait())
     broken = {**state, "broken": torch.zeros(3, device="meta")}
     handles: list[background.SaveHandle] = []
-    at_once = _raised(lambda: handles.append(store.async_save(broken, folder / "d")))
-    found["a copy that cannot be made"] = [at_once, *(_raised(handle.wait) for handle in handles)]
+    at_once = raised_by(lambda: handles.append(store.async_save(broken, folder / "d")))
+    found["a copy that cannot be made"] = [at_once, *(raised_by(handle.wait) for handle in handles)]
     with mock.patch.object(saving._Saving, "run", _ended):
-        found["a save that is ended"] = _raised(lambda: store.async_save(state, folder / "e").wait())
-    found["at the end"] = _raised(background.finish_saves)
+        found["a save that is ended"] = raised_by(lambda: store.async_save(state, folder / "e").wait())
+    found["at the end"] = raised_by(background.finish_saves)
     return found
-
-
-class Ended(BaseException):
-    """An exception that does not derive from Exception, like KeyboardInterrupt and SystemExit."""
 
 
 def _ended(*_: Any) -> str:
     raise Ended("by a signal")
-
-
-def _raised(call: Callable[[], Any]) -> str | None:
-    return raised_by(call, Ended)
