@@ -132,14 +132,9 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
 def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float = TIGHT) -> None:
     """Compare all losses and gradients with the unsharded model's."""
     oracle = unsharded(scenario, seed, len(found))
-    # the size of a sum whose terms may cancel
-    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0
     for step in range(scenario.steps):
         for micro in range(scenario.micros):
-            for rank, facts in enumerate(found):
-                got, expected = facts["losses"][step][micro], oracle["losses"][step][micro][rank]
-                if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * volume + 1e-8):
-                    raise _loss_finding(f"{scenario.name}, rank {rank}", step, micro, scenario, got, expected)
+            same_losses(found, scenario, seed, step, micro, tolerance)
         grads = oracle["grads"][step]
         # those with fewer rows than ranks say least about a mistake, so they come last
         for name in sorted(grads, key=lambda name: grads[name] is not None and len(grads[name]) < len(found)):
@@ -151,13 +146,20 @@ def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float =
                 raise _theory(finding, where, rows, oracle, step, name) from None
 
 
-def _loss_finding(
-    where: str, step: int, micro: int, scenario: Scenario, got: Tensor, expected: Tensor
-) -> Finding:
-    of_micro = f", micro-batch {micro + 1}" if scenario.micros > 1 else ""
-    words: dict[str, Any] = {"step": step + 1, "before": step, "micro": of_micro}
-    name = "laws.loss_after" if step else "laws.loss"
-    return told(name, f"{where}:", got.item(), expected.item(), **words)
+def same_losses(
+    found: Facts, scenario: Scenario, seed: int, step: int = 0, micro: int = 0, tolerance: float = TIGHT
+) -> None:
+    """Compare the losses of one micro-batch with the unsharded model's."""
+    # the size of a sum whose terms may cancel
+    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0
+    losses = unsharded(scenario, seed, len(found))["losses"][step][micro]
+    for rank, (facts, expected) in enumerate(zip(found, losses, strict=True)):
+        got = facts["losses"][step][micro]
+        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * volume + 1e-8):
+            of_micro = f", micro-batch {micro + 1}" if scenario.micros > 1 else ""
+            words: dict[str, Any] = {"step": step + 1, "before": step, "micro": of_micro}
+            where, name = f"{scenario.name}, rank {rank}:", "laws.loss_after" if step else "laws.loss"
+            raise told(name, where, got.item(), expected.item(), **words)
 
 
 def _compare_gradient(
@@ -241,15 +243,6 @@ def compare_whole_gradient(where: str, grad: Tensor | None, expected: Tensor | N
             raise told("laws.gradient_lost", where, "none", "a gradient")
     elif not _is_near(grad, expected):
         raise _gradient_finding(where, [grad] * size, grad, expected, Scenario("replicas"))
-
-
-def same_first_losses(found: Facts, scenario: Scenario, seed: int) -> None:
-    """Check that the first forward gives the same losses as the model without sharding."""
-    losses = unsharded(scenario, seed, len(found))["losses"][0][0]
-    for rank, (facts, expected) in enumerate(zip(found, losses, strict=True)):
-        if not torch.allclose(facts["losses"][0][0], expected, rtol=TIGHT):
-            got = facts["losses"][0][0]
-            raise _loss_finding(f"{scenario.name}, rank {rank}", 0, 0, scenario, got, expected)
 
 
 def same_bits(found: Facts, oracle: Facts, scenario: Scenario) -> None:
