@@ -24,7 +24,7 @@ EVALUATED = Scenario("an even model, evaluated in between", "even", steps=2, pee
 UNEVEN = Scenario("an uneven model", "gained", peeked=True)
 CASTS = Scenario("an uneven model in bf16", "gained", peeked=True, policy=(*LOW, ("output_dtype", FP32)))
 FROZEN = Scenario("frozen parameters", "gained and frozen")
-TIED = Scenario("tied parameters", "gained and tied")
+TIED = Scenario("tied parameters", "tied")
 NESTED = Scenario("nested modules", "gained and nested")
 
 TASKS = Together((PLAIN, MIXED))

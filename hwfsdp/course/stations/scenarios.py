@@ -345,7 +345,7 @@ def _built(model: nn.Module, inner: str = "") -> Built:
 
 
 WIDE = (37, 41)  # widths: units much larger than activations of two rows
-MODELS: dict[str, Callable[[random.Random], Built]] = {
+MODELS: dict[str, Callable[..., Built]] = {
     "gpt": _gpt,
     "deep": lambda draw: _built(GPT(DEEP)),
     "tied": partial(_gained, tied=True),
@@ -360,7 +360,6 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "loud": partial(_alone, kind=Loud),
     "mixing": partial(_alone, kind=Mixing),
     "gained": _gained,
-    "gained and tied": partial(_gained, tied=True),
     "gained and frozen": _gained_frozen,
     "gained and nested": _gained_nested,
     "even": _even,
@@ -368,13 +367,9 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "even and recomputed, reentrant": partial(_even, reentrant=True),
     "even and deep": lambda draw: _side_by_side(GPT(DEEP)),
     "wide and tied": partial(_gained, tied=True, vocabs=(301, 307)),  # the root is the largest unit
-    "wide and frozen": partial(_frozen, widths=WIDE),
-    "wide and unused": partial(_stack, kind=Unused, widths=WIDE),
-    "wide and twice": partial(_twice, widths=WIDE),
-    "wide and shortened": partial(_stack, kind=Shortened, widths=WIDE),
-    "wide and recomputed": partial(_stack, kind=Recomputed, widths=WIDE),
-    "wide and nested": partial(_nested, widths=WIDE),
 }
+WIDENED = ("frozen", "twice", "unused", "shortened", "recomputed", "nested")
+MODELS |= {f"wide and {name}": partial(MODELS[name], widths=WIDE) for name in WIDENED}
 
 
 def build(scenario: Scenario, seed: int) -> Built:
