@@ -25,6 +25,7 @@ FROM_READY_MADE = {"MixedPrecisionPolicy", *RECORDS}  # allowed: the policy is a
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
 )
+OF_SYS = ("sys.modules", "sys.meta_path", "sys.path", "sys.path_hooks")
 NEEDED = {  # functions by name, with the arguments that the grader or the homework passes
     "fully_shard": ("module", "module_fqn", "comm_ctx", "mesh", "reshard_after_forward", "mp_policy"),
     "FSDPCommContext.__init__": ("self", "device_type"),
@@ -77,12 +78,14 @@ def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _imported_module(alias.name, node.lineno)
+                yield from _imported(alias.name, f"import {alias.name}", node.lineno)
                 if alias.name.partition(".")[0] == "hwfsdp":
                     aliases[alias.asname or "hwfsdp"] = alias.name if alias.asname else "hwfsdp"
         elif isinstance(node, ast.ImportFrom):
+            module = f"{'.' * node.level}{node.module or ''}"
             for alias in node.names:
-                yield from _imported_name(node.module or "", node.level, alias.name, node.lineno)
+                statement = f"from {module} import {alias.name}"
+                yield from _imported(f"{module}.{alias.name}", statement, node.lineno)
                 if node.module == "hwfsdp":
                     aliases[alias.asname or alias.name] = f"hwfsdp.{alias.name}"
     yield from _built_in(symtable.symtable(text, "the file", "exec"), tree)
@@ -113,45 +116,31 @@ def _names_plainly(call: ast.Call) -> bool:
     return len(call.args) > 1 and isinstance(call.args[1], ast.Constant | ast.Name | ast.Attribute)
 
 
-def _imported_module(name: str, line: int) -> Iterator[Use]:
-    if name.partition(".")[0] == "hwfsdp" and name not in ALLOWED:
-        yield Use(f"import {name}", line, ALONE)
-    if name.startswith(READY_MADE):
-        yield Use(f"import {name}", line, ALONE)
-    if name in ROUND_ABOUT:
-        yield Use(f"import {name}", line)
-
-
-def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Use]:
-    whole = f"{module}.{name}"
-    if level or (module == "hwfsdp" and whole not in ALLOWED):
-        yield Use(f"from {'.' * level}{module} import {name}", line, ALONE)
-    elif module.startswith("hwfsdp.") and (module not in ALLOWED or name in _borrowed(module)):
-        yield Use(f"from {module} import {name}", line, ALONE)
-    elif (module.startswith(READY_MADE) or whole.startswith(READY_MADE)) and name not in FROM_READY_MADE:
-        yield Use(f"from {module} import {name}", line, ALONE)
-    elif module in ROUND_ABOUT or (module, name) == ("sys", "modules"):
-        yield Use(f"from {module} import {name}", line)
+def _imported(dotted: str, statement: str, line: int) -> Iterator[Use]:
+    """Yield the statement if it may not import this name, which has its module before it."""
+    if dotted.startswith(".") or _is_of_others(dotted):
+        yield Use(statement, line, ALONE)
+    elif dotted.partition(".")[0] in ROUND_ABOUT or dotted in OF_SYS:
+        yield Use(statement, line)
 
 
 def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]:
     """Yield forbidden attributes: `streams.compat`, `hwfsdp.core`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
     first, _, rest = dotted.partition(".")
     whole = f"{aliases[first]}.{rest}" if first in aliases else dotted
-    parts = whole.split(".")
-    if (
-        whole in ("sys.modules", "sys.meta_path", "sys.path", "sys.path_hooks")
-        or "__globals__" in parts
-        or "__builtins__" in parts
-    ):
+    if whole in OF_SYS or {"__globals__", "__builtins__"} & set(whole.split(".")):
         yield Use(f"{dotted}, which gets at anything", line)
-    elif parts[0] == "hwfsdp" and first in aliases:
-        module = ".".join(parts[:2])
-        if module not in ALLOWED or (len(parts) > 2 and parts[2] in _borrowed(module)):
-            yield Use(dotted, line, ALONE)
-    elif whole.startswith(READY_MADE) and parts[-1] not in FROM_READY_MADE:
-        if whole not in READY_MADE:
-            yield Use(dotted, line, ALONE)
+    elif whole not in READY_MADE and _is_of_others(whole):  # the module alone leads to its policies, too
+        yield Use(dotted, line, ALONE)
+
+
+def _is_of_others(dotted: str) -> bool:
+    """True if a name is the package's, or of torch's FSDP, and is not open to the file."""
+    root, *names = dotted.split(".")
+    if root == "hwfsdp":
+        module = ".".join([root, *names[:1]])
+        return module not in ALLOWED or not _borrowed(module).isdisjoint(names[1:2])
+    return dotted.startswith(READY_MADE) and names[-1] not in FROM_READY_MADE
 
 
 def _borrowed(module: str) -> set[str]:
