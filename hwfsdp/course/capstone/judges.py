@@ -231,9 +231,8 @@ def judge_precise(case: str, ranks: Ranks, seed: int) -> None:
     for rank, facts in enumerate(found):
         expected = str(policy.get("output_dtype", policy["param_dtype"]))
         compare(f"{scenario.name}, rank {rank}:", facts, {"laws.output": expected})
-    for op, kind in (("all_gather", "gathered"), ("reduce_scatter", "reduced")):
-        dtype = policy["param_dtype" if op == "all_gather" else "reduce_dtype"]
-        laws.dtypes(found, scenario, op, dtype, f"{kind}-in-wrong-dtype")
+    laws.dtypes(found, scenario, "all_gather", policy["param_dtype"], "gathered-in-wrong-dtype")
+    laws.dtypes(found, scenario, "reduce_scatter", policy["reduce_dtype"], "reduced-in-wrong-dtype")
     with causes(ranks, seed, scenario, found):
         laws.same_bits(found, group.fsdp2(ranks, seed, scenario, 2), scenario)
 
@@ -343,11 +342,8 @@ def judge_nested(ranks: Ranks, seed: int) -> None:
         raise
     laws.same_rows(found, scenario, seed)
     if len(found) > 1:
-        for phase, op, fewer in (
-            ("forward", "all_gather", "not-gathered"),
-            ("backward", "reduce_scatter", "not-reduced"),
-        ):
-            laws.counts(found, scenario, phase, op, units, "one-by-one", fewer)
+        laws.counts(found, scenario, "forward", "all_gather", units, "one-by-one", "not-gathered")
+        laws.counts(found, scenario, "backward", "reduce_scatter", units, "one-by-one", "not-reduced")
         whole = padded_bytes(scenario, seed, len(found), "param_dtype")
         laws.carried(found, scenario, "forward", "all_gather", whole, ("claimed-twice", "not-gathered"))
     judge_params("NESTED", ranks, seed)

@@ -276,14 +276,17 @@ def timed(device: Device, with_backward: bool, stack: Stack = learners_stack) ->
     # reductions are not to blame for a late gather
     waited = union([*busy, *((e.start_us, e.end_us) for e in gathers)])
     return {
-        "step_us": found.step_seconds * 1e6,
-        "peak_bytes": round(found.peak_allocated_gib * (1 << 30)),
+        **figures_of(found),
         "gathers": _exposed(gathers, busy, forward_end),
         "reductions": _exposed(reductions, waited, 0),
         "flying": _in_flight(log),
         "shown": log_data(runner.shown(plain)),
         **runner.witnessed_log(log),
     }
+
+
+def figures_of(found: Simulation) -> dict[str, Any]:
+    return {"step_us": found.step_seconds * 1e6, "peak_bytes": round(found.peak_allocated_gib * (1 << 30))}
 
 
 class Timed(Runner):

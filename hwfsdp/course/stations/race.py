@@ -18,11 +18,10 @@ import hwfsdp
 from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks, Report
 from hwfsdp.course.stations import machines
-from hwfsdp.course.stations.clocked import Runner, Timed
+from hwfsdp.course.stations.clocked import Runner, Timed, figures_of
 from hwfsdp.course.stations.facts import attempt_together
 from hwfsdp.course.stations.sharders import learners
 from hwfsdp.train.models.gpt import GPT, GPTConfig
-from hwfsdp.virtual.run import Simulation
 
 GPUS, DEVICE, BATCH = 64, "h100", 2
 MODELS = {
@@ -70,16 +69,12 @@ def probe_race(report: Report, seed: int) -> None:
 
 def probe_package(report: Report) -> None:
     for name, config in MODELS.items():
-        report[name] = _figures(Lap(config, hwfsdp.fully_shard).run(DEVICE, GPUS))
+        report[name] = figures_of(Lap(config, hwfsdp.fully_shard).run(DEVICE, GPUS))
 
 
 def _raced(lap: TimedLap) -> dict[str, Any]:
     found = lap.run(DEVICE, GPUS)
-    return {**_figures(found), **lap.witnessed_log(found.log)}
-
-
-def _figures(found: Simulation) -> dict[str, Any]:
-    return {"step_us": found.step_seconds * 1e6, "peak_bytes": round(found.peak_allocated_gib * (1 << 30))}
+    return {**figures_of(found), **lap.witnessed_log(found.log)}
 
 
 def judge_step(ranks: Ranks, seed: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,29 +25,19 @@ _KEPT = (*COLLECTIVES, "wait", "alloc", "free", "optimizer")  # ops to keep; a w
 ALIVE = "all memory"  # the only kind of memory: the purpose of a learner's tensors is unknown
 
 
-@dataclass
-class Span:
-    """Consecutive kernels of one unit; "" is the unit of kernels between units. Times in µs."""
-
-    op: str
-    unit: str
-    begin: float
-    end: float
-    reads: tuple[int, ...]
-
-
 class Watch:
     """Watch the block of `looking`. Only the last step is kept: the code that starts a step calls `begin`.
 
     Attributes:
         kernels: when compute was busy, in µs.
-        spans: the same by unit. samples: bytes alive whenever a kernel was issued, where they differ.
+        spans: an event for consecutive kernels of one unit, or between units, numbered from 0.
+        samples: bytes alive whenever a kernel was issued, where they differ.
         marks: (number of the first event, op, unit) of each span, also of those without kernels.
     """
 
     def __init__(self) -> None:
         self.kernels: list[Interval] = []
-        self.spans: list[Span] = []
+        self.spans: list[Event] = []
         self.samples: list[Sample] = []
         self.marks: list[tuple[int, str, str]] = []
         self._names: dict[nn.Module, str] = {}
@@ -105,11 +94,12 @@ class Watch:
         self.kernels.append((begin, end))
         if not self._now[0]:
             return
+        op, unit, reads = self._now
         last = self.spans[-1] if self.spans else None
-        if last and (last.op, last.unit) == self._now[:2]:
-            last.end = end
-        else:
-            self.spans.append(Span(*self._now[:2], begin, end, self._now[2]))
+        if last is None or (last.op, last.owner) != (op, unit):
+            last = Event(0, len(self.spans), op, "compute", unit, op, start_us=begin, reads=reads)
+            self.spans.append(last)
+        self.spans[-1] = last.changed(dur_us=end - last.start_us)
 
     def _sample(self, us: float, allocated: int) -> None:
         if not self.samples or self.samples[-1].bytes_by_kind[ALIVE] != allocated:
@@ -127,16 +117,8 @@ class Watch:
             if e.op in _KEPT
         ]
         free = max((e.seq for e in log.events), default=-1) + 1  # the first unused event number
-        spans = [
-            Event(
-                *(0, free + number, each.op, "compute", each.unit, each.op),
-                start_us=each.begin,
-                dur_us=each.end - each.begin,
-                reads=each.reads,
-            )
-            for number, each in enumerate(self.spans)
-        ]
-        found = sorted([*found, *spans], key=lambda e: (e.start_us, e.seq))
+        found += [each.changed(seq=free + each.seq) for each in self.spans]
+        found.sort(key=lambda e: (e.start_us, e.seq))
         numbers = {e.seq: number for number, e in enumerate(found)}
         return EventLog([_renumbered(e, numbers) for e in found], {0: list(self.samples)})
 
