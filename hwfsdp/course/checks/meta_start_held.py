@@ -58,21 +58,14 @@ class Held(NamedTuple):
         return f"shape {self.shape}, Shard({self.dim}), {self.how}"
 
 
-HELD = (
-    Held((5, 3), "the same"),
-    Held((12, 2), "the same"),
-    Held((5, 3)),
-    Held((12, 2)),
-    Held((7,)),
-    Held((2, 3)),
-    Held((12, 4), "transposed"),
-    Held((7, 4), "transposed"),
-    Held((5, 3), "bf16"),
-    Held((12, 3), "bf16"),
-    Held((12, 2), "kept on the host"),
-    Held((5, 2), "kept on the host"),
-    Held((3, 12), dim=1),
-)
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "the same": ((5, 3), (12, 2)),
+    "new": ((5, 3), (12, 2), (7,), (2, 3)),
+    "transposed": ((12, 4), (7, 4)),
+    "bf16": ((5, 3), (12, 3)),
+    "kept on the host": ((12, 2), (5, 2)),
+}
+HELD = [Held(shape, how) for how, shapes in SHAPES.items() for shape in shapes] + [Held((3, 12), dim=1)]
 
 
 class _Host(Home):

@@ -11,6 +11,7 @@ import gc
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -130,20 +131,10 @@ Key = tuple[int, str, int]  # seed, name, row
 def keys(seed: int) -> list[Key]:
     """Return seeds, names and rows that are easy to confuse; seeds may be negative or large."""
     seeds = [seed, seed + 1, seed + 10, -1 - seed, 2**63 + seed, 2**64 + seed]
-    names = (
-        "layers.1.weight",
-        "layers.2.weight",
-        "layers.1.thgiew",
-        "layers.11.weight",
-        "layers.1.bias",
-        "w",
-        "w1",
-    )
-    rows = (0, 1, 2, 11, 12, 110, 10**9)
+    names = "layers.1.weight layers.2.weight layers.1.thgiew layers.11.weight layers.1.bias w w1".split()
+    found = list(product(seeds, names, (0, 1, 2, 11, 12, 110, 10**9)))
     # of 16 bits, so many seeds would collide
-    return [(s, name, row) for s in seeds for name in names for row in rows] + [
-        (seed, "w", row) for row in range(200, 800)
-    ]
+    return found + [(seed, "w", row) for row in range(200, 800)]
 
 
 def _generators(seed: int) -> Tensor:

@@ -124,32 +124,27 @@ def judge_box(ranks: Ranks, seed: int) -> None:
 
 def judge_shards(ranks: Ranks, seed: int) -> None:
     """Check values, padding, and whether each shard has its own memory."""
-    answers = iter(_run(ranks, seed)["shards"][0])
-    for case in runs.tensors(seed):
-        for pad in (False, True):
-            _check_shards(case, pad, next(answers))
+    for case, facts in zip(runs.tensors(seed), _run(ranks, seed)["shards"][0], strict=True):
+        _check_shards(case, facts)
 
 
-def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
-    whole, coordinates = case.whole(), list(case.cuts.coordinates())
-    pieces = [runs.box_of(whole, case.cuts, c) for c in coordinates]
-    where = f"shard_strided of {case}{', pad=True' if pad else ''}"
-    expect("12.number", f"{where}:", len(facts["shards"]), len(pieces))
+def _check_shards(case: Tensors, facts: dict[str, Any]) -> None:
+    coordinates, shards = list(case.cuts.coordinates()), case.shards()
+    where = f"shard_strided of {case}{', pad=True' if case.pad else ''}"
+    expect("12.number", f"{where}:", len(facts["shards"]), len(shards))
     compare(f"{where}:", facts, {"12.written": False})
-    largest = [max(p.shape[d] for p in pieces) for d in range(whole.ndim)]
-    for coordinate, actual, right in zip(coordinates, facts["shards"], pieces, strict=True):
-        expected = right.new_zeros(largest if pad else right.shape)
-        expected[tuple(slice(n) for n in right.shape)] = right
+    every_shard = zip(coordinates, facts["shards"], shards, case.pieces(), strict=True)
+    for coordinate, actual, expected, right in every_shard:
         if not is_same(actual, expected):
             _explain_shard(f"{where}, coordinate {coordinate}:", actual, expected, right)
     compare(f"{where}:", facts, {"12.contiguous": True})
     if views := [str(c) for c, is_view in zip(coordinates, facts["views"], strict=True) if is_view]:
         raise told("12.views", f"{where}:", ", ".join(views))
-    bytes_of = [prod(largest if pad else p.shape) * p.element_size() for p in pieces]
+    bytes_of = [shard.nbytes for shard in shards]
     if not facts["own"] or facts["bytes"] != bytes_of:
         raise told("12.bytes", f"{where}:", facts["bytes"], bytes_of)
     if case.dtype.is_floating_point:
-        right = torch.zeros_like(whole)
+        right = torch.zeros_like(case.whole())
         for number, coordinate in enumerate(coordinates):
             runs.box_of(right, case.cuts, coordinate).add_(number + 1)
         compare(f"{where}:", facts, {"12.grad": right})
@@ -171,11 +166,9 @@ def _explain_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor) 
 def judge_whole(ranks: Ranks, seed: int) -> None:
     """Check the whole tensor, made from the oracle's shards. Their padding and replicas must not come back."""
     run = _run(ranks, seed)
-    answers = iter(run["whole"][0])
-    for case in runs.tensors(seed):
-        for pad in (False, True):
-            where = f"unshard_strided of {case}, {'padded' if pad else 'without padding'}:"
-            _check_whole(where, case.whole(), pad, next(answers))
+    for case, facts in zip(runs.tensors(seed), run["whole"][0], strict=True):
+        where = f"unshard_strided of {case}, {'padded' if case.pad else 'without padding'}:"
+        _check_whole(where, case.whole(), case.pad, facts)
     names = ("one shard less than ranks", "a shard that is too small", "a shard that is too large")
     for what, actual in zip(names, run["misfits"][0], strict=True):
         if actual != "refused":

@@ -129,22 +129,39 @@ REFUSED: list[tuple[Sizes, list[Placement]]] = [
 
 
 class Tensors(NamedTuple):
-    """A tensor to cut."""
+    """A tensor to cut. pad: its shards are padded."""
 
     cuts: Cuts
     shape: Sizes
     dtype: torch.dtype
+    pad: bool = False
 
     def whole(self) -> Tensor:
         """Return the tensor. All elements are different, none is zero, and all are exact in the dtypes used."""
         return torch.arange(1, prod(self.shape) + 1).to(self.dtype).view(self.shape)
+
+    def pieces(self) -> list[Tensor]:
+        """The oracle: return the chunks of chunks of all ranks."""
+        return [box_of(self.whole(), self.cuts, coordinate) for coordinate in self.cuts.coordinates()]
+
+    def shards(self, padding: float = 0.0) -> list[Tensor]:
+        """Return the right shards in memory of their own. All are as large as the largest one if they are padded."""
+        pieces, found = self.pieces(), list[Tensor]()
+        largest = [max(sizes) for sizes in zip(*(part.shape for part in pieces), strict=True)]
+        for part in pieces:
+            found.append(part.new_full(largest if self.pad else part.shape, padding))
+            found[-1][tuple(map(slice, part.shape))] = part
+        return found
 
     def __str__(self) -> str:
         return f"shape {self.shape}, {self.cuts}"
 
 
 def tensors(seed: int) -> list[Tensors]:
-    """Return uneven tensors, one that leaves most ranks without rows, one without dims, and tensors that the seed draws."""
+    """Return uneven tensors, one that leaves most ranks without rows, one without dims, and tensors that the seed draws.
+
+    Each is there twice: without padding, and with it.
+    """
     draw = random.Random(seed)
     shapes = (5,), (6, 4), (3, 7, 2), (9, 5), (4, 3, 5)
     found = [
@@ -159,7 +176,7 @@ def tensors(seed: int) -> list[Tensors]:
         shape = draw.choice([s for s in shapes if len(s) >= len(cuts.orders)])
         if prod(cuts.mesh) <= 16:
             found.append(Tensors(cuts, shape, draw.choice([torch.float32, torch.float64])))
-    return found
+    return [case._replace(pad=pad) for case in found for pad in (False, True)]
 
 
 def box_of(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
@@ -199,15 +216,14 @@ def axes(seed: int) -> list[tuple[Axes, int]]:
 
 def probe_cuts(report: Report, seed: int) -> None:
     """Run every function by itself, so that one that raises does not hide the others."""
-    tensors_, pads = tensors(seed), (False, True)
     parts: dict[str, Callable[[], Any]] = {
         "cut after": lambda: [shown(layouts.cut_after(*case)) for case in axes(seed)],
         "joined": lambda: [_joined(*case) for case in axes(seed)],
         "orders": lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)],
         "refused": lambda: [_refusal(partial(extents.orders_of_cuts, *case)) for case in REFUSED],
         "boxes": lambda: _boxes(seed),
-        "shards": lambda: with_nan(lambda: [_sharded(case, pad) for case in tensors_ for pad in pads]),
-        "whole": lambda: with_nan(lambda: [_unsharded(case, pad) for case in tensors_ for pad in pads]),
+        "shards": lambda: with_nan(lambda: [_sharded(case) for case in tensors(seed)]),
+        "whole": lambda: with_nan(lambda: [_unsharded(case) for case in tensors(seed)]),
         "misfits": lambda: [_refusal(misfit) for misfit in _misfits()],
     }
     for key, part in parts.items():
@@ -258,10 +274,10 @@ def _boxes(seed: int) -> Tensor | dict[str, Any]:
     return torch.tensor(numbers)
 
 
-def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
+def _sharded(case: Tensors) -> dict[str, Any]:
     whole = case.whole().requires_grad_(case.dtype.is_floating_point)
     kept = whole.detach().clone()
-    shards = extents.shard_strided(whole, case.cuts.mesh, case.cuts.placements(), pad=pad)
+    shards = extents.shard_strided(whole, case.cuts.mesh, case.cuts.placements(), pad=case.pad)
     grad = None
     if whole.requires_grad and any(s.requires_grad for s in shards):
         sum((number + 1) * shard.sum() for number, shard in enumerate(shards)).backward()  # type: ignore[union-attr]
@@ -278,18 +294,15 @@ def _sharded(case: Tensors, pad: bool) -> dict[str, Any]:
     }
 
 
-def _unsharded(case: Tensors, pad: bool) -> dict[str, Any]:
+def _unsharded(case: Tensors) -> dict[str, Any]:
     """Unshard shards that the oracle cut. Their padding and replicas must not come back."""
-    cuts, seen = case.cuts, set[Sizes]()
-    pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
-    largest = [max(p.shape[d] for p in pieces) for d in range(len(case.shape))]
-    shards = []
-    for coordinate, part in zip(cuts.coordinates(), pieces, strict=True):
+    cuts, seen, shards = case.cuts, set[Sizes](), case.shards(PADDING)
+    for coordinate, shard in zip(cuts.coordinates(), shards, strict=True):
         where = tuple(coordinate[m] for order in cuts.orders for m in order)
-        shard = part.new_full(largest if pad else part.shape, PADDING)
-        shard[tuple(slice(n) for n in part.shape)] = part if where not in seen else REPLICA
+        if where in seen:
+            shard[shard != PADDING] = REPLICA
         seen.add(where)
-        shards.append(shard.requires_grad_(shard.is_floating_point()))
+        shard.requires_grad_(shard.is_floating_point())
     before = [shard.detach().clone() for shard in shards]
     found = extents.unshard_strided(shards, case.shape, cuts.mesh, cuts.placements())
     keys = {compat.storage_key(shard) for shard in shards}

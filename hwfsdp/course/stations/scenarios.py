@@ -67,11 +67,19 @@ class Built(NamedTuple):
 
 
 class Stack(nn.Module):
-    """Blocks in sequence between two linear layers: 3 numbers in, 2 numbers out."""
+    """Blocks in sequence between two linear layers: 3 numbers in, 2 numbers out.
+
+    Attributes:
+        spares: number of blocks with a parameter that nothing reads.
+    """
+
+    spares = 0
 
     def __init__(self, width: int, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.inlet, self.blocks, self.outlet = nn.Linear(3, width), nn.ModuleList(blocks), nn.Linear(width, 2)
+        for block in blocks[: self.spares]:
+            block.spare = nn.Parameter(torch.ones(4, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
@@ -129,10 +137,7 @@ class Recomputed(Stack):
 class Unused(Stack):
     """The second block is skipped, and each block has a parameter that nothing reads."""
 
-    def __init__(self, width: int, blocks: list[nn.Module]) -> None:
-        super().__init__(width, blocks)
-        for block in blocks:
-            block.spare = nn.Parameter(torch.ones(4, 2))
+    spares = 3
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         return x if block is self.blocks[1] else block(x)
@@ -148,9 +153,7 @@ class Changing(Stack):
 class Shortened(Stack):
     """A batch of one row skips all blocks except the last. The first one has a parameter that nothing reads."""
 
-    def __init__(self, width: int, blocks: list[nn.Module]) -> None:
-        super().__init__(width, blocks)
-        blocks[0].spare = nn.Parameter(torch.ones(4, 2))
+    spares = 1
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         return block(x) if len(x) > 1 or block is self.blocks[-1] else x
