@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -118,13 +117,15 @@ def probe_pairs(report: Report, seed: int) -> None:
     with shared_folder() as folder:
         for w, state in states.items():
             _fill(state, seed, w, is_target=False)
-            _try(report, f"save {w}", partial(_save, state, folder / str(w), meshes[w]))
+            save = partial(store.save, process_group=meshes[w][w,].get_group())
+            _try(report, f"save {w}", partial(save, state, folder / str(w)))
         dist.barrier()
         for v, state in states.items():
             target = _reordered(state)
             for w in WORLDS:
                 _fill(target, seed, v, is_target=True)
-                _try(report, f"{w} to {v}", partial(_load, report, target, folder, (w, v), meshes[v]))
+                load = partial(store.load, target, folder / str(w), process_group=meshes[v][v,].get_group())
+                _try(report, f"{w} to {v}", partial(_load, report, target, f"{w} to {v}", load))
         if "causes" not in report.get(FAILED, {}):
             report["causes"] = None
 
@@ -303,12 +304,8 @@ def named(path: tuple[Any, ...]) -> str:
     return text.replace("]", "").replace("'", "")
 
 
-def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
-    store.save(state, path, process_group=next(iter(meshes.values())).get_group())
-
-
-def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, int], meshes: Meshes) -> None:
-    """Load, and report the local parts and how much was read for each. `pair`: ranks that saved, ranks that load."""
+def _load(report: Report, state: dict[str, Any], pair: str, load: Callable[[], None]) -> None:
+    """Load, and report the local parts and how much was read for each."""
     read: dict[str, int] = {}
     needs_of = matching.needs_of
 
@@ -319,8 +316,7 @@ def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, 
             yield need
 
     with mock.patch.object(matching, "needs_of", counted):
-        group = next(iter(meshes.values())).get_group()
-        store.load(state, folder / str(pair[0]), process_group=group)
+        load()
     tensors = [
         {
             "name": named(path),
@@ -333,4 +329,4 @@ def _load(report: Report, state: dict[str, Any], folder: Path, pair: tuple[int, 
         if isinstance(leaf, Tensor)
     ]
     others = [state["step"], state["optim"]["param_groups"][0]["lr"]]
-    report["loaded"]["{} to {}".format(*pair)] = {"tensors": tensors, "others": others}
+    report["loaded"][pair] = {"tensors": tensors, "others": others}
