@@ -117,8 +117,8 @@ def probe_pairs(report: Report, seed: int) -> None:
     with shared_folder() as folder:
         for w, state in states.items():
             _fill(state, seed, w, is_target=False)
-            save = partial(store.save, process_group=meshes[w][w,].get_group())
-            _try(report, f"save {w}", partial(save, state, folder / str(w)))
+            save = partial(store.save, state, folder / str(w), process_group=meshes[w][w,].get_group())
+            _try(report, f"save {w}", save)
         dist.barrier()
         for v, state in states.items():
             target = _reordered(state)
@@ -143,7 +143,7 @@ def _meshes(ranks: int) -> Meshes:
     return found
 
 
-def _try(report: Report, key: str, part: Callable[[], None]) -> None:
+def _try(report: Report, key: str, part: Callable[[], object]) -> None:
     try:
         part()
     except Exception as error:
@@ -304,7 +304,7 @@ def named(path: tuple[Any, ...]) -> str:
     return text.replace("]", "").replace("'", "")
 
 
-def _load(report: Report, state: dict[str, Any], pair: str, load: Callable[[], None]) -> None:
+def _load(report: Report, state: dict[str, Any], pair: str, load: Callable[[], object]) -> None:
     """Load, and report the local parts and how much was read for each."""
     read: dict[str, int] = {}
     needs_of = matching.needs_of

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -44,26 +45,23 @@ WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512)
 NARROW = GPTConfig(dim=64, layers=3, heads=2, seq_len=16)
 
 
-def _device(name: str, flops: float, memory_bandwidth: float, link: float, host: bool) -> Device:
-    return Device(
-        name=name,
-        flops={"float32": flops, "bfloat16": flops},
-        memory=80 << 30,
-        memory_bandwidth=memory_bandwidth,
-        link=link,
-        network=link,
-        per_node=GPUS,
-        efficiency=0.5,
-        fitted_on="made up",
-        source="made up",
-        attention_efficiency=0.3,
-        launch_us=5.0,
-        host=host,
-    )
-
-
-GPU = _device("a GPU", 50e12, 2e12, 200e9, host=False)
-HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
+GPU = Device(
+    name="a GPU",
+    flops={"float32": 50e12},
+    memory=80 << 30,
+    memory_bandwidth=2e12,
+    link=200e9,
+    network=200e9,
+    per_node=GPUS,
+    efficiency=0.5,
+    fitted_on="made up",
+    source="made up",
+    attention_efficiency=0.3,
+    launch_us=5.0,
+)
+HOST = replace(
+    GPU, name="a host", flops={"float32": 1e12}, memory_bandwidth=50e9, link=4e9, network=4e9, host=True
+)
 MACHINES = {"order": "GPU", "gpu": "GPU", "host": "host", "forward": "host"}  # key of a report → its machine
 
 
