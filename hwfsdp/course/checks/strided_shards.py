@@ -48,12 +48,12 @@ def judge_placement(ranks: Ranks, seed: int) -> None:
     run, cases = _run(ranks, seed), runs.axes(seed)
     answers = run["cut after"][0]
     for (before, dim), actual in zip(cases, answers, strict=True):
-        expected = shown(expected_cut(before, dim))
-        if actual != expected:
+        right = shown(expected_cut(before, dim))
+        if actual != right:
             axes = ", ".join(f"{shown(p)} over {size} ranks" for p, size in before) or "none"
             where = f"FSDP cuts dim {dim}; axes on its right: {axes}."
             never = not any(answer.startswith("Strided") for answer in answers)
-            raise told(_wrong_cut(before, dim, actual, never), where, actual, expected)
+            raise told(_wrong_cut(before, dim, actual, never), where, actual, right)
     for (before, dim), found in zip(cases, run["joined"][0], strict=True):
         rest = [p for p, _ in before]
         for own, actual in zip(([], [Replicate()]), found, strict=True):

@@ -119,7 +119,7 @@ def boxes(seed: int) -> list[tuple[Cuts, Sizes]]:
     return [*found, (Cuts((3, 2), ((1, 0),)), (7, 3)), (Cuts((2, 2), ((1, 0),)), (10**16 + 1,))]
 
 
-REFUSED: list[tuple[Sizes, list[Placement]]] = [
+REFUSED: list[tuple[Sizes, list[Any]]] = [
     ((3, 2), [compat.strided_shard(0, 3), Shard(0)]),
     ((2, 2), [Shard(0), compat.strided_shard(0, 2)]),
     ((2, 2, 3), [compat.strided_shard(0, 3), Shard(0), Shard(0)]),
