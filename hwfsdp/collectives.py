@@ -27,7 +27,8 @@ from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
-pending: Named | None = None  # the collective that the host waits for now; an error of a hanging rank names it
+# the collective that the host waits for now; an error of a hanging rank names it
+pending: Named | None = None
 
 
 class Buffers:

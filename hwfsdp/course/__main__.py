@@ -5,7 +5,7 @@ Of the exercises and the homework ("capstone"):
 python -m hwfsdp.course write            writes starters and solutions
 python -m hwfsdp.course check [NN …]     says what does not hold, of these exercises or of all
 python -m hwfsdp.course pictures [NN …]  draws their pictures
-python -m hwfsdp.course logs             records the reference on the virtual machines (`beside`)
+python -m hwfsdp.course logs             records the reference on the simulated machines (`beside`)
 python -m hwfsdp.course mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
 
 Of the lab:

@@ -1,6 +1,6 @@
 """A page of the step player that shows a failed run beside the reference's run, opened at the moment to look at.
 
-Both runs are on a virtual machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is the same
+Both runs are on a simulated machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is the same
 on every computer. So `python -m hwfsdp.course logs` writes its log to the file `LOGS` once, and a check does not run the reference.
 The log has the times of the reference's events, but none of its code. The page shows only one file of code: the learner's.
 """
@@ -86,7 +86,7 @@ def _virtual(machine: str) -> dict[str, Any]:
 
 
 def record_reference() -> None:
-    """Run the reference on the virtual machines and write `LOGS`: its events and their times, without places in its code."""
+    """Run the reference on the simulated machines and write `LOGS`: its events and their times, without places in its code."""
     logs: dict[str, dict[str, Any]] = {}
     for number, machines in STATIONS.items():
         text = stage(int(number))

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """A moment of a run on a virtual machine, for the step player.
+    """A moment of a run on a simulated machine, for the step player.
 
     Attributes:
-        machine: the virtual machine, by its name in `clocked`. log: the log of the run, as data (`run.log_data`).
+        machine: the simulated machine, by its name in `clocked`. log: the log of the run, as data (`run.log_data`).
         us: the moment in µs of the log's time; None: the moment when most bytes are alive.
     """
 

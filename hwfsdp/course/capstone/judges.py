@@ -1,6 +1,6 @@
 """The homework, judged by the stations' laws: what is registered, computed, kept in memory, and sent.
 
-Tasks 2 and 3 are judged on virtual machines: what travels during compute, and whether each operator waits for its inputs. The
+Tasks 2 and 3 are judged on simulated machines: what travels during compute, and whether each operator waits for its inputs. The
 homework's README states the targets; a test keeps both equal. Each target is what our file needs plus a tenth.
 
 One wrong number can have several reasons. The judges report the reason that causes the others: first memory that is read too

@@ -1,4 +1,4 @@
-"""A learner's file on two virtual machines: which operator waits for which, and how long bytes travel while nothing is computed.
+"""A learner's file on two simulated machines: which operator waits for which, and how long bytes travel while nothing is computed.
 
     a GPU     the host issues and goes on. Every operator is an event. So a read that does not wait for its write shows on every run,
               and so does memory that is freed while another stream still reads it

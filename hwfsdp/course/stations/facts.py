@@ -46,7 +46,7 @@ def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
             raise
 
     attempt(report, key, noted)
-    if not raised or not dist.is_initialized():  # on a virtual machine there are no other ranks
+    if not raised or not dist.is_initialized():  # on a simulated machine there are no other ranks
         return
     if any(sign in str(raised[0]) for sign in LOST_PEER):
         del report[FAILED][key]  # the cause is on another rank

@@ -1,6 +1,6 @@
-"""Does a step compute with what travelled? The log of a step on a virtual machine shows it, if a witness was there.
+"""Does a step compute with what travelled? The log of a step on a simulated machine shows it, if a witness was there.
 
-A virtual machine has no values. So a file that gathers, but computes with whatever is in memory, has the times of a right file and
+A simulated machine has no values. So a file that gathers, but computes with whatever is in memory, has the times of a right file and
 no races. Each event of the log names the memory that it reads and writes. This module follows the content of memory from event to
 event, and checks every link of this chain:
 

@@ -1,4 +1,4 @@
-"""Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then content, then times and bytes.
+"""Stations 08 to 10, judged on the simulated machines of `clocked`: waits first, then content, then times and bytes.
 
 Each target leaves the reference some room. The file of the previous station misses it by far.
 """

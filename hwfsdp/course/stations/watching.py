@@ -1,4 +1,4 @@
-"""A step on a virtual machine, seen from outside the learner's file: when each unit computes, and how many bytes are alive.
+"""A step on a simulated machine, seen from outside the learner's file: when each unit computes, and how many bytes are alive.
 
 The log of such a step has the learner's collectives and waits, but no forwards and backwards, as the file has no instruments. So
 every compute kernel is noted with its unit. `log_of` adds the kernels to the log that a player shows. The log that is judged
