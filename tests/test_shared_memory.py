@@ -220,7 +220,7 @@ def found_nowhere(nbytes: int) -> int:
 
 
 OBSTACLES: dict[str, Callable[..., Any]] = {
-    "_machine": lambda: "another machine with the same directory",
+    "this_machine": lambda: "another machine with the same directory",
     "_anonymous_file": found_nowhere,
     "_connect": lambda *args: None,
 }
