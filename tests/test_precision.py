@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from hwfsdp import fully_shard, launch
 from hwfsdp.features.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hwfsdp.core.precision import cast_floating, resolve_dtypes
 
@@ -34,8 +38,28 @@ def test_casts_have_the_same_results_as_fsdp2s(orig: torch.dtype) -> None:
     for param, reduce in itertools.product([None, *FLOATING], repeat=2):
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         dtypes = resolve_dtypes(torch.empty(1, dtype=orig), policy)
-        theirs, cast, reduced_in = noted_by_torch(orig, param, reduce)
+        asked = (
+            reduce if orig.is_floating_point else None
+        )  # FSDP2 cannot reduce complex gradients in a real dtype
+        theirs, cast, reduced_in = noted_by_torch(orig, param, asked)
         assert dtypes == (theirs, cast or orig, reduced_in, orig), (param, reduce)
+
+
+def train_complex() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of a complex parameter under a policy, and the gradient without sharding."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4, dtype=torch.complex64)
+    rows = torch.arange(1.0, 7.0).to(torch.complex64).view(2, 1, 3)
+    whole = copy.deepcopy(model)
+    torch.view_as_real(whole(1j * rows)).square().sum().div(2).backward()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    torch.view_as_real(model(1j * rows[dist.get_rank()])).square().sum().backward()
+    return model.weight.grad.full_tensor(), whole.weight.grad
+
+
+def test_a_policy_leaves_complex_parameters_and_their_gradients_alone() -> None:
+    for found, expected in launch(train_complex, 2):
+        assert found.is_complex() and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

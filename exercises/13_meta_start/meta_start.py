@@ -17,8 +17,8 @@ from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, 
 #
 # hwfsdp.core.compat
 #     function   local_of(tensor: Tensor) -> Tensor
-#                  Return this rank's part of a DTensor, without an autograd node between the two (`to_local`
-#                  makes one); other tensors as they are.
+#                  Return this rank's part of a DTensor. Unlike `to_local`, this adds no autograd node. Return
+#                  other tensors unchanged.
 #     function   replace_local(tensor: DTensor, local: Tensor) -> None
 #                  Replace the rank's part of a DTensor that optimizers and users already hold.
 # hwfsdp.layout.extents
@@ -42,8 +42,8 @@ from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, 
 #                  Raise StateError if the parameter is still on the meta device.
 # hwfsdp.core.compat
 #     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
-#                  Return the storage, the offset and the dtype with which a tensor begins. Unlike `data_ptr`,
-#                  this works for fake and freed memory.
+#                  Return where a tensor begins (storage and offset), and its dtype. Unlike `data_ptr`, this
+#                  works for fake and freed memory.
 # hwfsdp.core.param
 #     attribute  FSDPParam.layout: Layout
 #                  how it is cut.
@@ -110,7 +110,7 @@ class FSDPParam:
     """A parameter of the model, with its shard and its memory when whole.
 
     Attributes:
-        fqn: fully qualified name from the root module. places: where it is registered.
+        fqn: fully qualified name from the root module, or from the given module until there is a root. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
         dtypes: see `precision.Dtypes`.
         state: the form that is registered.
@@ -125,8 +125,9 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
-        The user may have replaced the parameter or its memory. Rows that lie right already, or that need neither padding nor another
-        place (`home`), stay where they are. Otherwise `param`, the same object, gets the front of a new `padded_shard` as its memory.
+        The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
+        padding and are in their `home`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
+        `padded_shard` as its memory.
         """
         # TODO(13)
         raise NotImplementedError

@@ -18,8 +18,7 @@ from hwfsdp.core.streams import StreamEvent
 #
 # hwfsdp.core.ranks
 #     class      Axis(group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0)
-#                  One axis of a mesh, as this process sees it: `size` ranks, of which this process is number
-#                  `rank`.
+#                  One axis of a mesh, as this process sees it: `size` ranks. This process has number `rank`.
 #     function   axis_along(mesh: DeviceMesh, dim: int) -> Axis
 #                  Return this process's axis along one dimension of a mesh.
 #     attribute  ShardMesh.mesh: DeviceMesh
@@ -53,8 +52,8 @@ from hwfsdp.core.streams import StreamEvent
 #     attribute  FSDPCommContext.streams
 #                  see `streams.StreamSet`.
 #     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
-#                  Keep a tensor until the backward is over; the end of the backward waits for the work on
-#                  this stream.
+#                  Keep a tensor until the iteration is over. Its end waits for the work on this stream. For
+#                  features: the heart holds nothing.
 # hwfsdp.core.group
 #     attribute  ParamGroup.mesh: ShardMesh
 #                  the ranks over which they are sharded.
