@@ -27,7 +27,7 @@ MAY: dict[str, set[str]] = {  # folder → the folders that it may import, besid
     "optim": BASE,
     "observe": INSTRUMENTS,
     "layout": BASE | {"features"},
-    "launcher": INSTRUMENTS,
+    "launcher": BASE | {"collectives", "comm", "observe"},
     "checkpoint": BASE | {"features", "layout"},
     "train": PAPER,
     "virtual": PAPER | {"train"},
