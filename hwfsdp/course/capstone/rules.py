@@ -120,7 +120,7 @@ def _imported(dotted: str, statement: str, line: int) -> Iterator[Use]:
     """Yield the statement if it may not import this name, which has its module before it."""
     if dotted.startswith(".") or _is_of_others(dotted):
         yield Use(statement, line, ALONE)
-    elif dotted.partition(".")[0] in ROUND_ABOUT or dotted in OF_SYS:
+    elif dotted in {*ROUND_ABOUT, *OF_SYS} or dotted.rpartition(".")[0] in ROUND_ABOUT:
         yield Use(statement, line)
 
 
