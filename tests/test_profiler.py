@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import hwfsdp
 import models
 from hwfsdp import launch
+from hwfsdp.core import observer
 from oracles import fresh, wrap
 from suites import long
 
@@ -134,6 +136,31 @@ def test_all_kinds_of_profiles_can_be_made(shared_memory, tmp_path, monkeypatch)
     first, second = launch(profile_in_all_ways, 2, str(tmp_path))
     assert len(first) == len(second) + 1 == 5
     assert len({*first, *second}) == 1 and first[0] > 0, (first, second)
+
+
+def gathered_by_hand(library: Any) -> Counter[str]:
+    """Count the ranges of a gather that the user starts in a profile."""
+    model = library.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4))
+    model.reshard()
+    return ranges(model.unshard)
+
+
+def slots() -> list[bool]:
+    """Tell before, in and after a profile if the observer's slot is empty; then compare gathers by hand with FSDP2's."""
+    step = trained(CASES["blocks"], hwfsdp)
+    found = [observer.slot is None]
+    with profile(activities=CPU):
+        step()
+        found.append(observer.slot is None)
+    step()
+    found.append(observer.slot is None)
+    ours, theirs = gathered_by_hand(hwfsdp), gathered_by_hand(fsdp)
+    return [*found, bool(ours), ours == theirs]
+
+
+def test_the_observer_is_in_its_slot_only_while_a_profiler_runs() -> None:
+    assert launch(slots, 2) == [[True, False, True, True, True]] * 2
 
 
 def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ Pre-backward is a hook on the tensors that the module returned, because the modu
 
 Post-backward is a hook on the inputs of the module. If one input needs a gradient, the module gets a view of this input, and the
 node of the view has the hook. If several inputs need one, they pass through one autograd function, so that autograd calls once
-for all of them. In both cases, the node with the hook is older than the module's own nodes. Among the nodes that are ready, autograd
-first runs those that add gradients to parameters, then the youngest. So this node runs after the parameters have their gradients.
+for all of them. In both cases, the node with the hook is older than the module's own nodes. Autograd runs a ready node that adds a
+gradient to a parameter first, and younger nodes before older nodes. So the parameters have their gradients when the hook runs.
 
 Note [Views as outputs]
     A module may return a view, `out = h.view(…)`, and its caller may change this view in place, `out += x`. Then `out` and its
