@@ -209,7 +209,7 @@ class Named:
 
 
 class Issuing(Named):
-    """A block that issues a collective. The history notes that FSDP issued it."""
+    """A block that makes the buffer of a collective, or issues it. The history knows that FSDP issues it."""
 
     __slots__ = ()
 
@@ -276,7 +276,7 @@ class GroupTransport(Transport):
         self.gather: AllGather = DefaultAllGather(ranks.group)
         self.scatter: ReduceScatter = DefaultReduceScatter(ranks.group)
         self.reduce_group: Group = None
-        self._note: history.Note | None = None
+        self._issuing = Issuing("", "")  # the call whose buffer was allocated last
 
     @property
     def reuses_buffers(self) -> bool:
@@ -296,17 +296,18 @@ class GroupTransport(Transport):
             )
             return result
         gathers = purpose == "all_gather"
+        note = None
         if self.ranks.size > 1:
             group = self.ranks.group if gathers else self.reduce_group or self.ranks.group
-            self._note = history.begin(purpose, self.fqn, group, dtype, numel * dtype.itemsize)
-        with Named(purpose, self.fqn, self._note):
+            note = history.begin(purpose, self.fqn, group, dtype, numel * dtype.itemsize)
+        self._issuing = Issuing(purpose, self.fqn, note)
+        with self._issuing:
             how = self.gather if gathers else self.scatter
             buffer: Tensor = how.allocate((numel,), dtype=dtype, device=self.device)
         return buffer
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
-        issuing = Issuing("all_gather", self.fqn, self._note)
-        with issuing:
+        with self._issuing:
             # FSDP2 calls collectives that block, and some of the users' count on it
             blocks = not isinstance(self.gather, AllGather)
             work = self.gather(
@@ -315,15 +316,14 @@ class GroupTransport(Transport):
                 group=self.ranks.group,
                 async_op=async_op and not blocks,
             )
-        return issuing.follow(work, async_op)
+        return self._issuing.follow(work, async_op)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
-        issuing = Issuing("reduce_scatter", self.fqn, self._note)
         group = self.reduce_group or self.ranks.group
         how = {"async_op": async_op} if isinstance(self.scatter, ReduceScatter) else {}
-        with issuing:
+        with self._issuing:
             work = self.scatter(output_tensor=part, input_tensor=whole, group=group, op=operation, **how)
-        return issuing.follow(work, async_op)
+        return self._issuing.follow(work, async_op)
 
     def all_reduce(self, tensor: Tensor, operation: Any, ranks: Axis, async_op: bool) -> Work | None:
         """Reduce a tensor over the ranks of an axis, in place."""

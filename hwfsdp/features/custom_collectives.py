@@ -59,9 +59,9 @@ class OneBufferState(FSDPState):
         super().prefetch_backward(groups)
 
     def copy_out_first(self) -> None:
-        if self.groups and any(transport_of(group).reuses_buffers for group in self.groups):
-            assert self.group is not None
-            self.group.copy_out()
+        for group in self.groups:
+            if transport_of(group).reuses_buffers:
+                group.copy_out()
 
 
 class CustomCollectives(wrap.FSDPModule):
