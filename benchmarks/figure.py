@@ -30,8 +30,8 @@ COLORS = {
 }
 _LIMIT_STYLES: dict[str, Any] = {"overlapped": "solid", "one after the other": (0, (2, 1.2))}
 _LIMIT_COLORS = (style.BLACK, style.PURPLE, style.GREEN)  # by transport
-_WIDTH, _HEADER, _BARS, _SMALL = 13.0, 1.3, 3.1, 2.9  # inches: picture, its title, rows of panels
-_COLUMNS = 3
+_WIDTH, _HEADER, _BARS, _SMALL = 9.0, 1.7, 2.9, 2.7  # inches: picture, its title, rows of panels
+_COLUMNS = 2
 _MARKERS = {UNSHARDED: "s", HWFSDP: "o", FSDP2: "D"}
 
 Panel = Callable[[Axes], None]
@@ -69,13 +69,18 @@ def _cells(body: SubFigure, columns: int) -> Any:
 
 def _draw_header(header: SubFigure, records: Sequence[Record]) -> None:
     header.text(
-        0.01, 0.9, "Training steps: hwfsdp, torch FSDP2, DDP, unsharded", fontsize=15, weight="bold", va="top"
+        0.01,
+        0.93,
+        "Training steps: hwfsdp, torch FSDP2, DDP, unsharded",
+        fontsize=15,
+        weight="bold",
+        va="top",
     )
     header.text(
         0.01,
-        0.64,
-        "Medians over rounds in which all contenders take turns, in one process group; whiskers and bands "
-        "are quartiles. Compare contenders within a panel, not figures of different machines.",
+        0.72,
+        "Medians over rounds in which all contenders take turns, in one process group.\n"
+        "Whiskers and bands are quartiles. Compare only within a panel: other machines have other times.",
         fontsize=style.TEXT_SIZE,
         color=style.GREYS[3],
         va="top",
@@ -87,17 +92,16 @@ def _draw_header(header: SubFigure, records: Sequence[Record]) -> None:
         for transport, color in zip(_transports(records), _LIMIT_COLORS, strict=False)
         for kind, line in _LIMIT_STYLES.items()
     ]
-    _add_legend(header, contenders, bottom=0.17)
-    _add_legend(header, limits, bottom=0.0)
+    _add_legend(header, contenders, bottom=0.27, columns=len(contenders))
+    _add_legend(header, limits, bottom=0.0, columns=2)
 
 
-def _add_legend(header: SubFigure, handles: Sequence[Patch | Line2D], bottom: float) -> None:
-    """Add one line to the header."""
+def _add_legend(header: SubFigure, handles: Sequence[Patch | Line2D], bottom: float, columns: int) -> None:
     header.legend(
         handles=list(handles),
         loc="lower left",
         bbox_to_anchor=(0.003, bottom),
-        ncols=max(1, len(handles)),
+        ncols=max(1, columns),
         frameon=False,
         fontsize=style.TEXT_SIZE,
         handlelength=1.6,
@@ -167,7 +171,7 @@ def _bars(steps: Sequence[Record], limits: Sequence[Record], extent: tuple[float
     return panel
 
 
-def _bar(axes: Axes, x: float, width: float, record: Record, name: str, upright: bool = False) -> None:
+def _bar(axes: Axes, x: float, width: float, record: Record, name: str) -> None:
     spread = record.values[name]
     axes.bar(x, spread.median, 0.92 * width, color=COLORS[name], zorder=2)
     axes.vlines(x, spread.q1, spread.q3, colors=style.GREYS[3], lw=1.0, zorder=3)
@@ -179,7 +183,7 @@ def _bar(axes: Axes, x: float, width: float, record: Record, name: str, upright:
         textcoords="offset points",
         ha="center",
         va="bottom",
-        rotation=90 if upright else 0,
+        rotation=90,
         fontsize=style.SMALL_SIZE + 0.5,
         color=style.ink_on(COLORS[name]),
         zorder=5,
@@ -253,9 +257,7 @@ def _memory(records: Sequence[Record]) -> Panel:
         width = 0.84 / len(names)
         for place, record in enumerate(records):
             for number_, name in enumerate(names):
-                _bar(
-                    axes, place + (number_ - (len(names) - 1) / 2) * width, width, record, name, upright=True
-                )
+                _bar(axes, place + (number_ - (len(names) - 1) / 2) * width, width, record, name)
         axes.set_xticks(range(len(records)), [str(r.case["params"]) for r in records])
         axes.tick_params(axis="x", length=0)
         axes.set_xlabel(f"parameters, {records[0].case['ranks']} ranks", fontsize=style.TEXT_SIZE)
