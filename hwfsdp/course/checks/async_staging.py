@@ -190,15 +190,17 @@ def judge_errors(ranks: Ranks, seed: int) -> None:
         for time, got in zip(("first", "second"), found["a target that is there"], strict=True):
             _expect_error(f"{where} a save to a place that is taken, wait for the {time} time:", got, TAKEN)
         expect("15.copy_kept", where, found["kept by the handle"], "NoneType")
-        silent = f"{where} the save after one"
-        _expect_none(f"{silent} whose error wait has raised:", found["after it was heard"])
-        _expect_error(f"{silent} that has failed, unheard:", found["nobody waits"], TAKEN)
-        _expect_none(f"{silent} that has raised that error:", found["after that"])
+        then = f"{where} a save has failed"
+        _expect_none(f"{then}, and wait has raised its error. The next save:", found["after it was heard"])
+        _expect_error(f"{then}, and nobody has called wait. The next save:", found["nobody waits"], TAKEN)
+        _expect_none(
+            f"{then}, and the next save has raised its error. The save after it:", found["after that"]
+        )
         at_once, *waited = found["a copy that cannot be made"]
         broken = f"{where} a state with a tensor on the meta device:"
         expect("15.at_once", broken, at_once, None)
         _expect_error(f"{broken} wait:", waited[0], "'broken'")
-        ended = f"{where} save_agreed raises what is no Exception, wait:"
+        ended = f"{where} save_agreed raises an error that is no Exception, such as SystemExit. wait:"
         _expect_error(ended, found["a save that is ended"], "signal", "Ended")
         _expect_none(f"{where} finish_saves, when every error was heard:", found["at the end"])
 
