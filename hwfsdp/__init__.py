@@ -26,9 +26,9 @@ Modules beside the folders:
 
     doors         names of a package, loaded when first asked for
     errors        the errors of the package
-    compat        private API of torch, in one place
+    compat        private API of torch, for all folders except core
     streams       for schedules outside the package
-    collectives   functions that start a collective, with names and notes
+    collectives   kinds of all-gather and reduce-scatter; each call is noted for error messages
     optim         torch's optimizers, their steps over local parts
 
 A table in tests/test_layers.py says what a folder may import.

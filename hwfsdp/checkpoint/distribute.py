@@ -13,8 +13,8 @@ Note [Agreeing before moving]
     error, and nothing has changed. *Move*: tensors travel one at a time, through a buffer as large as the largest tensor.
     A rank needs no other memory besides its own state dict.
 
-Left out: tensors that no rank has asked for travel, too. DTensors with a `Partial` placement, whose values are not summed yet,
-cannot be filled.
+Left out: a selection. Rank 0 sends all of its tensors, even those for which no rank has a place. DTensors with a `Partial`
+placement, whose values are not summed yet, cannot be filled.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class _Rooms:
 
 
 def _exchange_groups(model: nn.Module | None, wanted: set[int], rooms: _Rooms) -> None:
-    """Give memory to the parameters of FSDP groups, group by group. If a group moves its rows into padded memory, use this as the block."""
+    """Give memory to the parameters of FSDP groups, group by group. If a group moves its rows, its memory is the block."""
     for group in _groups_of(model):
         params = [p.sharded_param for p in group.params if id(p.sharded_param) in wanted]
         keys = {id(param): _key(param) for param in params if not _is_subclass(param)}

@@ -128,7 +128,7 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
     """Find the save that counts, and check that it has exactly the files of its manifest. Return its directory and its manifest.
 
     Raises:
-        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing, or there is another one.
+        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing, or is not in the manifest.
     """
     current = find_current(path)
     folder, manifest = current.folder, read_manifest(current)

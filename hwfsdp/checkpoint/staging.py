@@ -77,7 +77,7 @@ class StateDictStager:
         pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous. Without a CUDA device
             there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
-            the staged dict until they are done: they are not seen to refer to it.
+            the staged dict until these processes are done: the stager cannot see that they use its memory.
     """
 
     def __init__(self, pin_memory: bool = False, share_memory: bool = False) -> None:

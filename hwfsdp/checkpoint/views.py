@@ -1,4 +1,4 @@
-"""Which bytes of a storage are staged, and which of them together: integers only.
+"""Which bytes of a storage are copied to the CPU (*staged*, see `staging`), and which of them together: integers only.
 
 Note [Views stay views]
     Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. If more than half

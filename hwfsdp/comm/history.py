@@ -263,7 +263,7 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
 
     Returns:
         The reports by rank. The dict is empty if this rank has noted no collective, if there is no process group or no other
-        rank, or if a caller collects the rings.
+        rank, or under `launch`, where the caller reads the rings.
     """
     global _exchanges
     if _ring is None or _ring.is_collected or not dist.is_initialized() or dist.get_world_size() == 1:

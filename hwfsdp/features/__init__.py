@@ -12,9 +12,12 @@ A feature is a module with one or more of five functions:
 A feature may also add methods to sharded modules. Then it has a class from which `module.FSDPModule` derives.
 
 The heart does not know the features, and the features do not import each other, with three exceptions: `hybrid_sharding` builds on
-`reductions`, `smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. Some look for an attribute that another feature may
-have set: for example, `finalization` and `recovery` look for the partial gradients of `hybrid_sharding`. To take a feature out, delete its file, its
-name in `FEATURES`, and its class in `module`. The other features work as before. A call that asks for the feature is refused.
+`reductions`, `smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. Some features look for an
+attribute that another feature may have set: for example, `finalization` and `recovery` look for the partial gradients of
+`hybrid_sharding`.
+
+To take a feature out, delete its file, its name in `FEATURES`, and its class in `module`. The other features work as before. A
+call that asks for the feature is refused.
 
     The call
     call                one call of `fully_shard`: its arguments, and the parts that do the work

@@ -20,9 +20,8 @@ class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
 
     Attributes:
         param_dtype: the dtype of unsharded parameters, and so of gathers and computation. None: the original dtype.
-        reduce_dtype: the dtype of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter as set before
-            the first forward, which is its original dtype unless set; with older torch, the dtype of the gradients, which is the
-            param dtype.
+        reduce_dtype: the dtype of the gradient reduction. None: before torch 2.15, the dtype of the gradients, which is the param
+            dtype. With torch 2.15, each parameter's `grad_dtype` as set before the first forward, or else its original dtype.
         output_dtype: floating-point outputs of forward are cast to it. None: no cast.
         cast_forward_inputs: if True, floating-point inputs of forward are cast to `param_dtype`.
         param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, which the parameter then

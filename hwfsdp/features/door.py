@@ -42,8 +42,8 @@ def fully_shard(
 ) -> M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
-    Except for the last two arguments, arguments, defaults and effects are the same as in `torch.distributed.fsdp.fully_shard` of
-    the installed torch (2.13 to 2.15).
+    The last two arguments are ours. All other arguments, their defaults and their effects are the same as in
+    `torch.distributed.fsdp.fully_shard` of the installed torch (2.13 to 2.15).
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,

@@ -151,7 +151,7 @@ class HybridReducer(SteeredReducer):
         self.partial_grads: dict[FSDPParam, Tensor] = {}
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        """Return the steps of the mean over all ranks that belong to the reduce-scatter; `replica_operation` is the other part."""
+        """Return the reduce-scatter's part of the mean over all ranks; `replica_operation` returns the all-reduce's part."""
         if self._backend_divides(dtype):
             return Mean(1, dist.ReduceOp.AVG, 1)
         return mean_over(self.group.mesh.size * self.replicas.size, dtype, self.divide_factor, only_sum=True)

@@ -2,8 +2,8 @@
 
 The first of the modules to run opens the forward, and the last one ends it. If the root's forward is over before all modules have
 run, the forward of the group ends there. Afterwards, one of the modules may be called by itself, such as a head that computes a
-long sequence's loss in chunks. Each such call gathers if necessary, and a backward that reaches its input reduces. Until then the
-parameters stay whole, because nothing says how many calls will follow.
+long sequence's loss in chunks. Each such call gathers if necessary. When a backward reaches the call's input, the gradients are reduced.
+Until then the parameters stay whole, because nothing says how many calls will follow.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A zero-bubble schedule splits each backward in two. The first part computes the gradients of the inputs, a later part the
 gradients of the weights. The first part looks up the weights among the module's parameters. If these are shards at that time,
-torch finds no weights, and leaves out their gradients silently. So the parameters must stay whole from the forward on. The
-schedule gathers and frees them.
+torch finds no weights, and leaves out their gradients silently. So the parameters must stay whole from the forward on
+(`reshard_after_forward=False`). torch's schedule gathers and frees them itself.
 
 A stage recognizes only modules of torch's `FSDPModule`. After `hwfsdp.install()` it recognizes ours, too (`switch`).
 """

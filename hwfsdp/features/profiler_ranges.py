@@ -1,6 +1,6 @@
 """The ranges of FSDP2 in torch's profiler. Seams: the observer, the state.
 
-The instrument is in the slot only while a profiler is running, so the moments of other steps cost nothing. torch does not tell
+The instrument is in the slot only while a profiler is running, so other steps do not pay for it. torch does not tell
 when a profiler starts. So each state looks for one where its work begins: before a forward, before a backward, and before the
 user gathers by hand.
 """

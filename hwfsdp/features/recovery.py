@@ -238,7 +238,7 @@ class RecoveringState(FSDPState):
     def break_off(self) -> None:
         """End everything unfinished. Afterwards every state is idle, modules have their shards, no reduction is in flight.
 
-        Gathers in flight stay. The next iteration has time to wait for them (`free_stale`).
+        Gathers in flight stay. The next iteration drops them (`free_stale`).
         """
         # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
         # gradients after their zero_grad.

@@ -53,7 +53,7 @@ class SteeredReducer(Reducer):
         return mean_over(shards, dtype, self.divide_factor, self.force_sum)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """If `reduce_unused`, return zeros for a trained parameter that was gathered at least once. No rank has used other parameters."""
+        """If `reduce_unused`, return zeros for a trained parameter. Before its first gather return None: no rank has used it."""
         trained = param.sharded_param.requires_grad and param.unsharded_param is not None
         return self.zeros(param) if self.reduce_unused and trained else None
 
@@ -133,8 +133,8 @@ class ReductionMethods(wrap.FSDPModule):
         """Call `hook` with each reduced flat gradient of this module's own group, before the division.
 
         Args:
-            hook: may change the tensor in place, for example all-reduce it over further ranks. Under hybrid sharding
-                it is called after the all-reduce.
+            hook: gets the gradients of this rank's padded shards, end to end: [n], reduce dtype. It may change the tensor in
+                place, for example all-reduce it over further ranks. Under hybrid sharding it is called after the all-reduce.
             stream: the device's stream to call it on; not under hybrid sharding, which has its own.
         """
         the_only(self._groups(recurse=False), "set_all_reduce_hook")

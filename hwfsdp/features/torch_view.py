@@ -1,6 +1,6 @@
 """torch's names for attributes of sharded modules that its pipeline stages, and some programs, read. Seam: the state.
 
-    fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module. They read of it:
+    fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module. Programs read:
         _mp_policy                                          the policy of the call
         _comm_ctx                                           the context that the groups of a model share
         _state_ctx.all_states                               the states of all modules below the root

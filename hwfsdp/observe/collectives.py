@@ -94,8 +94,8 @@ _IN_BATCHES = ("isend", "irecv")
 def watch_collectives() -> Iterator[None]:
     """Make one wrapper per function, and put it at both of the function's names.
 
-    For `isend` and `irecv`, only the name in `torch.distributed` is replaced. torch tells sends from receives in a batch by a
-    comparison of an operation's function with the name in torch's own module, and the operation may be older than the recording.
+    For `isend` and `irecv`, only the name in `torch.distributed` is replaced. To tell sends from receives in a batch, torch compares
+    each operation's function with the name in its own module. The operation may be older than the recording.
     """
     if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
         yield

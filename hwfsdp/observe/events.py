@@ -1,12 +1,15 @@
 """The event log: each event with its time and its stream.
 
-Every instrument is outside the code that it watches. So it also sees other implementations, even wrong ones:
+Most instruments are outside the code that they watch. So they also see other implementations, even wrong ones:
 
 - wrappers around the functions of `torch.distributed` see collectives;
 - a wrapper around `UntypedStorage.resize_` sees allocations and frees;
 - the ledger sees dropped flat buffers: before the next buffer is made, it checks which buffers still exist;
-- the outer edge of the hooks gives forward and backward spans, and the optimizer's own hooks give optimizer spans;
+- the optimizer's own hooks give optimizer spans;
 - the ledger reads bytes from the storages (`memory`).
+
+The heart reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `onlooker` gives the
+spans.
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
 

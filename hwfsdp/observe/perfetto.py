@@ -43,7 +43,10 @@ class Contents(NamedTuple):
 def to_trace(
     events: Sequence[Event], samples: SamplesByRank, about: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the log as a JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": {"format": 1, **about}}}`."""
+    """Return the log as a JSON-ready object.
+
+    It is `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": {"format": 1, **about}}}`.
+    """
     entries = [*_tracks(events), *_slices_and_arrows(events), *_lifetimes(events), *_counters(samples)]
     return {
         "traceEvents": entries,

@@ -89,7 +89,7 @@ class Places:
 def checksums(codes: Iterable[str]) -> dict[str, int]:
     """Return the CRC-32 of each file that these places name, of its text now. Files that cannot be read are left out.
 
-    Files are read when a log is written, not during the recording, because ranks that grade may open only few files.
+    Files are read when a log is written, not during the recording, because a rank of a graded run may open only a few files.
     """
     files = {place.partition(":")[0] for code in set(codes) for place in code.split(INSIDE)}
     found = {}

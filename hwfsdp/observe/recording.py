@@ -4,7 +4,7 @@
         train_step()
     print(log.summary())
 
-The module `events` lists the instruments, and explains why no instrument is inside the code that it watches.
+The module `events` lists the instruments, and explains why most of them are outside the code that they watch.
 
 A recording sees:
 

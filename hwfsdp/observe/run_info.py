@@ -35,7 +35,7 @@ class ParamAbout:
     """A parameter.
 
     Attributes:
-        fqn: its name. shape: its shape as rows: the dimension that is cut comes first (`param`, Note [Rows]).
+        fqn: its name. shape: its shape as rows: the dimension that is cut comes first (`layouts`, Note [Rows]).
         dtype: dtype of the shard. gather_dtype, reduce_dtype: dtypes of the collectives. *_itemsize: their bytes per element.
         trained: True if it gets a gradient.
     """

@@ -10,9 +10,9 @@ A color means the same in every picture:
     vermilion   a reduction of gradients: the collective, a group's gradients on their way, the buffer that it empties
     grey        copies; pale green: other communication
 
-Whole parameters and gradients are plain; a rank's part of them is hatched. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
-(M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys are ours. Hatches distinguish
-areas that would print in the same grey.
+Whole parameters and gradients are plain; a rank's part of them is hatched. Hatches also distinguish areas that would print in the
+same grey. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
+(M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys are ours.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class TrainConfig:
         record_last: number of steps to record at the end of the run.
         snapshots: where and when to save. None: never; then a request to stop has no effect.
         implementation: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
-        timeout: seconds for a step, and for a collective in it. None: 60 with a file; otherwise 300 for a collective.
+        timeout: seconds for a step; each collective in it gets 5 s more. None: with a file, 60. With the others, a step has no
+            limit, and a collective has 300 s.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -171,7 +172,11 @@ def train_step(
     targets: Tensor,
     after_backward: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Run forward, backward and the update. Return this rank's loss."""
+    """Run forward, backward and the update. Return this rank's loss, a scalar.
+
+    Args:
+        inputs, targets: a `data.Batch`: [B, T] int64. after_backward: called between the backward and the update.
+    """
     optimizer.zero_grad()
     loss = next_byte_loss(model(inputs), targets)
     loss.backward()

@@ -123,8 +123,8 @@ def simulate(
         device: a name of `devices.DEVICES`, "this-machine", or your own `Device`.
         hsdp: True: shard within each node, and replicate across nodes.
         settings: fields of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by default
-            bfloat16; float32 if the host computes). If you pass your own step, `batch * seq` is its number of tokens, and all
-            other settings are ignored.
+            bfloat16; float32 if the host computes). If you pass your own step, `batch * seq` is its number of
+            tokens (not known without `seq`), and `param_dtype` selects the peak for `mfu`. It ignores the other settings.
 
     Raises:
         UsageError: a name is unknown, the number of nodes does not divide the number of GPUs, or the step needs the values of a

@@ -29,7 +29,7 @@ class Start(NamedTuple):
     """The moment of the first log at which a page opens, if its address names no other.
 
     Attributes:
-        said: what is to be seen there. rank, us: the moment, in the log's time.
+        said: a text that says what to see there. rank, us: the moment, in the log's time.
     """
 
     said: str
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 class Table:
-    """Numbers for what repeats, in the order of the first time."""
+    """Numbers for texts that repeat, in the order in which the texts first come."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self._numbers = {text: number for number, text in enumerate(known)}
@@ -52,13 +52,13 @@ class Table:
 
 
 def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> dict[str, Any]:
-    """What the page is given: one log, or two that it compares; JSON-ready.
+    """Return the data of the page, JSON-ready: one log, or two logs and their comparison.
 
     Args:
         logs: each with its name. start: where the page opens; None: the page chooses (`opening` in summary.js).
 
     Raises:
-        UsageError: nothing is in one of them, or too much for a page.
+        UsageError: a log has no events, or more than `MOST_EVENTS`.
     """
     for name, log in logs:
         _check(name, log)
@@ -119,7 +119,7 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
 
 
 def _expect_peak_if_kept(groups: Sequence[GroupAbout]) -> int | None:
-    """The closed form if no group was freed after the forward."""
+    """Return the closed form of the peak, as if no group were freed after the forward."""
     return expect_peak([replace(group, gathered_again_from=0) for group in groups])
 
 
@@ -158,7 +158,7 @@ def _pack_events(events: Sequence[Event], owners: Table, begin: float, sources: 
 
 
 def _pack_samples(samples: Sequence[Sample], begin: float) -> dict[str, Any]:
-    """By kind, the bytes at each time; without kinds that have none, and without samples that repeat the one before."""
+    """Return the bytes by kind at each time. Leave out kinds without bytes, and samples that repeat the sample before."""
     kinds = [kind for kind in dict.fromkeys([*KINDS, *(k for s in samples for k in s.bytes_by_kind)])]
     rows = [tuple(s.bytes_by_kind.get(kind, 0) for kind in kinds) for s in samples]
     kept = [i for i, row in enumerate(rows) if i in (0, len(rows) - 1) or row != rows[i - 1]]

@@ -27,34 +27,37 @@ _NO_FRAME = (
 
 @dataclass(frozen=True)
 class Page:
-    """A page, as text. A notebook shows it; `save` writes it.
+    """A page of HTML. A notebook shows it; `save` writes it.
 
     Attributes:
-        title: of the window. text: HTML.
+        title: title of the browser window. text: the HTML.
     """
 
     title: str
     text: str
 
     def save(self, path: str | Path) -> None:
-        """Writes the page to a file."""
+        """Write the page to a file."""
         Path(path).write_text(self.text, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.text):,} characters of HTML; save(path) writes them>"
 
     def _repr_html_(self) -> str:
-        """A frame of its own, so that page and notebook cannot disturb each other."""
+        """Return a frame with the page, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
         look = f'width="100%" height="{FRAME}" style="border: 0"'
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 
 def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> Page:
-    """The page of one log, or of two side by side; each comes with its name. Raises what `packing.pack` does.
+    """Make the page of one log, or of two logs side by side.
 
     Args:
-        start: where the page opens; None: the page chooses.
+        logs: one or two pairs of a name and a log. start: where the page opens; None: the page chooses.
+
+    Raises:
+        UsageError: as `packing.pack`.
     """
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
     data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)

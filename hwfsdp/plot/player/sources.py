@@ -20,7 +20,7 @@ _PLACE = re.compile(r"(.+):(\d+) (\S+)")
 
 
 class _File(NamedTuple):
-    """The text of a file and its functions by qualified name; or, without text, why not."""
+    """The text of a file, and its functions by qualified name. `missing`: why there is no text; "" if there is one."""
 
     lines: list[str]
     functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]
@@ -44,12 +44,12 @@ class Sources:
         self._files: dict[tuple[str, Any], _File] = {}
 
     def expect(self, checksums: Any) -> None:
-        """The next chains are of a log that says this of its files."""
+        """Begin a log. `checksums`: the checksum of each file, from the log (`EventLog.code`)."""
         self._checksums = checksums if isinstance(checksums, dict) else {}
         self._numbers = {"": 0}
 
     def chain(self, code: str) -> int:
-        """The number of an event's places (`Event.code`) in `places`; 0 for none."""
+        """Return the index in `places` of an event's places (`Event.code`); 0 for none."""
         number = self._numbers.get(code)
         if number is None:
             number = self._numbers[code] = len(self.places)
@@ -65,7 +65,7 @@ class Sources:
         nodes = read.functions.get(function, [])
         node = next((n for n in nodes if _first(n) <= line <= (n.end_lineno or 0)), None)
         first = _first(node) if node else line
-        # a number, as the whole path of a file is nobody's business
+        # The key is a number: the page must not show the whole path of a user's file.
         name = self._names.setdefault((file, first, function, checksum), str(len(self._names)))
         if name not in self.functions:
             said: dict[str, Any] = {"file": _short(file), "function": function, "first": first}
@@ -96,7 +96,7 @@ def _read(file: str, checksum: Any) -> _File:
 
 
 def _collect(node: ast.AST, prefix: str, found: dict[str, list[Any]]) -> None:
-    """All functions below a node, by qualified name, as Python gives them."""
+    """Add all functions below a node to `found`, by their qualified names (`__qualname__`)."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             found.setdefault(f"{prefix}{child.name}", []).append(child)
@@ -112,7 +112,7 @@ def _first(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _extent_of_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[int]:
-    """Its first and last line; nothing if there is none."""
+    """Return the first and the last line of the docstring; [] without a docstring."""
     if ast.get_docstring(node) is None:
         return []
     return [node.body[0].lineno, node.body[0].end_lineno or 0]
@@ -125,5 +125,5 @@ def _first_sentence(docstring: str) -> str:
 
 
 def _short(file: str) -> str:
-    """Of a user's file, the last two parts: enough to know it, and not where somebody keeps it."""
+    """Shorten the path of a user's file to its last two parts: the page must not show where the user keeps it."""
     return file if file.startswith("hwfsdp/") else "/".join(PurePath(file).parts[-2:])
