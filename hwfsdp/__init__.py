@@ -11,7 +11,7 @@ feature puts its own part instead of the heart's.
 
 Around them are these folders. The docstring of each lists its modules in reading order.
 
-    comm          how bytes really move between ranks, and who is late
+    comm          how bytes really move between ranks; which rank hangs or diverges
     observe       what happened: events, bytes, recordings, races, findings
     layout        which part of a tensor a rank holds, on paper and on a mesh
     launcher      processes to run on

@@ -85,19 +85,20 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say in one phrase why the boxes do not make up a tensor of this shape, with every element once; None if they do.
+    """Say in one phrase why the boxes do not cover a tensor of this shape, each element once; None if they do.
 
-    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes may be in
-    any order, of any size and number of dims, and make no sense; an empty one is a fault. Thousands of them may have billions of elements.
+    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes come in
+    any order. They may be wrong in any way: in size, in place, in the number of dims. An empty box is a fault. There may be
+    thousands of boxes, with billions of elements.
     """
     # TODO(14)
     raise NotImplementedError
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Return the part of the whole tensor that this rank has, in tuples; None if it has no element, or is outside the tensor's mesh.
+    """Return the part of the whole tensor that this rank has; None if the part is empty, or this rank is outside the tensor's mesh.
 
-    Every rank has all of a plain tensor. Padding belongs to no part.
+    Every rank has all of a plain tensor. Padding belongs to no part. `offset` and `shape` of the box are tuples.
     """
     # TODO(14)
     raise NotImplementedError

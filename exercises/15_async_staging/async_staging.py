@@ -100,7 +100,7 @@ class StateDictStager:
         pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous. Without a CUDA device
             there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
-            the staged dict until they are done: they are not seen to refer to it.
+            the staged dict until these processes are done: the stager cannot see that they use its memory.
     """
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
@@ -126,9 +126,10 @@ class StateDictStager:
 
 
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """Return a deep copy of the state dict in which the staged parts stand for `tensors`, all that are in it.
+    """Return a deep copy of the state dict. In it, staged tensors take the place of `tensors`, which are all tensors of the state dict.
 
-    `staged`: by the id of a tensor; of a DTensor, its local part (Note [A memo that answers tensors]). Raises UsageError if something cannot be copied.
+    `staged`: by the id of a tensor, its copy. For a DTensor, the copy is of its local part (Note [A memo that answers tensors]).
+    Raises UsageError if something cannot be copied.
     """
     # TODO(15)
     raise NotImplementedError
@@ -179,6 +180,6 @@ class SaveQueue:
         raise NotImplementedError
 
     def stage(self, state_dict: Any) -> Any:
-        """Return a copy on the CPU. If that fails, return what tells the other ranks, which would wait: `Unstaged`."""
+        """Return a copy on the CPU. If that fails, return `Unstaged`: it tells the other ranks, which would otherwise wait."""
         # TODO(15)
         raise NotImplementedError

@@ -104,7 +104,7 @@ class SaveQueue:
         return self.last
 
     def stage(self, state_dict: Any) -> Any:
-        """Return a copy on the CPU. If that fails, return what tells the other ranks, which would wait: `Unstaged`."""
+        """Return a copy on the CPU. If that fails, return `Unstaged`: it tells the other ranks, which would otherwise wait."""
         try:
             return self.stager.stage(state_dict)
         except Exception as error:

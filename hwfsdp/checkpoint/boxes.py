@@ -49,10 +49,11 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say in one phrase why the boxes do not make up a tensor of this shape, with every element once; None if they do.
+    """Say in one phrase why the boxes do not cover a tensor of this shape, each element once; None if they do.
 
-    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes may be in
-    any order, of any size and number of dims, and make no sense; an empty one is a fault. Thousands of them may have billions of elements.
+    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes come in
+    any order. They may be wrong in any way: in size, in place, in the number of dims. An empty box is a fault. There may be
+    thousands of boxes, with billions of elements.
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):

@@ -56,9 +56,9 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Return the part of the whole tensor that this rank has, in tuples; None if it has no element, or is outside the tensor's mesh.
+    """Return the part of the whole tensor that this rank has; None if the part is empty, or this rank is outside the tensor's mesh.
 
-    Every rank has all of a plain tensor. Padding belongs to no part.
+    Every rank has all of a plain tensor. Padding belongs to no part. `offset` and `shape` of the box are tuples.
     """
     if not isinstance(tensor, DTensor):
         box = whole(tensor.shape)

@@ -319,9 +319,10 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
 
 
 def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """Return a deep copy of the state dict in which the staged parts stand for `tensors`, all that are in it.
+    """Return a deep copy of the state dict. In it, staged tensors take the place of `tensors`, which are all tensors of the state dict.
 
-    `staged`: by the id of a tensor; of a DTensor, its local part (Note [A memo that answers tensors]). Raises UsageError if something cannot be copied.
+    `staged`: by the id of a tensor, its copy. For a DTensor, the copy is of its local part (Note [A memo that answers tensors]).
+    Raises UsageError if something cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
     return _copied(state_dict, tensors, memo)

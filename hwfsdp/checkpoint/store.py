@@ -110,7 +110,7 @@ def async_save(
         A handle. Its `wait` raises the errors that `save` would have raised.
 
     Raises:
-        The error of the previous asynchronous save, if no call of `wait` has raised it.
+        The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
     """
     return queue.start(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
 

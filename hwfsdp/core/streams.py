@@ -122,7 +122,8 @@ class StreamSet:
 
     Attributes:
         compute: forward, backward and optimizer; the stream that is current when FSDP is called.
-        copy: packs what is gathered next, also while a gather is in flight. all_gather, reduce_scatter, all_reduce: one per kind of traffic.
+        copy: packs what is gathered next, also while a gather is in flight.
+        all_gather, reduce_scatter, all_reduce: one per kind of traffic.
         newest: the set that was made last in this process.
     """
 

@@ -1,7 +1,8 @@
 """A page of the step player that shows a failed run beside the reference's run, opened at the moment to look at.
 
-Both runs are on a simulated machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is the same
-on every computer. So `python -m hwfsdp.course logs` writes its log to the file `LOGS` once, and a check does not run the reference.
+Both runs are on a simulated machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is
+the same on every computer. So `python -m hwfsdp.course logs` writes its log to the file `LOGS` once, and a check does not run the
+reference.
 The log has the times of the reference's events, but none of its code. The page shows only one file of code: the learner's.
 """
 

@@ -1,4 +1,6 @@
-"""Definitions for learners who fill a hole: names of the package that may help, each with its signature and the first line of its docstring.
+"""Definitions for learners who fill a hole: names of the package that may help.
+
+Each name has its signature and the first line of its docstring:
 
     # Names of the package that may help:
     #

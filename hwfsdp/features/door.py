@@ -71,7 +71,9 @@ def fully_shard(
     Raises:
         UsageError: the module, a parameter or the mesh cannot be sharded.
         UnsupportedError: an argument asks for something that is not built.
-        StateError: there is no process group. After an error, the module is unchanged.
+        StateError: there is no process group.
+
+        After any of these errors, the module is not sharded. Its tensors may have moved to the mesh's device.
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
     modules: list[Any] = [*cast(Any, module)] if several else [module]

@@ -164,9 +164,10 @@ def placements_of(
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return the placement of an axis that cuts `dim` after the axes on its right: it says into how many parts these have cut `dim`.
+    """Return the placement of an axis that cuts `dim` after the axes on its right have cut it.
 
-    `placements`: of the axes on the right, each with its number of ranks. If `dim` is still in one piece, a plain `Shard`.
+    `placements`: of the axes on the right, each with its number of ranks. The result says into how many parts these axes have cut
+    `dim`. If `dim` is still in one piece, the result is a plain `Shard`.
     """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)

@@ -277,7 +277,7 @@ class RecoveringModule(wrap.FSDPModule):
         gradients that were reduced already.
 
         Raises:
-            StateError: the module is below the root.
+            StateError: the module is below the root, or another model that shares the context waits for its reduction.
         """
         state: Any = checked_state(self, type(self).__name__)
         if not isinstance(state, RecoveringState):

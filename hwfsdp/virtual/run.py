@@ -127,8 +127,8 @@ def simulate(
             tokens (not known without `seq`), and `param_dtype` selects the peak for `mfu`. It ignores the other settings.
 
     Raises:
-        UsageError: a name is unknown, the number of nodes does not divide the number of GPUs, or the step needs the values of a
-            tensor.
+        UsageError: a name or a setting is unknown, the number of nodes or of shards does not divide the number of GPUs, both `hsdp`
+            and `shards` are given, or the step needs the values of a tensor.
         StateError: this process has a process group already.
     """
     if not isinstance(gpus, int) or not isinstance(nodes, int | None) or (hsdp and "shards" in settings):

@@ -42,7 +42,8 @@ from hwfsdp.course.submission import KEPT_STARTER, starter
 from hwfsdp.course.trust import codes_in
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
-    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/gpu. docs/testing.md
+    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md
+    docs/performance.md docs/bench.png docs/gpu. docs/testing.md
     hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
     hwfsdp/course/mutants. hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())

@@ -386,7 +386,10 @@ def build(scenario: Scenario, seed: int) -> Built:
 
 
 def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
-    """Return the input of a micro-batch of a rank: GPT tokens [2, T], or numbers [2, 3]; the last micro-batch of `Shortened` has one row."""
+    """Return the input of a micro-batch of a rank: GPT tokens [2, T], or numbers [2, 3].
+
+    The last micro-batch of `Shortened` has one row.
+    """
     draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
     if isinstance(model, GPT):
         return torch.randint(0, model.config.vocab, (ROWS, model.config.seq_len), generator=draw)
