@@ -75,8 +75,8 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
 # - The lines of ZeRO-1 and ZeRO-2 become flat, because some of the state is not cut. With any number of GPUs, each GPU holds
 #   all weights.
 # - The line of ZeRO-3 falls by half with every doubling. All three kinds of state are cut, so the line never becomes flat.
-# - Hybrid sharding (HSDP) always cuts the state into 8 pieces. Every 8 ranks together hold one copy of the model, so its line
-#   is flat. HSDP saves less memory; notebook 08 shows what you get in return.
+# - Hybrid sharding (HSDP) cuts the state into a fixed number of pieces, here 8. Every 8 ranks together hold one copy of the
+#   model, so the line of HSDP is flat. HSDP saves less memory; notebook 08 shows what you get in return.
 
 # %% [markdown]
 # ## The ledger

@@ -219,7 +219,8 @@ for rank, (single, double) in enumerate(launch(reduce_four_blocks, 4)):
 # ## In FSDP
 #
 # You can tell a sharded model to use the ring. Here is a forward and backward of two layers on three ranks. The list shows
-# everything that rank 0 sends, in order, and the stream that sends it.
+# everything that rank 0 sends, in order. The third column is the *stream*: a queue of work that runs in order. Several streams
+# may run at the same time.
 
 # %%
 from torch import nn
@@ -248,8 +249,8 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
 # %% [markdown]
 # There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and each send carries a third of them. Layer 1
 # has 32 rows of 384 B, and 3 does not divide 32. So each send carries 11 rows, and one of the 33 rows is padding. Notebook 03
-# shows where the padding lies. Layer 1 is gathered again in backward, because its whole weight was freed after forward.
-# Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
+# shows where the padding lies. Both layers are gathered again in backward, because their whole weights were freed after
+# forward. Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
 #
 # By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and on GPUs the library
 # NCCL exchanges the bytes. Inputs and outputs are the same as with the ring.

@@ -32,7 +32,9 @@ lesson.begin()
 # ## In pieces
 #
 # `fully_shard` cuts every parameter along its first dimension, and each rank gets consecutive rows. `explain` prints what one
-# rank holds. Here are two layers on four ranks. Four does not divide their numbers of rows, 7 and 2:
+# rank holds. A *group* is the parameters that one call of `fully_shard` takes: they are gathered and freed together. The
+# placement `S(0)` means cut along dimension 0. Padding is counted in numbers, not in rows. Here are two layers on four ranks.
+# Four does not divide their numbers of rows, 7 and 2:
 
 # %%
 import torch
@@ -58,7 +60,7 @@ plot_sharding(ran[0][1], {"shard": 4})
 
 # %% [markdown]
 # Seven rows are cut into chunks of two: ranks 0 to 2 have full chunks, and rank 3 has one row. Two rows are cut into chunks of
-# one: ranks 2 and 3 have an empty shard, a tensor of shape (0, …). Ranks cannot gather pieces of different sizes. So *padding*
+# one: ranks 2 and 3 have an empty shard, a tensor of shape (0, …). The all-gather needs pieces of equal size. So *padding*
 # fills up every smaller chunk. Padding takes memory and is sent, but it is not part of any parameter.
 #
 # All padding comes after the last row. So if you put the chunks of all ranks one after the other, the parameter is the front of
@@ -267,10 +269,10 @@ plot_lifetimes(log, rank=0)
 
 # %% [markdown]
 # Widths are times and differ from run to run; the order does not. Each weight is gathered twice. In forward it is gathered, is
-# full while its layer computes, and is freed. In backward the same happens, from the last layer to the first. At most one
-# weight is full at any time. Each gather starts before *another* layer computes, so its bytes travel during this computation.
-# (The first gather of forward and the first gather of backward are exceptions.) This is *prefetching*. It costs a buffer, not a
-# second whole weight.
+# whole (*full* in the picture) while its layer computes, and is freed. In backward the same happens, from the last layer to the
+# first. At most one weight is whole at any time. Each gather starts before *another* layer computes, so its bytes travel during
+# this computation. (The first gather of forward and the first gather of backward are exceptions.) This is *prefetching*. It
+# costs a buffer, not a second whole weight.
 #
 # The step player shows the same log. Press **play**, or go from event to event with the arrow keys. Watch one cell of
 # *Parameters*: it is green while its gather travels, plain yellow while the weight is whole, and hatched again after the free.
@@ -296,6 +298,6 @@ for event in log.select(rank=0, owner="1"):
 #
 # What would you see if hwfsdp left out one of these steps? Without `free`, the results are right, but the memory peak is the
 # whole model. Without `wait`, the results are right or wrong by chance. Without the padding, ranks bring pieces of different
-# sizes to a gather, and no collective accepts that.
+# sizes to a gather, and the all-gather does not accept that.
 #
 # **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** the parameter in station 03 (`exercises/03_naive_fsdp`).

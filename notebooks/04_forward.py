@@ -280,9 +280,9 @@ for name, result in launch(ways_in, 2)[0].items():
 # means: *a weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put
 # `unshard()` and `reshard()` around your code.
 #
-# At the root, this mistake is harder to find. The root's own weights stay whole after forward, so a method that uses them
-# usually works. It fails only if you call it before the first forward. A second mistake is to call a part of the model before
-# the first call of the whole model. Then the whole model raises another error:
+# At the root, this mistake is harder to find. The root's own weights stay whole from forward to backward, so a method that uses
+# them works after a forward. It fails before the first forward, and after a backward. A second mistake is to call a part of the
+# model before the first call of the whole model. Then the whole model raises another error:
 
 
 # %%

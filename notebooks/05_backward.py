@@ -291,7 +291,7 @@ lesson.explore(
 # nothing overlaps, the backward takes six times 2 + 6 + 2 ms. Gathering one layer ahead saves five times 2 ms. Reducing while
 # the next layer computes saves another five times 2 ms.
 #
-# In the picture for 8 ms, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
+# In the picture for 8 ms, compute waits again, because the 6 ms of a layer cannot hide a gather or a reduction of 8 ms.
 # (Here gathers and reductions run beside each other at full speed. On a network that they share, each would take longer.)
 #
 # Overlap costs memory. While a layer computes its gradients, the buffer with the previous layer's gradients still exists, until

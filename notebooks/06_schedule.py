@@ -9,7 +9,7 @@
 #
 # **Write down two numbers before you go on.** First: for how many ms does the GPU wait for the network in a step if nothing
 # overlaps? Second: every layer is freed after its forward. The *host* (the CPU, which issues the work of the GPU) reads every
-# layer's output before it goes on. For how many ms must the GPU still wait if everything else overlaps?
+# layer's output before it goes on. For how many ms must the GPU still wait if communication overlaps wherever it can?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -33,9 +33,9 @@ lesson.begin()
 # %% [markdown]
 # ## A schedule with switches
 #
-# This notebook is about times, so the GPUs are virtual: 16 H100 on two nodes, with a virtual clock that gives the same times on
-# every machine. The code of the package runs as on rank 0, but on tensors without values. Its schedule overlaps as much as it
-# can. The schedule has three parts. We can switch each part off, to see what it contributes:
+# This notebook is about times, so the GPUs are virtual: 16 H100 on two nodes (machines), with a virtual clock that gives the
+# same times on every machine. The code of the package runs as on rank 0, but on tensors without values. Its schedule overlaps
+# as much as it can. The schedule has three parts. We can switch each part off, to see what it contributes:
 #
 # - **Forward prefetch** gathers the next layer during the current layer's forward. It predicts the next layer from the previous
 #   forward. Your own list of layers overrides the prediction. A layer that lists only itself prefetches nothing.
@@ -188,14 +188,15 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # so its backward is half as long as the others, and too short to hide the reduction of layer 1.
 #
 # These three waits remain with any number of layers. A model of 80 layers waits as long as a model of 4 layers, but computes
-# twenty times as long. This is a reason for small groups: the smaller a group, the shorter the exposed parts at both ends.
+# twenty times as long. This is a reason for small groups (here each layer is a group): the smaller a group, the shorter the
+# exposed parts at both ends.
 #
 # ## What it costs
 #
 # Overlap costs memory, as the last column of the table shows: a buffer in flight exists longer if compute goes on at the same
-# time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. A *group* is a set of parameters
-# that one gather brings; here each layer is a group. One group ahead and one reduction in flight are enough to hide
-# communication. Without such a limit, the whole model could be in memory. The schedule guarantees the limit.
+# time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. One group ahead and one reduction
+# in flight are enough to hide communication. Without such a limit, the whole model could be in memory. The schedule guarantees
+# the limit.
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes

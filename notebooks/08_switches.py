@@ -284,10 +284,10 @@ print(
 )
 
 # %% [markdown]
-# Your first number is twelve, your second is two: one gather, one reduction. All eight settings make the same update, up to
-# rounding, because they add in different orders. They differ in the bytes that they move and in the memory that they need. The
-# next picture shows both. (Memory is what the ledger counts: states, whole parameters and gradients, buffers. Activations are
-# the same for all settings, and are left out.)
+# Your first number is twelve, your second is two: one gather, one reduction. All eight settings make the same update. Only the
+# rounding differs, because they add in different orders. But they move different numbers of bytes and need different amounts of
+# memory. The next picture shows both. (Memory is what the ledger counts: states, whole parameters and gradients, buffers.
+# Activations are the same for all settings, and are left out.)
 
 # %%
 from hwfsdp.plot import sheet, style
@@ -373,9 +373,10 @@ for gpus in (16, 512, 4096):
     print(f"{gpus:>6}{'   '.join(texts)}")
 
 # %% [markdown]
-# On two nodes, HSDP gains nothing. With thousands of GPUs, every gather of ZeRO-3 goes around all of them, and each hop takes a
-# little time. A layer's forward is as short as before, and can no longer hide the gather. A gather within a node does not
-# depend on the number of nodes. The price is memory: every node holds a copy of the states, however many nodes you have.
+# On two nodes, HSDP gains nothing. With thousands of GPUs, every gather of ZeRO-3 goes around all of them, and each hop (from
+# one GPU to the next) takes a little time. A layer's forward is as short as before, and can no longer hide the gather. A gather
+# within a node does not depend on the number of nodes. The price is memory: every node holds a copy of the states, however many
+# nodes you have.
 #
 # `reshard_after_forward=8` lies between the two. States are sharded over all ranks, as with ZeRO-3. From forward to backward,
 # each group of eight ranks keeps one copy of the parameters, and the second gather stays within that group.
@@ -384,4 +385,4 @@ for gpus in (16, 512, 4096):
 # setting lie? Why is the last layer the best one to begin with?
 #
 # **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** station 07 (`exercises/07_accumulation`), and
-# elective 11 (`exercises/11_hybrid_sharding`).
+# elective 11 (`exercises/11_hybrid_sharding`). An *elective* is an exercise that changes the package.

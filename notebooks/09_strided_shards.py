@@ -165,9 +165,9 @@ strided_shards.draw()
 #
 # The name "strided" describes only the result: the ranks with the same dp index together hold *stripes* of the tensor. In the
 # picture on the left, dp 0 holds rows 0, 1 and 4. So you might first give each dp index its stripes, and then let tp divide
-# them. That looks right. The next cell compares two ways with nested chunking, in which `torch.chunk` cuts the chunks of an
-# earlier `torch.chunk`. The first way follows the placements, the second way uses stripes. Both are in `hwfsdp/course/cuts.py`.
-# Before you run the cell, guess for which sizes the stripes are wrong.
+# them. That looks right. The next cell tests two ways to find the rows of a rank: the first follows the placements, the second
+# uses stripes. Both are in `hwfsdp/course/cuts.py`. A way is right if every rank gets the rows that two cuts by `torch.chunk`
+# give. Before you run the cell, guess for which sizes the stripes are wrong.
 
 # %%
 from itertools import product

@@ -116,9 +116,9 @@ for gpus in (8, 64, 512, 4096):
 
 # %% [markdown]
 # The bytes grow by the factor 8/7 · 4095/4096 = 1.14. That is your first number. For your second number, divide the last rate
-# (tokens/s/GPU) in the first table by the first rate: 58 %. The time to start grows much more: a ring has W hops, and each hop
-# costs a little, in this model 1.5 µs inside a node and 6 µs between nodes. Each of 4096 ranks owns a 4096th of the block, a
-# hundred kilobytes, so the pieces are small and the ring is long. Compute has not changed. If a gather takes longer than the
+# (tokens/s/GPU) in the first table by the first rate: 58 %. The time to start grows much more: a ring has W − 1 hops, and each
+# hop costs a little, in this model 1.5 µs inside a node and 6 µs between nodes. Each of 4096 ranks owns a 4096th of the block,
+# a hundred kilobytes, so the pieces are small and the ring is long. Compute has not changed. If a gather takes longer than the
 # compute of the block that should hide it, compute waits for the difference: it is *exposed*.
 #
 # The streams of one step show this. The calculated times are the same in every run, to the microsecond:

@@ -2,7 +2,8 @@
 # # 13 · Yours
 #
 # This notebook is about your code. It takes one station or elective, lets the grader check it, and shows the run of your code
-# beside the run of the reference. Set the number of the exercise in the cell below, and run all cells.
+# beside the run of the reference. Set the number of the exercise in the cell below, and run all cells. (The *race* there is an
+# exercise in which your file competes with FSDP2.)
 #
 # **Write down two numbers before you do.** How many points will your file get? And how many of its answers to the checks will
 # differ from the answers of the reference?
