@@ -39,6 +39,14 @@ def test_a_notebook_equals_its_source_states_its_needs_and_defines_no_algorithm(
     assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST] == []
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_the_names_of_the_package_that_a_notebook_imports_exist(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hwfsdp"):
+            for name in node.names:
+                exec(f"from {node.module} import {name.name}", {})
+
+
 def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
     source = tmp_path / "01_x.py"
     source.write_text("# %%\n1 + 1\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,18 +14,24 @@ from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.timelines import draw_strips, simulated
 
 
-def draw() -> Figure:
-    """Draw three strips on one axis of time."""
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Let compute wait for every reduction as soon as it starts. Notebook 05 uses this, too."""
     keep = FSDPCommContext.keep_until_reduced
 
     def keep_and_wait(context: FSDPCommContext, reduction: Any) -> None:
-        """Wait for every reduction as soon as it starts."""
         keep(context, reduction)
         context.wait_for_reductions()
 
+    with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):
+        yield
+
+
+def draw() -> Figure:
+    """Draw three strips on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
         overlapped = simulated(trains=True)
-        with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):
+        with waiting():
             none = simulated(trains=True)
     ahead = simulated(trains=True)
     return draw_strips({"Nothing ahead": none, "Reductions behind": overlapped, "And gathers ahead": ahead})
