@@ -32,7 +32,7 @@ make gpu DRY=1                  # on the CPU: tries everything except the calls 
 """
 MARKS = """\
 ✓ means that a command ended without an error, or that a figure met its target. MISS means that a target was missed. A missed target does
-not fail the part.
+not fail the part. Most parts run one real rank among pretended ranks: see [the last section](#how-one-gpu-shows-what-many-do).
 """
 NEVER = """**hwfsdp has not run on a real GPU yet.** Below is a dry run: the same commands with the device "cpu". It shows that the commands
 work. It does not test CUDA, and its times mean nothing.
@@ -44,7 +44,7 @@ The cases: {"; ".join(CASES)}.
 """
 FIGURES = """\
 The part `speed` measures forward and backward. `fwd+bwd` is the time until the GPU has finished, `issue` the time until the host has issued
-all work. The host of a large model fills the GPU's queue, and then waits for the GPU, so both libraries take about as long to issue.
+all work. In llama3-1b, the host fills the GPU's queue, and then waits for the GPU. So its `issue` says little about the two libraries.
 
 With one rank, NCCL ran. With several, only one rank was real, and collectives were copies inside the GPU. So these ratios say nothing about
 a real network.
