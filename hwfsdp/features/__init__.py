@@ -16,8 +16,8 @@ The heart does not know the features, and the features do not import each other,
 attribute that another feature may have set: for example, `finalization` and `recovery` look for the partial gradients of
 `hybrid_sharding`.
 
-To take a feature out, delete its file, its name in `FEATURES`, and its class in `module`. The other features work as before. A
-call that asks for the feature is refused.
+To take a feature out, first take out the features that are built on it. Then delete its file, its name in `FEATURES`, and its
+class in `module`. The other features work as before. A call that asks for the feature is refused.
 
     The call
     call                one call of `fully_shard`: its arguments, and the parts that do the work
