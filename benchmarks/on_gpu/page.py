@@ -20,9 +20,12 @@ TARGETS = re.compile(r"(\d+) of (\d+) targets met")
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
 ABOUT = """# On a GPU
 
-`make gpu` runs all tests and measurements that need a GPU, and writes this page. One GPU is enough. Each part takes at most ten minutes.
+`make gpu` runs all tests and measurements that need a GPU, and writes this page. One GPU is enough:
+[the other ranks are pretended](#how-one-gpu-shows-what-many-do). Each part takes at most ten minutes.
+
 The command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither
-Python has such a torch, `make setup` installs one. The installation needs a package registry.
+Python has such a torch, `make setup` installs one. The installation needs a package registry. If torch
+is older than 2.13, `make gpu` gives two collectives their newer names, so that hwfsdp runs.
 
 ```sh
 make gpu                        # all parts
@@ -44,7 +47,8 @@ The cases: {"; ".join(CASES)}.
 """
 FIGURES = """\
 The part `speed` measures forward and backward. `fwd+bwd` is the time until the GPU has finished, `issue` the time until the host has issued
-all work. The host of a large model fills the GPU's queue, and then waits for the GPU, so both libraries take about as long to issue.
+all work. If a step has very many kernels, as with llama3-1b, the host fills the GPU's queue, and then waits for the GPU. Then both
+libraries take about the same time to issue.
 
 With one rank, NCCL ran. With several, only one rank was real, and collectives were copies inside the GPU. So these ratios say nothing about
 a real network.
