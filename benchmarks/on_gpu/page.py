@@ -20,9 +20,12 @@ TARGETS = re.compile(r"(\d+) of (\d+) targets met")
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
 ABOUT = """# On a GPU
 
-`make gpu` runs all tests and measurements that need a GPU, and writes this page. One GPU is enough. Each part takes at most ten minutes.
+`make gpu` runs all tests and measurements that need a GPU, and writes this page. One GPU is enough:
+[the other ranks are pretended](#how-one-gpu-shows-what-many-do). Each part takes at most ten minutes.
+
 The command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither
-Python has such a torch, `make setup` installs one. The installation needs a package registry.
+Python has such a torch, `make setup` installs one. The installation needs a package registry. If torch
+is older than 2.13, `make gpu` gives two collectives their newer names, so that hwfsdp runs.
 
 ```sh
 make gpu                        # all parts
