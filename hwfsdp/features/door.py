@@ -73,7 +73,7 @@ def fully_shard(
         UnsupportedError: an argument asks for something that is not built.
         StateError: there is no process group.
 
-        After any of these errors, the module is not sharded. Its tensors may have moved to the mesh's device.
+        After any of these errors, the module is unchanged: all checks come first.
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
     modules: list[Any] = [*cast(Any, module)] if several else [module]
