@@ -33,7 +33,7 @@ A, B, C, D = groups = [Group(name) for name in "ABCD"]
 orders = st.lists(st.sampled_from(groups), max_size=8)
 
 
-def forward(order: ForwardOrder[Group], *entered: Group) -> str:
+def forward(order: ForwardOrder, *entered: Group) -> str:
     """Run one forward. For each group, return the name of the group to gather next, or "-"."""
     targets = [order.enter(group) for group in entered]
     order.finish()
@@ -44,7 +44,7 @@ def forward(order: ForwardOrder[Group], *entered: Group) -> str:
 
 
 def test_guesses_come_from_the_last_finished_forward_of_the_same_model() -> None:
-    order, other = ForwardOrder[Group](), ForwardOrder[Group]()
+    order, other = ForwardOrder(), ForwardOrder()
     assert forward(order, A, B, C) == "---"
     assert forward(other, A, B, C) == "---"
     assert [forward(order, A, C, B) for _ in range(2)] == ["B--", "CB-"]
@@ -58,7 +58,7 @@ def test_guesses_come_from_the_last_finished_forward_of_the_same_model() -> None
 
 @given(orders, orders)
 def test_a_guess_is_the_group_that_followed_the_same_group_at_the_same_place(learned, taken):
-    order: ForwardOrder[Group] = ForwardOrder()
+    order: ForwardOrder = ForwardOrder()
     forward(order, *learned)
     for place, group in enumerate(taken):
         target = order.enter(group)

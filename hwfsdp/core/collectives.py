@@ -17,11 +17,12 @@ opposite: parameter outside, rank inside. The copy-out of a gather does this tra
 Note [Why flat buffers outlive their use]
     A buffer belongs to the stream that allocated it. When the last reference to it is gone, the allocator may reuse the memory at
     once for new work on that stream. The allocator knows nothing about readers on other streams. So we hold a reference until the
-    owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also limit the number
-    of buffers in flight. There are four kinds of memory:
+    owning stream has been told to wait for the reader. We need nothing else, not even `record_stream`. There are four kinds of
+    memory:
 
-    - The copy stream owns the buffer of a gather. We keep the buffer until the copy stream has waited for the copy-out. It waits
-      before it allocates again. So other memory that a form makes on this stream is safe, too, if it was read before the event.
+    - The copy stream owns the buffer of a gather. A copy-out ends with a wait of the copy stream for compute, and then we drop the
+      buffer. This costs no overlap, because the next gather was issued before the copy-out. Other memory that a form makes on the
+      copy stream is safe, too, if compute reads it before this wait.
     - The compute stream owns the input of a reduction. We keep the input until the compute stream has waited for the reduction.
     - Whole parameters are allocated, read and freed on the compute stream only.
     - The reduce-scatter stream owns the gradients of shards (with one rank and no cast, the compute stream does). Before each

@@ -8,27 +8,24 @@ Note [What to gather next]
     Backward. Groups run in the reverse of the order in which their forwards ended. The forward has just noted this order. So
     while a group runs its backward, we gather the group that comes before it in this order.
 
-    One group ahead is enough to hide a gather behind a computation. Then at most two groups are alive, besides the groups of the
-    modules around them, such as the root's. A wrong guess costs a gather, but never changes a result: a module whose group is not
-    whole gathers it.
+    One group ahead is enough to hide a gather behind a computation. So while a module computes, at most two groups are in memory:
+    its own group, whole, and the buffer of the next gather. The groups of the modules around it, such as the root's, come on top.
+    A wrong guess costs a gather, but never changes a result: a module whose group is not whole gathers it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from hwfsdp.core.collectives import Gathered
 from hwfsdp.core.observer import moment
 from hwfsdp.core.ranks import Transport
 from hwfsdp.core.streams import Stream, StreamEvent, streams_for
 
 if TYPE_CHECKING:
     from hwfsdp.core.group import ParamGroup
-
-T = TypeVar("T")
 
 
 class InFlight(NamedTuple):
@@ -59,7 +56,6 @@ class FSDPCommContext:
         self.all_gather_stream, self.reduce_scatter_stream = streams.all_gather, streams.reduce_scatter
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
-        self._copied_out: tuple[Gathered, StreamEvent] | None = None
         self.reducing: deque[InFlight] = deque()
         self._held: dict[Stream, list[Tensor]] = {}
 
@@ -86,19 +82,6 @@ class FSDPCommContext:
         del self.post_forward_order[keep:]
 
     # --- what is in flight (`collectives`, Note [Why flat buffers outlive their use]) ---
-
-    def keep_until_copied_out(self, gathered: Gathered) -> None:
-        """Keep a gather's buffer until the copy-out that was just issued on the compute stream has read it."""
-        self.release_gather_buffer()
-        self._copied_out = gathered, self.streams.compute.record()
-        if self.streams.compute.is_host:  # it has copied
-            self.release_gather_buffer()
-
-    def release_gather_buffer(self) -> None:
-        """Make the copy stream wait for the copy-out. Then drop the kept buffer, so that this stream can use its memory again."""
-        if self._copied_out is not None:
-            self.streams.copy.wait(self._copied_out[1])
-            self._copied_out = None
 
     def keep_until_reduced(self, reduction: InFlight) -> None:
         """Keep the input of a reduction that was just started, until compute has waited for it."""
@@ -129,14 +112,14 @@ class FSDPCommContext:
         self._held.clear()
 
 
-class ForwardOrder(Generic[T]):
+class ForwardOrder:
     """The order in which forwards enter groups, learned from one forward for the next."""
 
     def __init__(self) -> None:
-        self._last: list[T] = []
-        self._current: list[T] = []
+        self._last: list[ParamGroup] = []
+        self._current: list[ParamGroup] = []
 
-    def enter(self, group: T) -> list[T]:
+    def enter(self, group: ParamGroup) -> list[ParamGroup]:
         """Record that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
 
         If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another

@@ -113,7 +113,6 @@ class ParamGroup:
         if self._gathered is not None or self.is_unsharded:
             return
         with no_autograd():
-            self.comm_ctx.release_gather_buffer()
             streams = self.comm_ctx.streams
             with streams.copy.run():
                 shards = [shard for param in self.params for shard in param.form.inputs()]
@@ -139,8 +138,8 @@ class ParamGroup:
                 collectives.copy_out(gathered.flat, gathered.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
-            # Last: `to_unsharded` may have read other memory of the copy stream, such as an extension's metadata.
-            self.comm_ctx.keep_until_copied_out(gathered)
+            # `to_unsharded` may have read other memory of the copy stream, too, such as an extension's metadata
+            self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())
 
     def reshard(self) -> None:
         """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""

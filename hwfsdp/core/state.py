@@ -83,9 +83,8 @@ class FSDPState:
         self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
         self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
         self.fqn = self.module_fqn = ""
-        self.root = RootContext()
-        self.phase = Phase.IDLE
-        self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
+        self.root, self.phase = RootContext(), Phase.IDLE
+        self.forward_order = ForwardOrder()
         # a compiler must not trace the hooks, because it cannot see their effects
         self.pre_forward_hook = torch.compiler.disable(self.pre_forward, reason="FSDP hooks")
         self.post_forward_hook = torch.compiler.disable(self.post_forward, reason="FSDP hooks")
@@ -250,7 +249,6 @@ class FSDPState:
     def end_iteration(self) -> None:
         """Leave nothing in flight, no buffer, no unused gather, and no order of forwards. The optimizer comes next."""
         self.comm_ctx.finish_reductions()
-        self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
         for group in self.root.groups:
             group.drop_gather()
@@ -287,7 +285,6 @@ class FSDPState:
             self.forward_order.finish()
         if not torch.is_grad_enabled():  # no backward will follow and forget the order
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
-        self.comm_ctx.release_gather_buffer()
         self.root.forward_root = None
         return output
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -24,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp.core import compat
 from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.errors import UsageError
 from hwfsdp.core.form import Layout
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import FSDPParam, Place
+from hwfsdp.core.param import FSDPParam, Place, ShardedState
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import shard_mesh
 from hwfsdp.core.state import FSDPState, state_of
@@ -55,8 +57,18 @@ def fully_shard(
     After a backward, `.grad` of each shard is its part of the mean gradient over the ranks.
 
     Raises:
-        UsageError: the mesh has several axes. StateError: no mesh is given, and there is no process group.
+        UsageError: the module was sharded before, it shares a parameter with another group, or the mesh has several axes.
+        StateError: no mesh is given, and there is no process group.
+
+        After any of these errors, the module is unchanged.
     """
+    if state_of(module) is not None:
+        raise UsageError(
+            "fully_shard",
+            expected="a module that was not sharded yet",
+            got=f"{type(module).__name__}, which was",
+            remedy="Call it once per module, children before their parents.",
+        )
     ranks = shard_mesh(mesh)
     found = unclaimed_params([module], ignored_params or set())
     move_to(ranks.device, [module], found)
@@ -65,9 +77,10 @@ def fully_shard(
     group = ParamGroup(params, ranks, comm_ctx) if params else None
     if group:
         group.reshard_after_forward = reshard_after_forward is not False
-        follow_state_dicts(group)
-    auto = reshard_after_forward is None
-    FSDPState([module], group, comm_ctx, mp_policy, ranks.device, auto)
+        group.fqn = type(module).__name__
+        for param in params:
+            follow_state_dicts(param, group)
+    FSDPState([module], group, comm_ctx, mp_policy, ranks.device, auto_reshard=reshard_after_forward is None)
     become_fsdp_module(module, FSDPModule)
     return module
 
@@ -89,11 +102,21 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
     They come in the order in which modules and parameters were registered. The order must follow from the model alone, because
     the flat buffers of all ranks must fit together. A *tied* parameter, one object with several names, is listed once, with all
     its places, so that it can be replaced at all of them.
+
+    Raises:
+        UsageError: an earlier call has claimed a parameter of a module that is below both.
     """
     found: dict[nn.Parameter, Unclaimed] = {}
     for prefix, module in unclaimed_modules(modules):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param not in ignored:
+                if owner := _claimed.get((id(module), name)):
+                    raise UsageError(
+                        f"fully_shard: parameter {prefix + name!r}",
+                        expected="a parameter of one group only",
+                        got=f"one of the group {owner.fqn!r}: both modules share a {type(module).__name__}",
+                        remedy="Call it on children before parents: first on the shared module, or once on a module above both.",
+                    )
                 unclaimed = found.setdefault(param, Unclaimed(param, prefix + name, []))
                 unclaimed.places.append(Place(module, name))
     return list(found.values())
@@ -124,28 +147,27 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
             compat.move_in_place(tensor, device)
 
 
-def follow_state_dicts(group: ParamGroup) -> None:
-    """Make state dicts hold shards.
+# the groups of parameters, by id of the module and name of the parameter
+_claimed: WeakValueDictionary[tuple[int, str], ParamGroup] = WeakValueDictionary()
 
-    Hooks register the shards before a save or a load. After a load, the group adopts new shards.
+
+def follow_state_dicts(param: FSDPParam, group: ParamGroup) -> None:
+    """Make state dicts hold the shard of a parameter. Note the group that has it.
+
+    Hooks of the modules that have the parameter register the shards of its group before a save or a load. After a load, the
+    parameter adopts a new shard.
     """
 
     def reshard(*_: Any) -> None:
-        put_shards_back(group)
+        group.drop_gather()  # the values may change next
+        if param.state is not ShardedState.SHARDED:
+            group.reshard()
 
-    def adopt(*_: Any) -> None:
-        group.adopt_registered()
-
-    for module in dict.fromkeys(place.module for p in group.params for place in p.places):
+    for module, name in param.places:
+        _claimed[id(module), name] = group
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_post_hook(adopt)
-
-
-def put_shards_back(group: ParamGroup) -> None:
-    """Put the shards back on the modules. Drop a gather in flight, because the values may change next."""
-    group.drop_gather()
-    group.reshard()
+        module.register_load_state_dict_post_hook(lambda *_: param.adopt_registered())
 
 
 # --- What every sharded module also is -----------------------------------------------------------------------
@@ -175,7 +197,8 @@ class FSDPModule:
         """Apply `to`, `to_empty`, `half` and other conversions to the shards."""
         groups = self._groups(recurse=False)
         for group in groups:
-            put_shards_back(group)
+            group.drop_gather()
+            group.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in groups:
             group.adopt_registered()

@@ -118,7 +118,6 @@ class FinalizedState(RecoveringState):
                 state.phase = Phase.IDLE
         self.comm_ctx.settle()  # from here on, other code looks for partial gradients
         self.note_end_of_backward()
-        self.comm_ctx.release_gather_buffer()
 
     # --- the end ---
 

@@ -249,7 +249,6 @@ class RecoveringState(FSDPState):
         if broken:
             finish_broken_backward([state for root in broken for state in root.states], self.comm_ctx)
         callbacks.clear()
-        self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
         for root in {**broken, self.root: None}:
             self.end_unfinished(root)

@@ -41,7 +41,6 @@ class UnshardHandle:
         if group:
             group.wait_for_gather()
             group.copy_out()
-            group.comm_ctx.release_gather_buffer()
 
 
 class SteeredState(FSDPState):

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from hwfsdp import core
+from hwfsdp.core import observer, streams
+from hwfsdp.core.errors import UsageError
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.ranks import Transport
+from hwfsdp.core.state import state_of
+from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
 
 
 class Block(nn.Module):
@@ -165,8 +173,6 @@ def observed() -> tuple[list[str], dict[str, int]]:
 
     First the bytes that are alive, by moment. Then the bytes of each group, by fqn.
     """
-    from hwfsdp.core import observer, state
-
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
@@ -174,7 +180,7 @@ def observed() -> tuple[list[str], dict[str, int]]:
     core.fully_shard(model)
 
     def whole() -> int:
-        groups = [state.state_of(m).groups for m in (*model.blocks, model)]  # type: ignore[union-attr]
+        groups = [state_of(m).groups for m in (*model.blocks, model)]  # type: ignore[union-attr]
         forms = [p.form.gathered for each in groups for group in each for p in group.params]
         return sum(g.untyped_storage().nbytes() for g in forms if g is not None)
 
@@ -194,7 +200,7 @@ def observed() -> tuple[list[str], dict[str, int]]:
     alive["after backward"] = whole()
     sizes = {}
     for module in (*model.blocks, model):
-        found = state.state_of(module)
+        found = state_of(module)
         assert found is not None and found.group is not None
         gathered = [p.form.gathered for p in found.group.params]
         sizes[found.module_fqn] = sum(g.nbytes for g in gathered if g is not None)
@@ -212,7 +218,6 @@ def observed() -> tuple[list[str], dict[str, int]]:
 def frames_to_collectives() -> dict[str, list[str]]:
     """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
     import sys
-    from unittest import mock
 
     torch.manual_seed(0)
     model = Model()
@@ -244,6 +249,121 @@ def frames_to_collectives() -> dict[str, list[str]]:
     return found
 
 
-def seen() -> tuple[Any, dict[str, list[str]]]:
-    """Return the results of `observed` and of `frames_to_collectives`."""
-    return observed(), frames_to_collectives()
+# --- What is in memory ------------------------------------------------------------------------------------------
+
+
+class DeviceLikeStream(Stream):
+    """A stream that the host does not run, as on a device, except that all its work is done at once."""
+
+    def add(self, work: Work | None) -> None:
+        if work is not None:
+            work.wait()
+
+    def then(self, function: Callable[[], None]) -> None:
+        function()
+
+    def _record(self) -> StreamEvent:
+        return StreamEvent(self)
+
+    def _wait(self, event: StreamEvent) -> None:
+        pass
+
+
+def groups_in_memory() -> dict[str, list[int]]:
+    """Count whole blocks and buffers of gathers while a block computes, in its forwards and in its backwards of three steps."""
+    buffers: list[StorageWeakRef] = []
+
+    class Gathers(Watched):
+        def moment(self, name: str, of: Any, stream: str = "", reads: Any = (), writes: Any = ()) -> Any:
+            if name == "copy_in" and stream == "copy" and "blocks" in of.fqn:
+                buffers.append(StorageWeakRef(writes[0].untyped_storage()))
+            return nullcontext()
+
+    with streams.backend("cpu", lambda: StreamSet(DeviceLikeStream)):
+        model = Model()
+        for block in model.blocks:
+            core.fully_shard(block, reshard_after_forward=True)
+        core.fully_shard(model)
+    groups = [group for block in model.blocks for group in state_of(block).groups]  # type: ignore[union-attr]
+    found: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def count(when: str) -> None:
+        wholes = [group.params[0].form.gathered for group in groups]
+        alive = sum(whole is not None and whole.untyped_storage().nbytes() > 0 for whole in wholes)
+        found[when].append(alive + sum(not buffer.expired() for buffer in buffers))
+
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda *_: count("forward"))
+        block.up.register_full_backward_hook(lambda *_: count("backward"))
+    before = observer.put(Gathers())  # type: ignore[arg-type]
+    with mock.patch.object(Transport, "all_gather", gather_a_copy):
+        for _ in range(3):
+            model(torch.arange(5)).sum().backward()
+    observer.put(before)
+    return found
+
+
+def gather_a_copy(transport: Transport, whole: Tensor, part: Tensor, async_op: bool) -> None:
+    """Gather in other memory, because the threads of gloo keep their tensors for some moments."""
+    copied = torch.empty_like(whole)
+    dist.all_gather_single(copied, part.clone(), group=transport.ranks.group)
+    whole.copy_(copied)
+
+
+# --- State dicts, and calls that are refused ---------------------------------------------------------------------
+
+
+def adoptions() -> list[int]:
+    """Count the parameters that a `load_state_dict` adopts in a group of many modules, with and without `assign`."""
+    model = core.fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(20))))
+    model(
+        torch.ones(1, 3)
+    )  # leaves the root whole: the first hook of the load puts the whole group's shards back
+    counts = []
+    for assign in (False, True):
+        adopted: list[str] = []
+        with mock.patch.object(FSDPParam, "adopt_registered", lambda param: adopted.append(param.fqn)):
+            model.load_state_dict(model.state_dict(), assign=assign)
+        counts.append(len(adopted))
+    return counts
+
+
+def refused() -> dict[str, tuple[str, bool]]:
+    """Return the error of each call that should be refused, and whether it left the module as it was."""
+    shared = nn.Linear(4, 4)
+    first, second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(4, 4), shared)
+    parent = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    core.fully_shard(first)
+    core.fully_shard(parent)
+    found = {}
+    for name, module in {"again": first, "shared": second, "after its parent": parent[0]}.items():
+        before = as_it_is(module)
+        try:
+            core.fully_shard(module)
+            said = ""
+        except UsageError as error:
+            said = str(error)
+        found[name] = said, as_it_is(module) == before
+    ignoring = core.fully_shard(second, ignored_params=set(shared.parameters()))
+    found["shared, but ignored"] = "", state_of(ignoring) is not None
+    return found
+
+
+def as_it_is(module: nn.Module) -> list[Any]:
+    hooks = [len(vars(m)[name]) for m in module.modules() for name in sorted(vars(m)) if "_hooks" in name]
+    return [*map(type, module.modules()), *map(id, module.parameters()), hooks]
+
+
+class Found(NamedTuple):
+    """The results of all programs of this part, from one launch."""
+
+    observed: Any
+    frames: dict[str, list[str]]
+    in_memory: dict[str, list[int]]
+    adoptions: list[int]
+    refused: dict[str, tuple[str, bool]]
+
+
+def seen() -> tuple[Any, ...]:
+    """Return the fields of `Found`."""
+    return tuple(Found(observed(), frames_to_collectives(), groups_in_memory(), adoptions(), refused()))

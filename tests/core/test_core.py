@@ -38,12 +38,12 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def seen_once() -> Any:
-    """Return the results of `programs.seen`, from one launch."""
-    return alone.run(programs.seen, 2)[0]
+    """Return `programs.Found`, from one launch."""
+    return programs.Found(*alone.run(programs.seen, 2)[0])
 
 
 def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward(seen_once: Any) -> None:
-    seen, alive = seen_once[0]
+    seen, alive = seen_once.observed
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert [s for s in seen if s.startswith("all_gather")] == [
         f"all_gather {name}" for name in names + names[:0:-1]
@@ -65,10 +65,34 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
 
 
 def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once: Any) -> None:
-    found = seen_once[1]
+    found = seen_once.frames
     assert found.keys() == {"all_gather_single", "reduce_scatter_single"}
     for way in found.values():
         assert "Transport" in way[-2] and len(way) <= 9, way
+
+
+def test_one_group_is_whole_and_one_on_its_way_while_a_module_computes_on_a_device(seen_once: Any) -> None:
+    """The first forward knows no order and gathers nothing ahead. The last block of a pass has no block after it."""
+    assert seen_once.in_memory == {
+        "forward": [1, 1, 1, 2, 2, 1, 2, 2, 1],
+        "backward": [2, 2, 1, 2, 2, 1, 2, 2, 1],
+    }
+
+
+def test_a_load_adopts_each_parameter_once(seen_once: Any) -> None:
+    assert seen_once.adoptions == [40, 40]
+
+
+def test_a_second_call_for_a_module_or_a_parameter_is_refused_and_changes_nothing(seen_once: Any) -> None:
+    words = {
+        "again": ("was not sharded yet", "Sequential, which was", "children before their parents"),
+        "shared": ("'1.weight'", "of one group only", "the group 'Sequential'", "share a Linear", "first"),
+        "after its parent": ("'0.weight'", "the group 'Sequential'", "children before parents"),
+        "shared, but ignored": (),
+    }
+    assert seen_once.refused.keys() == words.keys()
+    for name, (said, unchanged) in seen_once.refused.items():
+        assert unchanged and all(word in said for word in words[name]), (name, said)
 
 
 def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
