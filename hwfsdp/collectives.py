@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from hwfsdp import compat
 from hwfsdp.comm import divergence, history, shared_memory
+from hwfsdp.comm.pairing import Member, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.observer import moment
@@ -27,8 +29,7 @@ from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
-# the collective that the host waits for now; an error of a hanging rank names it
-pending: Named | None = None
+_NO_GROUP = Member()
 
 
 class Buffers:
@@ -96,6 +97,10 @@ class Readable(Buffers):
         if self._group is not None and self._over(self._group, device) is not self._group:
             return shared_memory.allocate(size, dtype)
         return super().allocate(size, dtype=dtype, device=device)
+
+    def shares_memory(self, group: Group, device: torch.device) -> bool:
+        """True if the bytes of `group` move through shared memory."""
+        return isinstance(self._over(group, device), shared_memory.SharedMemoryGroup)
 
     def _over(self, group: Group, device: torch.device) -> Group:
         """Return the group that communicates in place of `group`."""
@@ -193,13 +198,11 @@ class Named:
         return f"{self.op} of parameter group {self.owner!r}"
 
     def __enter__(self) -> None:
-        global pending
-        pending = self
+        history.waiting[get_ident()] = self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        global pending
-        pending = None
-        history.issuing = False
+        history.waiting.pop(get_ident(), None)
+        here.issuing = None
         if error is None:
             return
         if self.note is not None:
@@ -209,13 +212,23 @@ class Named:
 
 
 class Issuing(Named):
-    """A block that makes the buffer of a collective, or issues it. The history knows that FSDP issues it."""
+    """A block that makes the buffer of a collective, or issues it. Code that watches it knows that FSDP issues it (`pairing.here`).
 
-    __slots__ = ()
+    Args:
+        member: the parameter group among those of the ranks.
+    """
+
+    __slots__ = ("member",)
+
+    def __init__(
+        self, op: str, owner: str, note: history.Note | None = None, member: Member = _NO_GROUP
+    ) -> None:
+        super().__init__(op, owner, note)
+        self.member = member
 
     def __enter__(self) -> None:
-        global pending
-        pending, history.issuing = self, True
+        super().__enter__()
+        here.issuing = self.member
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
         """Wrap the work. Its end is then noted in the history, and it has a name while the host waits for it."""
@@ -269,10 +282,15 @@ class GroupTransport(Transport):
 
     Attributes:
         gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
+        member: the parameter group among those of the ranks (`pairing`).
+
+    Args:
+        fqn: the group's name. shapes: the shapes of its parameters.
     """
 
-    def __init__(self, ranks: Axis, device: torch.device) -> None:
+    def __init__(self, ranks: Axis, device: torch.device, fqn: str = "", shapes: object = ()) -> None:
         super().__init__(ranks, device)
+        self.fqn, self.member = fqn, Member(ranks.group, fqn, shapes)
         self.gather: AllGather = DefaultAllGather(ranks.group)
         self.scatter: ReduceScatter = DefaultReduceScatter(ranks.group)
         self.reduce_group: Group = None
@@ -300,14 +318,22 @@ class GroupTransport(Transport):
         if self.ranks.size > 1:
             group = self.ranks.group if gathers else self.reduce_group or self.ranks.group
             note = history.begin(purpose, self.fqn, group, dtype, numel * dtype.itemsize)
-        self._issuing = Issuing(purpose, self.fqn, note)
+        self._issuing = Issuing(purpose, self.fqn, note, self.member)
         with self._issuing:
             how = self.gather if gathers else self.scatter
             buffer: Tensor = how.allocate((numel,), dtype=dtype, device=self.device)
         return buffer
 
+    def _compare(self, group: Group, how: object = None) -> None:
+        """With DETAIL debugging, check that every rank of `group` calls for this parameter group. Shared memory always checks it."""
+        if group is None or not compat.collectives_are_checked():
+            return
+        if not (isinstance(how, Readable) and how.shares_memory(group, self.device)):
+            self.member.compare(group, self.device)
+
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
         with self._issuing:
+            self._compare(self.ranks.group, self.gather)
             # FSDP2 calls collectives that block, and some of the users' count on it
             blocks = not isinstance(self.gather, AllGather)
             work = self.gather(
@@ -322,14 +348,16 @@ class GroupTransport(Transport):
         group = self.reduce_group or self.ranks.group
         how = {"async_op": async_op} if isinstance(self.scatter, ReduceScatter) else {}
         with self._issuing:
+            self._compare(group, self.scatter if shared_memory.adds(operation) else None)
             work = self.scatter(output_tensor=part, input_tensor=whole, group=group, op=operation, **how)
         return self._issuing.follow(work, async_op)
 
     def all_reduce(self, tensor: Tensor, operation: Any, ranks: Axis, async_op: bool) -> Work | None:
         """Reduce a tensor over the ranks of an axis, in place."""
         note = history.begin("all_reduce", self.fqn, ranks.group, tensor.dtype, tensor.nbytes)
-        issuing = Issuing("all_reduce", self.fqn, note)
+        issuing = Issuing("all_reduce", self.fqn, note, self.member)
         with issuing:
+            self._compare(ranks.group)
             work = dist.all_reduce(tensor, operation, ranks.group, async_op)
         return issuing.follow(work, async_op)
 

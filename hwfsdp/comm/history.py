@@ -34,7 +34,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -42,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import compat
+from hwfsdp.comm.pairing import here
 from hwfsdp.observe import events
 
 SLOTS, SLOT = 96, 160  # number of notes, and bytes of each
@@ -134,7 +134,7 @@ class _Ring:
     def __init__(self) -> None:
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         self.is_collected = False
-        self.serial = 0
+        self.serial, self._lock = 0, threading.Lock()
         self._tracks: dict[int, _Track] = {}  # by id of the group; a later group may get the same id
         with suppress(KeyError, OSError, ValueError), open(os.environ[PATH], "r+b") as file:
             self.memory, self.is_collected = mmap.mmap(file.fileno(), SIZE), True
@@ -145,26 +145,28 @@ class _Ring:
         """Note a call. If `owner` is None, it is the user's own collective."""
         group = group or dist.group.WORLD
         assert group is not None, "no process group"
-        track = self._tracks.get(id(group))
-        if track is None or track.group() is not group:
-            track = self._tracks[id(group)] = _Track(group)
-        track.called += 1
-        own_number = track.called - track.called_by_user
-        if owner is None:
-            track.called_by_user += 1
-            owner, own_number = "", 0
-        self.serial = serial = self.serial + 1
+        with self._lock:  # other threads may call in other process groups
+            track = self._tracks.get(id(group))
+            if track is None or track.group() is not group:
+                track = self._tracks[id(group)] = _Track(group)
+            track.called += 1
+            called, own_number = track.called, track.called - track.called_by_user
+            if owner is None:
+                track.called_by_user += 1
+                owner, own_number = "", 0
+            self.serial = serial = self.serial + 1
         sees_users = int(events.active() is not None)
-        numbers = f"{serial} {track.called} {own_number} {sees_users}"
+        numbers = f"{serial} {called} {own_number} {sees_users}"
         text = f"w{numbers} {track.label} {op} {dtype} {nbytes} {owner}"
         at = serial % SLOTS * SLOT
         self.memory[at : at + SLOT] = text.encode()[:SLOT].ljust(SLOT, b"\0")
         return Note(self, serial)
 
 
+# by thread: the collective of FSDP that it issues or waits for now
+waiting: dict[int, object] = {}
 _ring: _Ring | None = None
-# True while FSDP issues a collective. FSDP notes its collectives itself, so wrappers must not note them again.
-issuing = False
+_starting = threading.Lock()
 _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -179,16 +181,18 @@ def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dty
 
 
 def watch(call: Callable[[], Any], op: str, group: object, dtype: str, nbytes: int) -> Any:
-    """Return `call()`, a collective that a recording sees. Note it, unless FSDP issues it or it is a message between two ranks."""
-    if issuing or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
+    """Return `call()`, a collective that a recording sees. Note it, unless it is a message between two ranks, or FSDP issues and notes it."""
+    if here.issuing is not None or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
         return call()
     return (_ring or _start()).add(op, None, group, dtype or "-", nbytes).watch(call)
 
 
 def _start() -> _Ring:
     global _ring
-    _ring = _Ring()
-    _listen(_ring)
+    with _starting:
+        if _ring is None:
+            _ring = _Ring()
+            _listen(_ring)
     return _ring
 
 
@@ -244,13 +248,14 @@ def members_of(group: str) -> list[int]:
 
 
 class Told(NamedTuple):
-    """A rank's own report: its last calls, and the stack of its main thread as text."""
+    """A rank's own report: its last calls, and the stacks of its threads as text (`stacks`)."""
 
     calls: list[Call]
     stack: str
 
 
 _LENGTH = 4  # bytes for the length of a packed ring
+_ANSWERS = "hwfsdp answers"  # name of a thread
 _PAUSE = 0.02  # seconds between two checks of the store
 _exchanges = 0
 
@@ -270,7 +275,7 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
         return {}
     _exchanges += 1
     told: dict[int, Told | None] = dict.fromkeys(range(dist.get_world_size()))
-    own = _packed(_ring, sys._getframe())
+    own = _packed(_ring, stacks(last=threading.get_ident()))
     # the store may be gone; this must not replace the error of the failed collective
     with suppress(Exception):
         store = compat.default_store()
@@ -293,9 +298,29 @@ def _key(exchange: int, rank: int) -> str:
     return f"hwfsdp/history/{exchange}/{rank}"
 
 
-def _packed(ring: _Ring, frame: FrameType) -> bytes:
+def stacks(last: int | None = None) -> str:
+    """Return the stacks of all threads except the current one, as text. The last is of a thread that waits in a collective, if any.
+
+    Args:
+        last: the thread whose stack comes last, also if it is the current thread; by default those in `waiting`, or the main thread.
+    """
+    main, names = threading.main_thread().ident, {
+        thread.ident: thread.name for thread in threading.enumerate()
+    }
+    unseen = {threading.get_ident(), *(thread for thread, name in names.items() if name == _ANSWERS)} - {last}
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in unseen}
+    order = sorted(frames, key=lambda thread: (thread == last, thread in waiting, thread == main))
+    texts = ["".join(traceback.format_stack(frames[thread])) for thread in order]
+    if len(texts) == 1:
+        return texts[0]
+    return "".join(
+        f"  thread {names.get(thread, thread)}:\n{text}" for thread, text in zip(order, texts, strict=True)
+    )
+
+
+def _packed(ring: _Ring, stack: str) -> bytes:
     memory = zlib.compress(bytes(ring.memory))
-    return len(memory).to_bytes(_LENGTH) + memory + "".join(traceback.format_stack(frame)).encode()
+    return len(memory).to_bytes(_LENGTH) + memory + stack.encode()
 
 
 def _unpacked(said: bytes) -> Told:
@@ -303,12 +328,12 @@ def _unpacked(said: bytes) -> Told:
     return Told(read(zlib.decompress(said[_LENGTH:end])), said[end:].decode(errors="replace"))
 
 
-def _answer(ring: _Ring, store: Any, rank: int, main_thread: int) -> None:
-    """Report this rank's calls and stack when another rank asks. This rank may hang, or wait longer than the rank that asks."""
+def _answer(ring: _Ring, store: Any, rank: int) -> None:
+    """Report this rank's calls and stacks when another rank asks. This rank may hang, or wait longer than the rank that asks."""
     with suppress(RuntimeError):  # the store is gone, so the run has ended
         for number in itertools.count(1):
             store.wait([_key(number, _ASKED)], timedelta(days=365))
-            store.set(_key(number, rank), _packed(ring, sys._current_frames()[main_thread]))
+            store.set(_key(number, rank), _packed(ring, stacks()))
 
 
 def _listen(ring: _Ring) -> None:
@@ -316,5 +341,5 @@ def _listen(ring: _Ring) -> None:
     if not ring.is_collected and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = compat.default_store_by_itself()
         if store is not None:
-            arguments = ring, store, dist.get_rank(), threading.main_thread().ident
-            threading.Thread(target=_answer, args=arguments, daemon=True).start()
+            arguments = ring, store, dist.get_rank()
+            threading.Thread(target=_answer, name=_ANSWERS, args=arguments, daemon=True).start()

@@ -23,6 +23,13 @@ Note [When a block is free]
     largest flat buffer. Blocks are kept, because the first use of new memory takes longer than a copy. Only the owner of a block
     decides about it, so ranks do not have to agree.
 
+Note [Threads]
+    Threads may train at the same time, each in process groups of its own. They share the pool of blocks, so a lock guards the pool. The
+    state of a group (`Neighbors`) has a lock of its own, which a thread holds while it sends, or waits for messages of this group. A
+    thread that looks for a free block reads the messages of all groups. It leaves out a group whose lock another thread holds; this
+    one reads the messages itself. So no thread waits for a second lock. Python may drop a `Transfer` at any moment, even inside a
+    call for the same group. Then the group takes note of it later.
+
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give the same bits as gloo, parts are added in the order of gloo's
     ring. Gloo cuts the input into chunks, one per rank. The sum of rank r's chunk starts with the part of rank r - 1, goes down
@@ -40,7 +47,9 @@ import shutil
 import socket
 import struct
 import tempfile
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -51,6 +60,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat
+from hwfsdp.comm.pairing import Identity, Member, here
 from hwfsdp.observe import events
 
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -65,13 +75,16 @@ class Transfer(dist.Work):
 
     Args:
         read: reads the parts of the other ranks.
-        is_over: called when this rank needs nothing more: it has read all parts, the collective failed, or the caller dropped this object.
+        is_over: called when this rank needs nothing more: it has read all parts, or the collective failed.
+        is_dropped: called if nobody will wait, because the caller has dropped this object.
     """
 
-    def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:
+    def __init__(
+        self, read: Callable[[], None], is_over: Callable[[], None], is_dropped: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._read: Callable[[], None] | None = read
-        self._is_over = is_over
+        self._is_over, self._is_dropped = is_over, is_dropped
         self._future: torch.futures.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -106,7 +119,7 @@ class Transfer(dist.Work):
 
     def __del__(self) -> None:
         if self._read is not None:
-            self._is_over()
+            self._is_dropped()
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -174,12 +187,14 @@ class _Pool:
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
         self._index_at: dict[int, int] = {}  # by address
+        self._lock = threading.Lock()  # Note [Threads]
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = prod(size) * dtype.itemsize
-        block = self.blocks[self._free(nbytes)]
-        buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
-        block.tensor = weakref.ref(buffer)
+        with self._lock:
+            block = self.blocks[self._free(nbytes)]
+            buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
+            block.tensor = weakref.ref(buffer)
         return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
 
     def _free(self, nbytes: int) -> int:
@@ -266,7 +281,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 class _Record(NamedTuple):
-    """A message about a collective from one rank to another. All fields are integers.
+    """A message about a collective from one rank to another. All fields are integers, the last one is five.
 
     Attributes:
         number: the collective's number, from 1, the same on every rank. 0: no collective, only `read` is new.
@@ -274,6 +289,7 @@ class _Record(NamedTuple):
         read: the sender has read all collectives up to this number.
         block, offset: the place of the input: index of the sender's block, and offset in bytes.
         capacity: bytes of this block if the receiver does not have it yet. Then the block's file follows. Otherwise 0.
+        identity: the parameter group for which the sender calls (`pairing`).
     """
 
     number: int
@@ -283,9 +299,11 @@ class _Record(NamedTuple):
     block: int
     offset: int
     capacity: int
+    identity: Identity
 
 
-_LAYOUT = struct.Struct("=7q")
+_LAYOUT = struct.Struct("=7q5I")
+_NO_GROUP = Member()
 _OPS = ("all_gather", "reduce_scatter by sum", "reduce_scatter by mean")
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
@@ -306,7 +324,7 @@ class Neighbors:
     """The other ranks of a group, all on this machine.
 
     Args:
-        rank: this rank's number in the group.
+        rank: this rank's number in the group. ranks: the global rank of each number, for errors.
         sockets: the sockets to the other ranks, by their numbers in the group.
         timeout: the most seconds to wait for another rank.
 
@@ -314,8 +332,10 @@ class Neighbors:
         read_by_all: all other ranks have read all collectives up to this number.
     """
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
-        self.rank, self.size = rank, len(sockets) + 1
+    def __init__(
+        self, rank: int, ranks: Sequence[int], sockets: dict[int, socket.socket], timeout: float
+    ) -> None:
+        self.rank, self.ranks, self.size = rank, ranks, len(sockets) + 1
         self._sockets, self._timeout, self._process = sockets, timeout, os.getpid()
         self._given: dict[int, _Block] = {}  # this rank's blocks that the others have, by index
         self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
@@ -324,6 +344,8 @@ class Neighbors:
         self._issued = 0  # number of the last collective
         self._unread: dict[int, None] = {}  # numbers of the collectives in flight, in order
         self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
+        self._lock = threading.Lock()  # Note [Threads]
+        self._dropped: deque[int] = deque()  # numbers of collectives for which nobody will wait
 
     @property
     def read_by_all(self) -> int:
@@ -333,25 +355,27 @@ class Neighbors:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Transfer:
         call, nbytes = _code(0, input.dtype), input.nbytes
-        number = self._tell(call, input)
+        member = here.issuing or _NO_GROUP
+        number = self._tell(call, input, member.identity)
         rows = output.view(self.size, -1)
         if rows[self.rank].data_ptr() != input.data_ptr():
             rows[self.rank].copy_(input)
 
         def read() -> None:
             for peer in self._sockets:
-                rows[peer].copy_(self._part(peer, number, call, nbytes, 0, rows[peer]))
+                rows[peer].copy_(self._part(peer, number, call, member, nbytes, 0, rows[peer]))
 
-        return Transfer(read, lambda: self._over(number))
+        return self._transfer(read, number)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
         call, nbytes = _code(2 if mean else 1, input.dtype), input.nbytes
-        number = self._tell(call, input)
+        member = here.issuing or _NO_GROUP
+        number = self._tell(call, input, member.identity)
         own, start = input.view(self.size, -1)[self.rank], self.rank * output.nbytes
 
         def read() -> None:
             parts = [
-                own if rank == self.rank else self._part(rank, number, call, nbytes, start, output)
+                own if rank == self.rank else self._part(rank, number, call, member, nbytes, start, output)
                 for rank in range(self.size)
             ]
             for begin, end, last in self._sums(output):
@@ -363,7 +387,24 @@ class Neighbors:
             if mean:
                 output.div_(self.size)
 
-        return Transfer(read, lambda: self._over(number, acknowledge=True))
+        return self._transfer(read, number, acknowledge=True)
+
+    def _transfer(self, read: Callable[[], None], number: int, acknowledge: bool = False) -> Transfer:
+        """Return the transfer of collective `number`. Its methods do their work while no other thread uses this group."""
+
+        def locked() -> None:
+            with self._lock:
+                read()
+
+        def over() -> None:
+            with self._lock:
+                self._over(number, acknowledge)
+
+        def dropped() -> None:
+            self._dropped.append(number)
+            self.catch_up()
+
+        return Transfer(locked, over, dropped)
 
     def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
         """Return (begin, end, last): add output[begin:end] in the order that ends with rank `last` (Note [The order of a sum])."""
@@ -376,11 +417,13 @@ class Neighbors:
             for last in range(begin // chunk, (end - 1) // chunk + 1)
         ]
 
-    def _part(self, peer: int, number: int, call: int, nbytes: int, start: int, like: Tensor) -> Tensor:
+    def _part(
+        self, peer: int, number: int, call: int, member: Member, nbytes: int, start: int, like: Tensor
+    ) -> Tensor:
         """Wait for the record of `peer`, and return a part of its input: from byte `start` on, with as many elements as `like`.
 
         Raises:
-            RuntimeError: `peer` called another collective.
+            RuntimeError: `peer` called another collective, or called it with another parameter group than `member`.
         """
         told = self._told[peer]
         while number not in told:
@@ -392,6 +435,7 @@ class Neighbors:
                 f"{_described(call, nbytes, self.size)} on rank {self.rank}, "
                 f"{_described(record.call, record.nbytes, self.size)} on rank {peer}"
             )
+        member.check(record.identity, self.ranks[self.rank], self.ranks[peer])
         if not like.numel():
             return like
         memory = self._theirs[peer][record.block]
@@ -399,24 +443,26 @@ class Neighbors:
 
     # --- telling ---
 
-    def _tell(self, call: int, input: Tensor) -> int:
+    def _tell(self, call: int, input: Tensor, identity: Identity) -> int:
         """Tell the others where the input is, and return the collective's number. If the input is in no block, send a copy in a block."""
         place = _pool.find(input)
         if place is None:
             input = allocate(input.shape, input.dtype).copy_(input)
             place = _pool.find(input)
             assert place is not None, "what was just allocated is in no block"
-        self._issued += 1
-        number, (index, offset) = self._issued, place
-        self._unread[number] = None
-        block = _pool.blocks[index]
-        block.readers[self] = number
-        is_new = self._given.get(index) is not block
-        self._given[index] = block
-        capacity = block.capacity if is_new else 0
-        record = _LAYOUT.pack(number, call, input.nbytes, self._read, index, offset, capacity)
-        for peer in self._sockets:
-            self._send(peer, record, block.file if is_new else None)
+        with self._lock:
+            self._note_dropped()
+            self._issued += 1
+            number, (index, offset) = self._issued, place
+            self._unread[number] = None
+            block = _pool.blocks[index]
+            block.readers[self] = number
+            is_new = self._given.get(index) is not block
+            self._given[index] = block
+            capacity = block.capacity if is_new else 0
+            record = _LAYOUT.pack(number, call, input.nbytes, self._read, index, offset, capacity, *identity)
+            for peer in self._sockets:
+                self._send(peer, record, block.file if is_new else None)
         return number
 
     @property
@@ -434,10 +480,15 @@ class Neighbors:
         for told in self._told.values():
             told.pop(number, None)
         if acknowledge and not self._unread:
-            record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0)
+            record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0, *Identity())
             for peer in self._sockets:
                 with contextlib.suppress(RuntimeError):  # the peer is gone, and its memory with it
                     self._send(peer, record, None)
+
+    def _note_dropped(self) -> None:
+        """Note that nobody will wait for the collectives that were dropped meanwhile."""
+        while self._dropped:
+            self._over(self._dropped.popleft(), acknowledge=True)
 
     def _send(self, peer: int, record: bytes, file: int | None) -> None:
         connection = self._sockets[peer]
@@ -463,9 +514,17 @@ class Neighbors:
     # --- listening ---
 
     def catch_up(self) -> None:
-        """Receive all messages that have arrived. A rank that has left counts as if it had read everything."""
-        while self._hear(0):
-            pass
+        """Receive all messages that have arrived, unless a thread is using this group (Note [Threads]).
+
+        A rank that has left counts as if it had read everything.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._note_dropped()
+                while self._hear(0):
+                    pass
+            finally:
+                self._lock.release()
 
     def _hear(self, timeout: float, room_for: int | None = None) -> bool:
         """Receive one record from every rank that has sent one. Wait for a record, or for room to send to rank `room_for`.
@@ -489,7 +548,8 @@ class Neighbors:
     def _listen(self, peer: int) -> None:
         """Receive the next record of `peer`."""
         connection = self._sockets[peer]
-        record = _Record._make(_LAYOUT.unpack(self._receive(peer, connection)))
+        numbers = _LAYOUT.unpack(self._receive(peer, connection))
+        record = _Record(*numbers[:7], Identity(*numbers[7:]))
         if record.capacity:
             self._sleep(peer, connection)
             _, (file,), _, _ = socket.recv_fds(connection, 1, 1)
@@ -572,7 +632,7 @@ def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
         shutil.rmtree(place, ignore_errors=True)
     if not connected or sockets is None:
         return None
-    return SharedMemoryGroup(Neighbors(rank, sockets, timeout), group)
+    return SharedMemoryGroup(Neighbors(rank, dist.get_process_group_ranks(group), sockets, timeout), group)
 
 
 def _agree(group: dist.ProcessGroup, value: Any) -> list[Any]:

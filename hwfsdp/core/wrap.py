@@ -77,7 +77,7 @@ def fully_shard(
     group = ParamGroup(params, ranks, comm_ctx) if params else None
     if group:
         group.reshard_after_forward = reshard_after_forward is not False
-        group.fqn = type(module).__name__
+        group.rename(type(module).__name__, "")
         for param in params:
             follow_state_dicts(param, group)
     FSDPState([module], group, comm_ctx, mp_policy, ranks.device, auto_reshard=reshard_after_forward is None)

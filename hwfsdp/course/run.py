@@ -517,8 +517,9 @@ def _described(error: Exception) -> dict[str, Any]:
 
 def describe_wait() -> str:
     """Describe the collective in which this rank waits, with its number among this rank's collectives; "" if there is none."""
-    named, events = sys.modules.get("hwfsdp.collectives"), sys.modules.get("hwfsdp.observe.events")
-    pending = str(getattr(named, "pending", None) or _collective_called())
+    history, events = sys.modules.get("hwfsdp.comm.history"), sys.modules.get("hwfsdp.observe.events")
+    waiting = getattr(history, "waiting", {}).get(threading.main_thread().ident)
+    pending = str(waiting or _collective_called())
     recorder = events.active() if events else None
     if not pending or recorder is None:
         return pending

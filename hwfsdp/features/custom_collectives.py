@@ -38,7 +38,8 @@ def choose(call: Call) -> None:
 def joined(call: Call, state: FSDPState) -> None:
     """Give the group a transport that notes its calls, and whose collectives can be replaced."""
     for group in state.groups:
-        group.transport = GroupTransport(group.mesh.shard, group.mesh.device)
+        shapes = [tuple(param.layout.shape) for param in group.params]
+        group.transport = GroupTransport(group.mesh.shard, group.mesh.device, group.fqn, shapes)
 
 
 def transport_of(group: ParamGroup) -> GroupTransport:
@@ -49,6 +50,16 @@ def transport_of(group: ParamGroup) -> GroupTransport:
 
 class OneBufferState(FSDPState):
     """A state that copies out before the next gather starts, if that gather may get the same buffer."""
+
+    def become_root(self) -> None:
+        """Name the groups for the other ranks, too (`pairing`)."""
+        super().become_root()
+        first: dict[object, int] = {}  # by process group
+        for transport in map(transport_of, self.root.groups):
+            ranks = transport.ranks.group
+            first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
+        for transport in map(transport_of, self.root.groups):
+            transport.member.rename(transport.fqn, first[transport.ranks.group])
 
     def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
         self.copy_out_first()

@@ -116,7 +116,7 @@ def shard(call: Call) -> FSDPState:
     if group:
         is_cut = call.ranks.shard.group is not None
         group.reshard_after_forward = is_cut and call.reshard_after_forward is not False
-        group.fqn = ", ".join(type(module).__name__ for module in call.modules)
+        group.rename(", ".join(type(module).__name__ for module in call.modules), "")
         for param in params:
             follow_state_dicts(param, group)
     auto = call.reshard_after_forward is None

@@ -16,9 +16,10 @@ an exception.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -39,30 +40,40 @@ from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call, absent
 from hwfsdp.features.lookup import checked_state
 
-# The number of steps that began or ended, of optimizers that hold DTensors. Everything that was gathered before the last one is
-# stale. Other optimizers do not count. They may exist on one rank only, and then only this rank would gather again.
-optimizer_steps = 0
-_counting = False
+_states: WeakSet[RecoveringState] = WeakSet()
+_lock = threading.Lock()  # threads may shard models, and step, at the same time
+_watching = False
 
 # By root and state; the state is None for the callback of the root itself.
 Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]
 
 
 def choose(call: Call) -> None:
-    """Put this before the states chosen so far. Count the steps of optimizers from now on."""
-    global _counting
+    """Put this before the states chosen so far. Watch the steps of optimizers from now on."""
+    global _watching
     call.states.insert(0, RecoveringState)
-    if not _counting:
-        count: Any = torch.compiler.disable(_count_step, reason="it counts")
-        register_optimizer_step_pre_hook(count)
-        register_optimizer_step_post_hook(count)
-        _counting = True
+    if not _watching:
+        watch: Any = torch.compiler.disable(_watch_step, reason="it marks states")
+        register_optimizer_step_pre_hook(watch)
+        register_optimizer_step_post_hook(watch)
+        _watching = True
 
 
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    global optimizer_steps
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        optimizer_steps += 1
+def _watch_step(optimizer: Optimizer, *_: Any) -> None:
+    """Mark the models whose shards the optimizer holds: a step begins or ends, and what was gathered before is stale.
+
+    If it holds other DTensors, which may share memory with shards, mark all models. Optimizers without DTensors do not count. They
+    may exist on one rank only, and then only this rank would gather again.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {id(p) for p in params if isinstance(p, DTensor)}
+    with _lock:
+        states = list(_states) if held else []
+    owned = [(state, {id(p.sharded_param) for g in state.groups for p in g.params}) for state in states]
+    has_others = not held.issubset(set().union(*(ids for _, ids in owned)))
+    for state, ids in owned:
+        if has_others or not held.isdisjoint(ids):
+            state.stepped = (state.root.states or [state])[0].stepped = True  # type: ignore[attr-defined]
 
 
 def callbacks_of(comm_ctx: FSDPCommContext) -> Callbacks:
@@ -80,7 +91,8 @@ class RecoveringState(FSDPState):
     """A state that notices an exception of an earlier iteration.
 
     Attributes:
-        steps: the value of `optimizer_steps` when the parameters that are whole now were gathered. Only the root's value counts.
+        stepped: True if an optimizer has stepped since the parameters that are whole now were gathered. From the first forward on,
+            only the root's value counts.
         handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
     """
@@ -88,8 +100,10 @@ class RecoveringState(FSDPState):
     always_call = True
 
     def __init__(self, *args: Any) -> None:
-        self.steps, self.handled, self.accumulated = optimizer_steps, 0, False
+        self.stepped, self.handled, self.accumulated = False, 0, False
         super().__init__(*args)
+        with _lock:
+            _states.add(self)
 
     @property
     def head(self) -> RecoveringState:
@@ -129,7 +143,7 @@ class RecoveringState(FSDPState):
 
     def is_stale(self) -> bool:
         """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""
-        return self.head.steps != optimizer_steps and not in_backward()
+        return self.head.stepped and not in_backward()
 
     def is_outermost(self) -> bool:
         return super().is_outermost() or (self.is_stale() and not self.is_inside_forward())
@@ -139,6 +153,7 @@ class RecoveringState(FSDPState):
         if not self.root.states:
             with no_autograd():
                 self.become_root()
+            self.head.stepped = any(getattr(state, "stepped", False) for state in self.root.states)
         if (callbacks_of(self.comm_ctx) or self.root.forward_root) and not in_backward():
             self.break_off()
         self.free_stale()
@@ -162,7 +177,7 @@ class RecoveringState(FSDPState):
     def free_stale(self) -> None:
         """Free what was gathered before the last optimizer step."""
         if self.is_stale():
-            self.head.steps = optimizer_steps
+            self.head.stepped = False
             for group in self.root.groups or self.groups:
                 group.drop_gather()
                 if group.params[0].state is not ShardedState.SHARDED:
@@ -263,7 +278,7 @@ class RecoveringState(FSDPState):
                 for group in state.groups:
                     group.reshard()
         root.forward_root = None
-        (root.states or [self])[0].steps = -1  # type: ignore[attr-defined]
+        (root.states or [self])[0].stepped = True  # type: ignore[attr-defined]
 
 
 class RecoveringModule(wrap.FSDPModule):

@@ -35,7 +35,7 @@ from hwfsdp.comm.divergence import Report, describe_divergence, place_in
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.launcher.messages import LARGEST_REPORT, Inbox
-from hwfsdp.launcher.worker import Task, run_rank
+from hwfsdp.launcher.worker import BESIDE_MAIN, Task, run_rank
 
 _SILENT, _GONE = "does not answer", "gone"
 _LONGEST_GOT = 80  # characters of an error in a line about a rank
@@ -258,7 +258,8 @@ def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
     """True if the ranks certainly wait for each other (Note [Deadlocks])."""
     waiting = {stand.waiting for stand in stands.values()}
     apart = len(waiting) > 1 or any(rank.finished for rank in ranks)
-    if not apart or waiting & {"", _GONE, _SILENT}:
+    in_threads = any(BESIDE_MAIN in each for each in waiting)  # other threads may go on
+    if not apart or in_threads or waiting & {"", _GONE, _SILENT}:
         return False
     before = [_turns(ranks[number].process.pid) for number in stands]
     time.sleep(_STILL)

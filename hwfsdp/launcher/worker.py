@@ -26,7 +26,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from hwfsdp import collectives, compat
+from hwfsdp import compat
 from hwfsdp.comm import history
 from hwfsdp.errors import CollectiveError, UsageError
 
@@ -102,8 +102,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
             connection.send(message)
 
     faulthandler.enable()  # a rank that crashes in native code leaves its stack on standard error
-    main_thread = threading.get_ident()
-    threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, send), daemon=True).start()
     os.environ.clear()
     os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ[history.PATH] = task.history_of(rank)
@@ -145,7 +144,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None  # some exceptions cannot be pickled; the traceback arrives as text
 
 
-def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
+def _listen(connection: Connection, send: Callable[[Any], None]) -> None:
     """Tell the caller, when it asks, where this rank is. End the rank when the caller is gone."""
     while True:
         try:
@@ -155,14 +154,19 @@ def _listen(connection: Connection, send: Callable[[Any], None], main_thread: in
         if question == "stop":
             stop_requested.set()
             continue
-        frame = sys._current_frames().get(main_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
         pending = describe_wait()
-        send(("where", (f"waiting in {pending}" if pending else "", stack)))
+        send(("where", (f"waiting in {pending}" if pending else "", history.stacks())))
 
 
 def _pending() -> str:
-    return str(collectives.pending or "")
+    main = threading.main_thread()
+    names = {
+        thread.ident: f"{BESIDE_MAIN}{thread.name})" for thread in threading.enumerate() if thread != main
+    }
+    return ", ".join(f"{named}{names.get(thread, '')}" for thread, named in list(history.waiting.items()))
+
+
+BESIDE_MAIN = " (thread "  # before the name of a thread
 
 
 describe_wait: Callable[[], str] = _pending  # the collective that a rank waits in, or ""

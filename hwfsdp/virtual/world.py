@@ -38,7 +38,7 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from hwfsdp.comm import history
+from hwfsdp.comm.pairing import here
 from hwfsdp.comm.divergence import place_in
 from hwfsdp import compat
 from hwfsdp.core.streams import StreamSet, backend
@@ -178,7 +178,7 @@ class Meter(compat.DispatchMode):
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, span, world.device))
             # The only flag among the arguments is async_op.
-            is_blocking = not history.issuing and any(arg is False for arg in args)
+            is_blocking = here.issuing is None and any(arg is False for arg in args)
             if world.device.host and is_blocking:
                 world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
