@@ -87,15 +87,6 @@ def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -
     group.recv([data], rank, tag).wait(timedelta(days=1))
 
 
-def exchange_numbers(group: dist.ProcessGroup, own: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank of a group, each below 2**63, in rank order. Recordings and dispatch modes do not see this."""
-    with unseen_by_modes(), torch.inference_mode(False):
-        sent = torch.tensor(own, dtype=torch.int64, device=device)
-        received = [torch.empty_like(sent) for _ in range(group.size())]
-        group.allgather([received], [sent]).wait()
-        return [numbers.tolist() for numbers in received]
-
-
 def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
     """True if the connection to a rank of a gloo group is known to be broken. This never blocks.
 

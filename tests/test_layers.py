@@ -48,7 +48,7 @@ LONGEST = 250  # lines of code of a file
 # files that are longer still, with their lines; may only shrink
 LONG = {
     "comm/divergence.py": 264,
-    "comm/shared_memory.py": 393,
+    "comm/shared_memory.py": 384,
     "course/checks/strided_shards_runs.py": 268,
     "course/doors.py": 324,
     "course/run.py": 359,

@@ -65,7 +65,7 @@ def issued(work: dist.Work | None) -> dist.Work:
 def fresh_group() -> Group:
     """Make a group of all ranks that has no memory yet."""
     torch.manual_seed(dist.get_rank())
-    shared_memory._pool = shared_memory._Pool()
+    shared_memory._pool = shared_memory.Pool()
     return dist.new_group()
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -81,7 +82,7 @@ class Member:
         Raises:
             RuntimeError: a rank calls it with another parameter group.
         """
-        found = compat.exchange_numbers(group, self.identity, device)
+        found = _exchange(group, self.identity, device)
         ranks = dist.get_process_group_ranks(group)
         for rank, numbers in zip(ranks, found, strict=True):
             self.check(Identity(*numbers), dist.get_rank(), rank)
@@ -101,6 +102,15 @@ class Member:
         known = [found for member in self._all[identity.place - 1 : identity.place] if (found := member())]
         name = f"{known[0]._fqn!r}, " if known else ""
         return f"{name}number {identity.place} of the {identity.made} groups over these ranks"
+
+
+def _exchange(group: dist.ProcessGroup, own: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank of a group, in rank order. Recordings and dispatch modes do not see this."""
+    with compat.unseen_by_modes(), torch.inference_mode(False):
+        sent = torch.tensor(own, dtype=torch.int64, device=device)
+        received = [torch.empty_like(sent) for _ in range(group.size())]
+        group.allgather([received], [sent]).wait()
+        return [numbers.tolist() for numbers in received]
 
 
 def _checksum(value: object) -> int:

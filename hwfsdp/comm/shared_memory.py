@@ -16,13 +16,6 @@ Note [Words]
     dead rank at once. Every rank checks that the others call the same collective. A flag in shared memory would give none of
     this.
 
-Note [When a block is free]
-    A rank may write a block again when the block's tensor is gone and all other ranks have read it. No rank waits for this: each
-    record also says up to which collective its sender has read. After the last reduction of a backward, ranks send this at once.
-    If no block is known to be free, the rank makes another block. A training run needs about four blocks, each as large as its
-    largest flat buffer. Blocks are kept, because the first use of new memory takes longer than a copy. Only the owner of a block
-    decides about it, so ranks do not have to agree.
-
 Note [Threads]
     Threads may train at the same time, each in process groups of its own. They share the pool of blocks, so a lock guards the pool. The
     state of a group (`Neighbors`) has a lock of its own, which a thread holds while it sends, or waits for messages of this group. A
@@ -51,7 +44,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,9 +52,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat
+from hwfsdp.comm.blocks import Block, Pool, anonymous_file
 from hwfsdp.comm.pairing import Identity, Member, here
 from hwfsdp.observe import events
 
+_pool = Pool()
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ALL = 2**63  # more than any number of collectives
 _LONGEST = 2**31 - 1  # ms that a poll can take
@@ -145,87 +139,6 @@ def adds(op: object) -> bool:
 def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate a tensor that other ranks can read in place, with undefined contents. When it is gone, its memory is reused."""
     return _pool.allocate(size, dtype)
-
-
-# --- Memory ------------------------------------------------------------------------------------------------
-
-
-class _Block:
-    """Memory that one rank writes and the other ranks read.
-
-    Attributes:
-        capacity: its size in bytes. address: its first address in this process.
-        tensor: returns the buffer of the tensor that uses the block, or None if there is no such tensor any more.
-        readers: the groups of neighbors that read it, each with the number of the last collective in which they read it.
-    """
-
-    def __init__(self, file: int, capacity: int) -> None:
-        self.file, self.capacity, self.memory = file, capacity, mmap.mmap(file, capacity)
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        self.tensor: Callable[[], memoryview | None] = lambda: None
-        self.readers: dict[Neighbors, int] = {}
-
-    @property
-    def is_free(self) -> bool:
-        """True if the block may be written again (Note [When a block is free])."""
-        if self.tensor() is not None:
-            return False
-        for neighbors, number in list(self.readers.items()):
-            if number > neighbors.read_by_all:
-                neighbors.catch_up()
-            if number <= neighbors.read_by_all:
-                del self.readers[neighbors]
-        return not self.readers
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
-class _Pool:
-    """The blocks that this process writes."""
-
-    def __init__(self) -> None:
-        self.blocks: list[_Block] = []
-        self._index_at: dict[int, int] = {}  # by address
-        self._lock = threading.Lock()  # Note [Threads]
-
-    def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        nbytes = prod(size) * dtype.itemsize
-        with self._lock:
-            block = self.blocks[self._free(nbytes)]
-            buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
-            block.tensor = weakref.ref(buffer)
-        return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
-
-    def _free(self, nbytes: int) -> int:
-        """Return the index of the smallest free block that is large enough. If there is none, make one."""
-        free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
-        if large_enough := [place for place in free if place[0] >= nbytes]:
-            return min(large_enough)[1]
-        index = max(free)[1] if free else len(self.blocks)  # it replaces a free block that is too small
-        block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
-        self.blocks[index : index + 1] = [block]
-        self._index_at = {block.address: index for index, block in enumerate(self.blocks)}
-        return index
-
-    def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the place of a tensor: index of its block, and offset in bytes. Return None if it is in no block."""
-        index = self._index_at.get(tensor.untyped_storage().data_ptr())
-        return None if index is None else (index, int(tensor.storage_offset()) * tensor.element_size())
-
-
-def _anonymous_file(nbytes: int) -> int:
-    """Return a file without a name, in memory if possible. The system removes it when its last user is gone."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("hwfsdp")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, nbytes)
-    return file
-
-
-_pool = _Pool()
 
 
 # --- One group ---------------------------------------------------------------------------------------------
@@ -337,7 +250,7 @@ class Neighbors:
     ) -> None:
         self.rank, self.ranks, self.size = rank, ranks, len(sockets) + 1
         self._sockets, self._timeout, self._process = sockets, timeout, os.getpid()
-        self._given: dict[int, _Block] = {}  # this rank's blocks that the others have, by index
+        self._given: dict[int, Block] = {}  # this rank's blocks that the others have, by index
         self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
         self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
         self._read_by: dict[int, int] = dict.fromkeys(sockets, 0)
@@ -549,7 +462,7 @@ class Neighbors:
         """Receive the next record of `peer`."""
         connection = self._sockets[peer]
         numbers = _LAYOUT.unpack(self._receive(peer, connection))
-        record = _Record(*numbers[:7], Identity(*numbers[7:]))
+        record = _Record._make((*numbers[:7], Identity(*numbers[7:])))
         if record.capacity:
             self._sleep(peer, connection)
             _, (file,), _, _ = socket.recv_fds(connection, 1, 1)
@@ -658,7 +571,7 @@ def this_machine() -> str:
 def _may_share_memory() -> bool:
     """True if the system lets this process make a block."""
     try:
-        _Block(_anonymous_file(mmap.PAGESIZE), mmap.PAGESIZE)
+        Block(anonymous_file(mmap.PAGESIZE), mmap.PAGESIZE)
     except OSError:
         return False
     return True
