@@ -6,7 +6,7 @@ Supported: torch 2.13 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -64,9 +64,9 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Any]]:
+def hooks_of(tensor: Tensor) -> Iterable[Callable[[Tensor], Any]]:
     """Return the hooks of `Tensor.register_hook` that a backward which reaches this tensor will call."""
-    return [*(tensor._backward_hooks or {}).values()]
+    return (tensor._backward_hooks or {}).values()
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

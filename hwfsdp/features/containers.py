@@ -54,9 +54,11 @@ class Lent:
         )
 
     def _map(self, fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+        if value is None:  # most arguments by name are; this saves time
+            return None
         new = map_tensors(fn, value, self._map_in_place)
-        if new is not value or isinstance(value, Tensor):
-            self.before.setdefault(id(new), (new, self.callers(value)))
+        if new is not value:
+            self.before[id(new)] = new, self.callers(value)
         return new
 
     def _map_in_place(self, fn: Callable[[Tensor], Tensor], container: Any) -> Any:
@@ -65,6 +67,8 @@ class Lent:
             self.visited.add(id(container))
             self.containers[id(container)] = container
             for key, value in items_of(container):
+                if isinstance(value, Tensor):
+                    self.before.setdefault(id(value), (value, value))
                 put(container, key, value, self._map(fn, value))
         return container
 
