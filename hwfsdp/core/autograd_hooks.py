@@ -99,7 +99,7 @@ class WatchedOutputs:
             if not any(map(self._is_ours, compat.hooks_of(tensor))):
                 tensor.register_hook(self._on_grad)
             base = compat.base_of_view(tensor)
-            node = base.grad_fn if base is not None else None
+            node: Any = base.grad_fn if base is not None else None
             if node is not None and node.metadata.setdefault(self._before_backward, self) is self:
                 node.register_prehook(self._on_base_grad)
         return output
