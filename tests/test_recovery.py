@@ -219,28 +219,4 @@ def shards_initialized_after_a_forward_are_kept() -> float:
     return float(min(p.full_tensor().min() for p in model.parameters()))
 
 
-TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
-    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(4, 8))[0],
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
-    "vmap": lambda model, x: torch.func.vmap(model)(x),
-    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
-}
-
-
-@two.finds([])
-def transforms_of_functions_see_through_a_sharded_model() -> list[str]:
-    torch.manual_seed(3)
-    x, wrong = torch.randn(4, 8), []
-    for name, apply in TRANSFORMS.items():
-        model, plain = build(), build(lambda module: module)
-        for _ in range(2):  # the second round shows leftovers of the first
-            same = torch.allclose(apply(model, x), apply(plain, x), atol=1e-6)
-        run(model, 1)
-        run(plain, 1)
-        same &= all(map(torch.allclose, grads(model), [p.grad for p in plain.parameters()]))
-        wrong += [] if same else [name]
-    return wrong
-
-
 test_on_two_ranks = two.test()

@@ -20,6 +20,16 @@ Note [Inputs changed in place]
     If a module first changes its only input in place, the view gets a new history, without the hook. The gradients are still
     right. But post-backward comes only when the backward ends, and the parameters stay whole until then. With several inputs,
     autograd refuses the operation, because an autograd function has returned them as views.
+
+Note [Outputs that stay]
+    A module may return a tensor that is older than this forward, such as its own parameter, or a tensor that it keeps. Then the
+    next forward finds the hook of an earlier one, which does the same, and adds none. Otherwise each step would add a hook.
+
+Note [Transforms]
+    Inside a `torch.func` transform or forward-mode AD, a tensor consists of several: the transform wraps a value, which an ordinary
+    backward may reach later, and the value may have a tangent with its own history. A hook on the tensor sees gradients of the
+    innermost transform only. So all inputs and outputs pass through an autograd function, to which torch gives a node in
+    each of these histories. The outputs are copied afterwards, because autograd forbids in-place operations on what the function returns.
 """
 
 from __future__ import annotations
@@ -31,7 +41,40 @@ import torch
 from torch import Tensor
 
 from hwfsdp.core import compat
-from hwfsdp.core.precision import replace_tensors_with_grad, tensors_with_grad
+from hwfsdp.core.precision import MapTree, map_tensors, replace_tensors_with_grad, tensors_with_grad
+
+
+class CallInBackward(torch.autograd.Function):
+    """The identity on tensors. Each backward that reaches a result calls the given function first.
+
+    Under `torch.func` transforms, torch applies this function once per level, and gives each level its own node. It has a separate
+    `setup_context`, because transforms need this.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.function = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.function()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, function: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return call_in_backward(ctx.function, *tangents)
+
+
+def call_in_backward(function: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return aliases of `tensors`. Each backward that reaches one of them calls `function` first."""
+    results: tuple[Tensor, ...] = CallInBackward.apply(function, *tensors)  # type: ignore[no-untyped-call]
+    return results
 
 
 class WatchedOutputs:
@@ -46,13 +89,25 @@ class WatchedOutputs:
         self._before_backward, self._backwards = before_backward, backwards
         self._seen_in = -1  # the backward in which an output's own hook ran last
 
-    def watch(self, output: Any) -> None:
-        """Put hooks on the tensors in `output` that need a gradient."""
-        for tensor in tensors_with_grad(output):
-            tensor.register_hook(self._on_grad)
+    def watch(self, output: Any) -> Any:
+        """Put hooks on the tensors in `output` that a backward may reach. Return `output`; in a transform, with other tensors."""
+        tensors = tensors_with_grad(output) if torch.is_grad_enabled() else []
+        if compat.in_transforms():  # Note [Transforms]
+            watched = [call_in_backward(self._before_backward, tensor)[0].clone() for tensor in tensors]
+            return replace_tensors_with_grad(output, watched) if tensors else output
+        for tensor in tensors:
+            if not any(map(self._is_ours, compat.hooks_of(tensor))):
+                tensor.register_hook(self._on_grad)
             base = compat.base_of_view(tensor)
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(self._on_base_grad)
+            node: Any = base.grad_fn if base is not None else None
+            if node is not None and node.metadata.setdefault(self._before_backward, self) is self:
+                node.register_prehook(self._on_base_grad)
+        return output
+
+    def _is_ours(self, hook: Any) -> bool:
+        """True if the hook calls the same callback (Note [Outputs that stay])."""
+        owner = getattr(hook, "__self__", None)
+        return isinstance(owner, WatchedOutputs) and owner._before_backward == self._before_backward
 
     def _on_grad(self, *_: object) -> None:
         self._seen_in = self._backwards()
@@ -64,41 +119,17 @@ class WatchedOutputs:
             self._on_grad()
 
 
-class PostBackward(torch.autograd.Function):
-    """The identity on the inputs of a module; its backward runs when the module's backward is done.
+def watch_inputs(inputs: Any, after_backward: Callable[[], None], map_tree: MapTree = map_tensors) -> Any:
+    """Return `inputs` with an alias for each tensor that needs a gradient. A backward that reaches them calls `after_backward`.
 
-    It has a separate `setup_context`, because `torch.func` transforms need this.
+    `map_tree` replaces tensors in `inputs`, as `map_tensors` does.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(after_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.after_backward = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.after_backward()
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, after_backward: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for tangent in tangents)
-
-
-def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
-    """Return `inputs` with an alias for each tensor that needs a gradient. A backward that reaches them calls `after_backward`."""
-    tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
+    tensors = tensors_with_grad(inputs, map_tree) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs
     if len(tensors) == 1 and not compat.in_transforms():
         alias = tensors[0].view_as(tensors[0])
         assert alias.grad_fn is not None, "a view of a tensor that needs a gradient has a history"
         alias.grad_fn.register_prehook(lambda grads: after_backward())
-        return replace_tensors_with_grad(inputs, [alias])
-    outputs: tuple[Tensor, ...] = PostBackward.apply(after_backward, *tensors)  # type: ignore[no-untyped-call]
-    return replace_tensors_with_grad(inputs, list(outputs))
+        return replace_tensors_with_grad(inputs, [alias], map_tree)
+    return replace_tensors_with_grad(inputs, call_in_backward(after_backward, *tensors), map_tree)

@@ -6,12 +6,13 @@ Supported: torch 2.13 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,8 +34,13 @@ def in_backward() -> bool:
 
 
 def in_transforms() -> bool:
-    """True if a `torch.func` transform, such as `grad` or `vmap`, is running."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """True if a `torch.func` transform, such as `grad` or `vmap`, or forward-mode AD is running."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def may_need_grad(tensor: Tensor) -> bool:
+    """True if a backward may reach the tensor. Inside a transform, it may reach a value or a tangent that the tensor wraps."""
+    return tensor.requires_grad or (in_transforms() and (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def no_autograd() -> AbstractContextManager[Any]:
@@ -56,6 +62,11 @@ def _no_transforms() -> Iterator[None]:
 def base_of_view(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which this tensor is a view, as autograd knows it; None if it is not a view."""
     return tensor._base
+
+
+def hooks_of(tensor: Tensor) -> Iterable[Callable[[Tensor], Any]]:
+    """Return the hooks of `Tensor.register_hook` that a backward which reaches this tensor will call."""
+    return (tensor._backward_hooks or {}).values()
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

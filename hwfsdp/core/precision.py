@@ -7,7 +7,7 @@ A user may ask for a fourth dtype, for the gradient that the optimizer sees: `Te
 
 Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors` rebuilds such a
 structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures without
-tensors pass through untouched.
+tensors pass through untouched. A caller may map lists, dicts and the like in another way, for example in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from hwfsdp.core import compat
+
+Fn = Callable[[Tensor], Tensor]
+MapTree = Callable[[Fn, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -69,58 +72,74 @@ def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
     return Dtypes(orig, compute or orig, None if needs_no_cast else reduce, orig)
 
 
-def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+def cast_floating(tree: Any, dtype: torch.dtype, map_tree: MapTree) -> Any:
     """Return `tree` with every floating-point tensor in `dtype`; everything else is the same object as before.
 
-    Autograd records the cast.
+    `map_tree` replaces the tensors, as `map_tensors` does. Autograd records the cast.
     """
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, tree)
+    return map_tree(cast, tree)
 
 
 # --- Tensors inside structures -------------------------------------------------------------------------------
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(fn: Fn, tree: Any, map_mutable: MapTree | None = None) -> Any:
     """Return `tree` with `fn(t)` in place of every tensor t, visited from left to right.
 
-    Dict keys, sets, strings and objects of unknown types are leaves and stay as they are.
+    Dict keys, sets, strings and objects of unknown types are leaves and stay as they are. If `map_mutable` is given, it is called
+    for every list, dict and dataclass that is not frozen: `map_mutable(fn, container)` returns what takes the container's place.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
+    if map_mutable and is_mutable(tree):
+        return map_mutable(fn, tree)
     if type(tree) in (tuple, list):  # most trees are, and this is the quickest test
-        return _map_sequence(fn, tree)
+        return _map_sequence(fn, tree, map_mutable)
     if isinstance(tree, PackedSequence):  # its batch sizes stay on the CPU
         moved = {n: map_tensors(fn, getattr(tree, n)) for n in ("data", "sorted_indices", "unsorted_indices")}
         return tree if moved["data"] is tree.data else tree._replace(**moved)
     if isinstance(tree, dict):  # before dataclasses: the output classes of model libraries are both
         return _map_dict(fn, tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(fn, tree)
+        return _map_dataclass(fn, tree, map_mutable)
     if isinstance(tree, list | tuple):
-        return _map_sequence(fn, tree)
+        return _map_sequence(fn, tree, map_mutable)
     return tree
 
 
-def _map_dict(fn: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
+def is_mutable(tree: Any) -> bool:
+    """True for a container that a module may write into: a list, a dict, or a dataclass that is not frozen."""
+    if isinstance(tree, list | dict):
+        return True
+    return hasattr(type(tree), "__dataclass_fields__") and not type(tree).__dataclass_params__.frozen
+
+
+def _map_dict(fn: Fn, tree: dict[Any, Any]) -> Any:
     new = {key: map_tensors(fn, value) for key, value in tree.items()}
     if all(new[key] is tree[key] for key in tree):
         return tree
     result = copy.copy(tree)  # of the same class, with its default factory, its order and its attributes
-    attributes = getattr(tree, "__dict__", {})
     for key, value in new.items():
-        result[key] = value
-        if key in attributes and attributes[key] is tree[key]:  # where items are attributes, too
-            setattr(result, key, value)
+        set_item(result, key, value)
     return result
 
 
-def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-    new = {name: map_tensors(fn, value) for name, value in old.items()}
+def set_item(tree: dict[Any, Any], key: Any, value: Any) -> None:
+    """Replace an item of a dict, also where items are attributes, too."""
+    attributes = getattr(tree, "__dict__", {})
+    is_attribute = key in attributes and attributes[key] is tree[key]
+    dict.__setitem__(tree, key, value)  # a class may forbid its own method
+    if is_attribute:
+        setattr(tree, key, value)
+
+
+def _map_dataclass(fn: Fn, tree: Any, map_mutable: MapTree | None) -> Any:
+    old = fields_of(tree)
+    new = {name: map_tensors(fn, value, map_mutable) for name, value in old.items()}
     if all(new[name] is old[name] for name in old):
         return tree
     result = copy.copy(tree)  # not `replace`: fields may be init=False, and __post_init__ ran already
@@ -129,8 +148,13 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return result
 
 
-def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, ...]) -> Any:
-    new = [map_tensors(fn, value) for value in tree]
+def fields_of(tree: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are set."""
+    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+
+
+def _map_sequence(fn: Fn, tree: list[Any] | tuple[Any, ...], map_mutable: MapTree | None) -> Any:
+    new = [map_tensors(fn, value, map_mutable) for value in tree]
     if all(map(operator.is_, new, tree)):
         return tree
     if hasattr(tree, "_fields"):  # a named tuple
@@ -138,20 +162,20 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, .
     return type(tree)(new)
 
 
-def tensors_with_grad(tree: Any) -> list[Tensor]:
-    """Return the tensors in `tree` that require grad, from left to right."""
+def tensors_with_grad(tree: Any, map_tree: MapTree = map_tensors) -> list[Tensor]:
+    """Return the tensors in `tree` that a backward may reach, from left to right. They require grad (`compat.may_need_grad`)."""
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
+        if compat.may_need_grad(tensor):
             found.append(tensor)
         return tensor
 
-    map_tensors(collect, tree)
+    map_tree(collect, tree)
     return found
 
 
-def replace_tensors_with_grad(tree: Any, replacements: list[Tensor]) -> Any:
-    """Return `tree` with its tensors that require grad replaced, in the order of `tensors_with_grad`."""
-    queue = iter(replacements)
-    return map_tensors(lambda tensor: next(queue) if tensor.requires_grad else tensor, tree)
+def replace_tensors_with_grad(tree: Any, new: Iterable[Tensor], map_tree: MapTree = map_tensors) -> Any:
+    """Return `tree` with `new` in place of its tensors that a backward may reach, in the order of `tensors_with_grad`."""
+    queue = iter(new)
+    return map_tree(lambda tensor: next(queue) if compat.may_need_grad(tensor) else tensor, tree)

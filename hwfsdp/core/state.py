@@ -36,11 +36,11 @@ Note [Recomputation]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hwfsdp.core import compat
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
@@ -48,7 +48,7 @@ from hwfsdp.core.context import ForwardOrder, FSDPCommContext
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
-from hwfsdp.core.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+from hwfsdp.core.precision import MapTree, MixedPrecisionPolicy, cast_floating, map_tensors
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -113,8 +113,8 @@ class FSDPState:
                     with moment("root_pre_forward", self):
                         args, kwargs = self.begin_iteration(args, kwargs)
                 self.phase = Phase.FORWARD
-            if self.policy.cast_forward_inputs:
-                args, kwargs = self.cast("cast_forward_inputs", (args, kwargs), self.policy.param_dtype)
+            if dtype := self.policy.cast_forward_inputs and self.policy.param_dtype:
+                args, kwargs = self.cast("cast_forward_inputs", (args, kwargs), dtype, self.map_inputs)
             if self.group:
                 self.group.unshard()
                 self.group.wait_for_gather()
@@ -123,8 +123,12 @@ class FSDPState:
             if self.group:
                 self.group.copy_out()
                 if opens:
-                    args, kwargs = watch_inputs((args, kwargs), self.post_backward)
+                    args, kwargs = watch_inputs((args, kwargs), self.post_backward, self.map_inputs)
         return args, kwargs
+
+    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+        """Return the args and kwargs of a forward with fn(t) in place of every tensor t. Each `fn` visits all of them."""
+        return map_tensors(fn, inputs)
 
     def opens_forward(self) -> bool:
         """True if this call begins a forward: the module is neither in a forward nor between pre-backward and post-backward."""
@@ -154,13 +158,13 @@ class FSDPState:
         """End the module's forward, and return its output, cast to the policy's output dtype."""
         with moment("post_forward", self):
             if self.phase is not Phase.PRE_BACKWARD:  # Note [Recomputation]
-                self.end_forward(output)
+                output = self.end_forward(output)
                 if self.root.forward_root is self:
                     output = self.end_iteration_forward(output)
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
-    def end_forward(self, output: Any) -> None:
-        """Free the parameters unless the backward needs them soon. From here on, a backward that reaches an output calls `pre_backward`.
+    def end_forward(self, output: Any) -> Any:
+        """Free the parameters unless the backward needs them soon. A backward that reaches the returned output calls `pre_backward`.
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
@@ -168,15 +172,18 @@ class FSDPState:
             self.group.post_forward()
             self.comm_ctx.note_forward(self.group)
         self.phase = Phase.IDLE
-        if torch.is_grad_enabled():
-            WatchedOutputs(self.pre_backward, lambda: self.root.backwards).watch(output)
+        return self.watch(output, self.pre_backward)
 
-    def cast(self, moment_name: str, tree: Any, dtype: torch.dtype | None) -> Any:
+    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
+        """Return the output. A backward that reaches it calls `before_backward`."""
+        return WatchedOutputs(before_backward, lambda: self.root.backwards).watch(output)
+
+    def cast(self, name: str, tree: Any, dtype: torch.dtype | None, map_tree: MapTree = map_tensors) -> Any:
         """Return inputs or outputs of the forward with their floating-point tensors in `dtype`; None casts nothing."""
         if dtype is None:
             return tree
-        with moment(moment_name, self):
-            return cast_floating(tree, dtype)
+        with moment(name, self):
+            return cast_floating(tree, dtype, map_tree)
 
     # --- backward ---
 
@@ -266,7 +273,7 @@ class FSDPState:
         self.wait_for_optimizer()
         if self.device != torch.device("cpu"):
             with moment("inputs_to_device", self):
-                args, kwargs = map_tensors(lambda t: t.to(self.device), (args, kwargs))
+                args, kwargs = self.map_inputs(lambda t: t.to(self.device), (args, kwargs))
         return args, kwargs
 
     def wait_for_optimizer(self) -> None:

@@ -44,6 +44,7 @@ class in `module`. The other features work as before. A call that asks for the f
     param_meshes        parameters that are sharded over their own mesh
     recovery            repairs the states that an exception leaves behind
     finalization        backwards that the caller ends
+    containers          containers that a module gets as arguments and may write into
     advice              warns once about mistakes that run, but do not train
     torch_view          torch's names for attributes that its pipelines, and some programs, read
     pipelines           checks of modules that run in a stage of torch's pipelines
@@ -68,6 +69,7 @@ FEATURES = (
     "param_meshes",
     "recovery",
     "finalization",
+    "containers",
     "advice",
     "torch_view",
     "pipelines",

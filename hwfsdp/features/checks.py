@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hwfsdp.core.compat import local_of
+from hwfsdp.core.compat import in_transforms, local_of
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.core.param import ShardedState
+from hwfsdp.core.state import Args, FSDPState, Kwargs, state_of
 from hwfsdp.errors import (
     RefusedError,
     RuntimeRefusedError,
@@ -132,6 +133,13 @@ def check_param(name: str, param: nn.Parameter) -> None:
 class CheckedState(FSDPState):
     """A state that checks its model before it runs."""
 
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if in_transforms() and self.is_outermost():
+            for child in module.modules():
+                for group in state.groups if (state := state_of(child)) else ():
+                    check_not_replaced(group)
+        return super().pre_forward(module, args, kwargs)
+
     def before_unshard(self) -> None:
         """Check the groups if the user gathers by hand before the first forward. This forward would have checked them."""
         super().before_unshard()  # type: ignore[misc]
@@ -169,6 +177,20 @@ class CheckedState(FSDPState):
         except (StateError, UsageError):
             self.root.states = []  # the model has not begun: the user may correct it and try again
             raise
+
+
+def check_not_replaced(group: ParamGroup) -> None:
+    """Raise UsageError if other tensors are in the place of a group's parameters: the gather would ignore these tensors."""
+    for param in group.params:
+        ours = param.sharded_param if param.state is ShardedState.SHARDED else param.unsharded_param
+        module, name = param.places[0]
+        if getattr(module, name) is not ours:
+            raise UsageError(
+                f"torch.func: parameter {param.fqn!r}",
+                expected="the parameter that fully_shard registered: transforms are for inputs of a sharded model",
+                got="another tensor, such as functional_call puts in its place",
+                remedy="For gradients of parameters, call backward() on a loss that was computed outside of torch.func.grad.",
+            )
 
 
 def ready(group: ParamGroup) -> None:

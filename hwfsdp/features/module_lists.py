@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from hwfsdp.core import compat
-from hwfsdp.core.autograd_hooks import WatchedOutputs
 from hwfsdp.core.iteration import Phase
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, FSDPState, Kwargs
@@ -63,23 +61,24 @@ class SeveralModules(FSDPState):
         with moment("post_forward", self):
             outermost = self.root.forward_root is self
             if not self.to_run:
-                self.end_forward(output)
+                output = self.end_forward(output)
             elif outermost or self.root.forward_root is None:  # the module was called by itself
-                self.watch_part(output)
+                output = self.watch(output, self.gather_part)
             if outermost:
                 output = self.end_iteration_forward(output)
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
-    def end_forward(self, output: Any) -> None:
-        super().end_forward(output)
+    def end_forward(self, output: Any) -> Any:
+        output = super().end_forward(output)
         self.to_run.clear()
+        return output
 
     def end_with_root(self, output: Any) -> Any:
         """End the forward of the group if some modules have not run, because they will not run any more."""
         if self.root.forward_root is self or self.phase is not Phase.FORWARD:
             return output
         with moment("post_forward", self):
-            self.end_forward(output)
+            output = self.end_forward(output)
             return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
 
     def post_backward(self) -> None:
@@ -91,18 +90,13 @@ class SeveralModules(FSDPState):
 
     # --- a part called by itself ---
 
-    def watch_part(self, output: Any) -> None:
-        """Let the backward of one module of the group gather the parameters, if they are not there."""
-
-        def gather() -> None:
-            if self.group:
-                self.group.unshard()
-                self.group.wait_for_gather()
-                self.group.copy_out()
-            self.queue_part()
-
-        if torch.is_grad_enabled():
-            WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
+    def gather_part(self) -> None:
+        """Gather the parameters, if they are not there, before the backward of one module of the group."""
+        if self.group:
+            self.group.unshard()
+            self.group.wait_for_gather()
+            self.group.copy_out()
+        self.queue_part()
 
     def queue_part(self) -> None:
         """Let autograd call `finish_part` when this backward is over."""

@@ -1,0 +1,159 @@
+"""Containers that a module gets as arguments and may write into, such as a list of losses. Seam: the state.
+
+A forward computes with other tensors than the caller passed: on the device, cast, or aliases that autograd watches. The heart
+rebuilds the containers of these tensors, so the module would write into copies. This feature lets the module have the caller's own
+lists, dicts and dataclasses. For the time of the forward, these tensors are in them. After the forward, also after an exception,
+the caller's tensors are in their place again, and all that the module wrote stays. Tuples and frozen dataclasses are still rebuilt, with
+the caller's lists in them.
+
+The module's writes are outputs of the module, too: a backward that reaches them calls pre-backward.
+
+After a KeyboardInterrupt, torch calls no hook. Then the next forward puts the caller's tensors back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hwfsdp.core.iteration import RootContext
+from hwfsdp.core.precision import fields_of, map_tensors, set_item
+from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.features.call import Call
+
+
+def choose(call: Call) -> None:
+    """Put this before the state that looks for broken forwards: containers come back also from a broken one."""
+    call.states.insert(0, LendingState)
+
+
+class Lent:
+    """The containers of one forward's arguments.
+
+    Attributes:
+        containers: the containers, by id. visited: their ids, as far as the newest mapping has come; None before the first one.
+        before: (what the module got, what the caller passed) for tensors, and for tuples in which one was replaced, by the id of
+            the first.
+    """
+
+    def __init__(self) -> None:
+        self.containers: dict[int, Any] = {}
+        self.visited: set[int] | None = None
+        self.before: dict[int, tuple[Any, Any]] = {}
+
+    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+        """Return the arguments with fn(t) in place of every tensor t. A container stays the same object, and is visited once."""
+        self.visited = set()
+        args, kwargs = inputs  # `kwargs` is a dict of this call, which no caller has
+        return (
+            tuple([self._map(fn, value) for value in args]),
+            {name: self._map(fn, value) for name, value in kwargs.items()},
+        )
+
+    def _map(self, fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+        if value is None:  # most arguments by name are; this saves time
+            return None
+        new = map_tensors(fn, value, self._map_in_place)
+        if new is not value:
+            self.before[id(new)] = new, self.callers(value)
+        return new
+
+    def _map_in_place(self, fn: Callable[[Tensor], Tensor], container: Any) -> Any:
+        assert self.visited is not None
+        if id(container) not in self.visited:
+            self.visited.add(id(container))
+            self.containers[id(container)] = container
+            for key, value in items_of(container):
+                if isinstance(value, Tensor):
+                    self.before.setdefault(id(value), (value, value))
+                put(container, key, value, self._map(fn, value))
+        return container
+
+    def callers(self, value: Any) -> Any:
+        """Return the caller's value in place of `value`, which the module may have got instead."""
+        return self.before.get(id(value), (value, value))[1]
+
+    def items(self) -> list[tuple[Any, Any, Any]]:
+        """List (container, key, value) for every value in the containers, as they are now."""
+        return [(c, key, value) for c in self.containers.values() for key, value in items_of(c)]
+
+    def written(self) -> list[tuple[Any, Any, Any]]:
+        """List the items that the module wrote."""
+        known = {*self.before, *self.containers}
+        return [item for item in self.items() if id(item[-1]) not in known]
+
+    def give_back(self) -> None:
+        """Put the caller's tensors back. A second call does nothing."""
+        for container, key, value in self.items():
+            put(container, key, value, self.callers(value))
+        self.containers, self.before = {}, {}
+
+
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a list or a dict, or the fields of a dataclass, with their keys."""
+    if isinstance(container, list):
+        return [*enumerate(container)]
+    return [*(container if isinstance(container, dict) else fields_of(container)).items()]
+
+
+def put(container: Any, key: Any, old: Any, new: Any) -> None:
+    """Replace an item, which is `old`, by `new`."""
+    if new is old:
+        return
+    if isinstance(container, list):
+        list.__setitem__(container, key, new)  # a class may forbid its own method
+    elif isinstance(container, dict):
+        set_item(container, key, new)
+    else:
+        object.__setattr__(container, key, new)
+
+
+class LendingState(FSDPState):
+    """A state whose module gets the caller's own containers.
+
+    Attributes:
+        lent: the containers of the forwards in progress; usually of one.
+    """
+
+    always_call = True
+
+    def __init__(self, *args: Any) -> None:
+        self.lent: list[Lent] = []
+        super().__init__(*args)
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        lent = Lent()
+        self.lent.append(lent)
+        inputs = super().pre_forward(module, args, kwargs)
+        if lent.visited is None and self.group and torch.is_grad_enabled():
+            inputs = lent.map_inputs(lambda tensor: tensor, inputs)
+        return inputs
+
+    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+        return self.lent[-1].map_inputs(fn, inputs)
+
+    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
+        if not (self.group and self.lent and self.lent[-1].containers):
+            return super().watch(output, before_backward)
+        written = self.lent[-1].written()
+        output, values = super().watch((output, [value for *_, value in written]), before_backward)
+        for (container, key, old), new in zip(written, values, strict=True):
+            put(container, key, old, new)
+        return output
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        try:
+            return super().post_forward(module, args, output)
+        finally:
+            if self.lent:
+                self.lent.pop().give_back()
+
+    def end_unfinished(self, root: RootContext) -> None:
+        """Put back what a KeyboardInterrupt has left."""
+        super().end_unfinished(root)  # type: ignore[misc]
+        for state in reversed(root.states or [self]):  # the innermost first
+            for lent in reversed(getattr(state, "lent", [])):
+                lent.give_back()
