@@ -205,21 +205,27 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
-def calls_in_progress(modules: Sequence[nn.Module]) -> int:
-    """Count the calls of the modules, or of their forward methods, that are in progress in this thread."""
-    calls, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code.co_name in ("_call_impl", "call_as_forward"):  # a compiled one has the same name
-            calls += any(frame.f_locals.get("self") is module for module in modules)
-        frame = frame.f_back
-    return calls
-
-
 def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Remove a forward hook from a module without its handle."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
+
+
+# Attributes with the hooks of `register_hook` and `register_post_accumulate_grad_hook`. If two tensors share such a dictionary,
+# the handles of the hooks remove them from both.
+GRAD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter that the module has under this name; None if it has none."""
+    return module._parameters.get(name)
+
+
+def writes_to(param: Tensor) -> int:
+    """Return the number of in-place writes to a tensor, and to the local part of a DTensor, that torch has counted."""
+    local = local_of(param)
+    return param._version if local is param else param._version + local._version
 
 
 def outside_transforms(method: F) -> F:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hwfsdp import compat
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext
@@ -37,7 +36,7 @@ from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call, absent
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.lookup import calls_in_progress, checked_state
 
 # The number of steps that began or ended, of optimizers that hold DTensors. Everything that was gathered before the last one is
 # stale. Other optimizers do not count. They may exist on one rank only, and then only this rank would gather again.
@@ -125,7 +124,7 @@ class RecoveringState(FSDPState):
         the forward, or an optimizer steps in a forward.
         """
         outermost = self.root.forward_root
-        return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
+        return outermost is not None and calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
         """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""
