@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hwfsdp.core.compat import address_of as address_of
-from hwfsdp.core.compat import call_after_backward as call_after_backward
 from hwfsdp.core.compat import dtensor as dtensor
 from hwfsdp.core.compat import local_of as local_of
 from hwfsdp.core.compat import register_parameter as register_parameter
@@ -217,15 +216,17 @@ def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 GRAD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
-def parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the parameter that the module has under this name; None if it has none."""
-    return module._parameters.get(name)
+def not_registered(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter) -> Any:
+    """Return the first place where a module has another parameter than `param`, or none; None if there is no such place."""
+    for module, name in places:
+        if module._parameters.get(name) is not param:
+            return module, name
+    return None
 
 
 def writes_to(param: Tensor) -> int:
     """Return the number of in-place writes to a tensor, and to the local part of a DTensor, that torch has counted."""
-    local = local_of(param)
-    return param._version if local is param else param._version + local._version
+    return param._version + param._local_tensor._version if type(param) is DTensor else param._version
 
 
 def outside_transforms(method: F) -> F:

@@ -23,7 +23,6 @@ Note [Which gradient a hook gets]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -94,7 +93,8 @@ def _before_step(*_: Any) -> None:
     for group in _groups:
         whole = [p for p in group.params if isinstance(p, WatchedParam)] if group.is_unsharded else []
         for param in whole:
-            param.keep_writes()
+            if compat.writes_to(param.unsharded_param) != param.writes:
+                param.keep_writes()
             param.is_stale = True
 
 
@@ -102,14 +102,15 @@ class WatchedParam(FSDPParam):
     """A parameter that keeps what programs attach to it, and what they change while it is whole.
 
     Attributes:
-        group: a weak reference to its group.
+        group: a weak reference to its group. told: the warnings that were given.
+        stand_in: the last parameter that was registered in place of the sharded one; None after the sharded one has changed.
         original: the class of the original parameter, and the gradient hooks on it.
         writes: the number of writes to the whole parameter that are in the shard already.
         trained: `requires_grad` of the whole parameter at the gather. is_stale: True if an optimizer has stepped since the gather.
-        told: the warnings that were given.
     """
 
     group: ref[ParamGroup]
+    stand_in: nn.Parameter | None = None
     writes, trained, is_stale = 0, False, False
 
     def __init__(self, param: nn.Parameter, *args: Any) -> None:
@@ -133,7 +134,7 @@ class WatchedParam(FSDPParam):
 
     def adopt_registered(self) -> None:
         """Adopt the parameter that is registered now. It inherits what was attached to the one before."""
-        before = self.sharded_param
+        before, self.stand_in = self.sharded_param, None
         super().adopt_registered()
         if self.sharded_param is not before:
             inherit(self.sharded_param, vars(before))
@@ -151,11 +152,8 @@ class WatchedParam(FSDPParam):
                     got=type(found).__name__,
                     remedy="Compute with the DTensor. A hook that needs the whole gradient is registered before fully_shard.",
                 )
-            grad = (
-                grad
-                if found is None
-                else local_of(found.redistribute(placements=self.sharded_param.placements))
-            )
+            if found is not None:
+                grad = local_of(found.redistribute(placements=self.sharded_param.placements))
         super().add_sharded_grad(grad)
 
     # --- transitions ---
@@ -166,47 +164,48 @@ class WatchedParam(FSDPParam):
         Raises:
             StateError: the program has assigned or deleted a parameter since the first forward.
         """
-        if self.state is ShardedState.SHARDED:
-            for name, there in self.changed_places(self.sharded_param):  # at most one
-                raise StateError(
-                    f"parameter {self.fqn!r}",
-                    expected="the sharded parameter, which FSDP gathers and trains",
-                    got=f"{describe(there)} at {name!r}",
-                    remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
-                    "load_state_dict. Assign or delete parameters before fully_shard.",
-                )
+        there = compat.not_registered(self.places, self.sharded_param)
+        if there is not None and self.state is ShardedState.SHARDED:
+            raise StateError(
+                f"parameter {self.fqn!r}",
+                expected="the sharded parameter, which FSDP gathers and trains",
+                got=describe(*there),
+                remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
+                "load_state_dict. Assign or delete parameters before fully_shard.",
+            )
         super().to_unsharded()
-        assert self.unsharded_param is not None
-        self.writes, self.trained = compat.writes_to(self.unsharded_param), self.unsharded_param.requires_grad
-        self.is_stale = False
+        whole = self.unsharded_param
+        assert whole is not None
+        self.writes, self.trained, self.is_stale = compat.writes_to(whole), whole.requires_grad, False
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` the modules' parameter. Before another one replaces the whole one, keep what the program changed on that."""
         if self.state is ShardedState.UNSHARDED and param is not self.unsharded_param:
             self.keep_changes()
-        if vars(param) is not vars(self.sharded_param):  # the first time
+        if param is not self.sharded_param and param is not self.stand_in:
+            self.stand_in = param
             STAND_INS[param] = ref(self)
             if compat.is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
                 inherit(param, vars(self.sharded_param))  # its inner tensors are among its attributes
-            else:
-                param.__dict__ = vars(
-                    self.sharded_param
-                )  # an attribute that is set on one is set on the other
+            else:  # from now on, setting an attribute on one sets it on the other
+                param.__dict__ = vars(self.sharded_param)
         super().register(param)
 
     # --- changes of the whole parameter ---
 
     def keep_changes(self) -> None:
         """Take over what the program has changed on the whole parameter."""
-        assert self.unsharded_param is not None
-        for name, there in self.changed_places(self.unsharded_param):
+        whole = self.unsharded_param
+        assert whole is not None
+        if (there := compat.not_registered(self.places, whole)) is not None:
             self.warn_once(
-                f"was whole when the program put {describe(there)} at {name!r}. FSDP puts its own parameter back, and the "
+                f"was whole when the program put {describe(*there)} in its place. FSDP puts its own parameter back, and the "
                 "change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
             )
-        self.keep_writes()
-        if self.unsharded_param.requires_grad != self.trained:
-            self.trained = self.unsharded_param.requires_grad
+        if compat.writes_to(whole) != self.writes:
+            self.keep_writes()
+        if whole.requires_grad is not self.trained:
+            self.trained = whole.requires_grad
             self.sharded_param.requires_grad_(self.trained)
 
     def warn_once(self, message: str) -> None:
@@ -214,24 +213,14 @@ class WatchedParam(FSDPParam):
             self.told.add(message)
             warn(f"parameter {self.fqn!r} {message}")
 
-    def changed_places(self, param: nn.Parameter) -> Iterator[tuple[str, object]]:
-        """Yield the name and the content of each place where `param` is not registered."""
-        for module, name in self.places:
-            if (there := compat.parameter_at(module, name)) is not param:
-                yield f"{type(module).__name__}.{name}", there
-
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Copy what the program wrote to this rank's rows of the whole parameter (Note [Writes to whole parameters])."""
         whole, layout = self.unsharded_param, self.layout
         assert whole is not None
-        if (writes := compat.writes_to(whole)) == self.writes:
-            return
-        self.writes = writes
+        self.writes = compat.writes_to(whole)
         if self.is_stale or not self.form.reads_rows:
-            why = (
-                "an optimizer step had made it stale" if self.is_stale else "it travels in a form of its own"
-            )
+            why = "an optimizer step came before" if self.is_stale else "it travels in a form of its own"
             self.warn_once(
                 f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
                 "sharded parameter."
@@ -256,6 +245,7 @@ class KeepsAttributes(wrap.FSDPModule):
         result = super()._apply(*args, **kwargs)
         for param, attributes in zip(params, kept, strict=True):
             inherit(param.sharded_param, attributes)
+            param.stand_in = None  # type: ignore[attr-defined]
         return result
 
 
@@ -288,12 +278,13 @@ def share_hooks(param: nn.Parameter, of: nn.Parameter, *kinds: str) -> None:
             setattr(param, kind, getattr(of, kind))
 
 
-def describe(there: object) -> str:
-    """Return words for what is in a parameter's place."""
+def describe(module: nn.Module, name: str) -> str:
+    """Return words for what a module has in the place of a parameter."""
+    there, at = getattr(module, name, None), f"{type(module).__name__}.{name}"
     return (
-        f"another {type(there).__name__} of shape {tuple(there.shape)}"
+        f"{type(there).__name__} of shape {tuple(there.shape)} at {at}"
         if isinstance(there, Tensor)
-        else "nothing"
+        else f"nothing at {at}"
     )
 
 
