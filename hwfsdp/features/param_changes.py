@@ -50,7 +50,7 @@ def choose(call: Call) -> None:
     global _watching
     call.make_param = WatchedParam
     if not _watching:
-        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step, reason="it copies"))  # type: ignore[arg-type]
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step, reason="it copies"))
         _watching = True
 
 
@@ -91,11 +91,9 @@ def warn_of_max_norm(param: FSDPParam) -> None:
 
 def _before_step(*_: Any) -> None:
     for group in _groups:
-        whole = [p for p in group.params if isinstance(p, WatchedParam)] if group.is_unsharded else []
-        for param in whole:
-            if compat.writes_to(param.unsharded_param) != param.writes:
-                param.keep_writes()
-            param.is_stale = True
+        for param in group.params if group.is_unsharded else ():
+            if isinstance(param, WatchedParam):
+                param.become_stale()
 
 
 class WatchedParam(FSDPParam):
@@ -185,7 +183,8 @@ class WatchedParam(FSDPParam):
         if param is not self.sharded_param and param is not self.stand_in:
             self.stand_in = param
             STAND_INS[param] = ref(self)
-            if compat.is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
+            has_inner: bool = compat.is_traceable_wrapper_subclass(param)
+            if has_inner and not isinstance(param, DTensor):
                 inherit(param, vars(self.sharded_param))  # its inner tensors are among its attributes
             else:  # from now on, setting an attribute on one sets it on the other
                 param.__dict__ = vars(self.sharded_param)
@@ -212,6 +211,13 @@ class WatchedParam(FSDPParam):
         if message not in self.told:
             self.told.add(message)
             warn(f"parameter {self.fqn!r} {message}")
+
+    def become_stale(self) -> None:
+        """Keep what was written so far, because an optimizer is about to change the shard."""
+        assert self.unsharded_param is not None
+        if compat.writes_to(self.unsharded_param) != self.writes:
+            self.keep_writes()
+        self.is_stale = True
 
     @torch.no_grad()
     def keep_writes(self) -> None:
