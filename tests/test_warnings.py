@@ -157,7 +157,7 @@ def an_optimizer_built_while_parameters_are_whole_warns_once_and_trains() -> Mes
 
 
 @two.finds([])
-def one_built_while_blocks_lie_on_fewer_ranks_trains_them() -> Messages:
+def one_built_after_a_forward_of_a_single_layer_trains_it() -> Messages:
     model = wrap(models.stem(), ours, "blocks", reshard_after_forward=True)
     set_up = ours(nn.Linear(4, 4, bias=False))
     before = set_up.weight.full_tensor()
