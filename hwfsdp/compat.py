@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hwfsdp.core.compat import address_of as address_of
-from hwfsdp.core.compat import call_after_backward as call_after_backward
 from hwfsdp.core.compat import dtensor as dtensor
 from hwfsdp.core.compat import local_of as local_of
 from hwfsdp.core.compat import register_parameter as register_parameter
@@ -205,21 +204,29 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
-def calls_in_progress(modules: Sequence[nn.Module]) -> int:
-    """Count the calls of the modules, or of their forward methods, that are in progress in this thread."""
-    calls, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code.co_name in ("_call_impl", "call_as_forward"):  # a compiled one has the same name
-            calls += any(frame.f_locals.get("self") is module for module in modules)
-        frame = frame.f_back
-    return calls
-
-
 def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Remove a forward hook from a module without its handle."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
+
+
+# Attributes with the hooks of `register_hook` and `register_post_accumulate_grad_hook`. If two tensors share such a dictionary,
+# the handles of the hooks remove them from both.
+GRAD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def not_registered(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter) -> Any:
+    """Return the first place where a module has another parameter than `param`, or none; None if there is no such place."""
+    for module, name in places:
+        if module._parameters.get(name) is not param:
+            return module, name
+    return None
+
+
+def writes_to(param: Tensor) -> int:
+    """Return the number of in-place writes to a tensor, and to the local part of a DTensor, that torch has counted."""
+    return param._version + param._local_tensor._version if type(param) is DTensor else param._version
 
 
 def outside_transforms(method: F) -> F:

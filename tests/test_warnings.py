@@ -13,9 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+import hwfsdp
 import models
+from hwfsdp import StateError
 from oracles import fresh, objective, ours, rank_rows, theirs, wrap
 from together import Together
 
@@ -116,6 +121,209 @@ def one_over_assigned_parameters_is_up_to_date() -> Messages:
     model, other = wrap(models.stem(), ours), wrap(models.stem(), ours)
     model.load_state_dict(other.state_dict(), assign=True)
     return steps_of(model, SGD(model.parameters(), lr=0.1))
+
+
+# --- Optimizers built while parameters were whole ----------------------------------------------------------
+
+WHOLE = ("whole", "reshard()", "'head.bias'")
+KINDS: list[Callable[[Any], Optimizer]] = [
+    lambda params: SGD(params, lr=0.1, momentum=0.9),
+    lambda params: AdamW(params, foreach=True),
+    lambda params: AdamW(params, fused=True),
+]
+
+
+def forward_of(model: models.Model) -> Any:
+    return model(*model.inputs(2, 0))
+
+
+@two.finds([])
+def an_optimizer_built_while_parameters_are_whole_warns_once_and_trains() -> Messages:
+    """The oracle is an optimizer that was built before."""
+    wrong = []
+    for make_whole in (forward_of, lambda model: model.unshard()):
+        for kind in KINDS:
+            models_, found = [wrap(fresh(models.stem), ours) for _ in range(2)], []
+            for index, model in enumerate(models_):
+                early = kind(model.parameters())
+                make_whole(model)
+                found.append(
+                    steps_of(model, kind(reversed([*model.parameters()])) if index else early, number=3)
+                )
+            wrong += found[0] + other_than(found[1], WHOLE)
+            pairs = zip(*(model.parameters() for model in models_), strict=True)
+            wrong += ["not trained" for a, b in pairs if not torch.equal(a.full_tensor(), b.full_tensor())]
+    return wrong
+
+
+@two.finds([])
+def one_built_after_a_forward_of_a_single_layer_trains_it() -> Messages:
+    model = wrap(models.stem(), ours, "blocks", reshard_after_forward=True)
+    set_up = ours(nn.Linear(4, 4, bias=False))
+    before = set_up.weight.full_tensor()
+    set_up(torch.ones(1, 4))
+    messages = steps_of(model, SGD(model.parameters(), lr=0.1))
+    optimizer = SGD(set_up.parameters(), lr=0.1)
+    set_up(torch.ones(1, 4)).sum().backward()
+    with caught() as found:
+        optimizer.step()
+    same = torch.equal(set_up.weight.full_tensor(), before)
+    return messages + other_than(found, ("whole", "'weight'")) + (["not trained"] if same else [])
+
+
+@two.finds("'weight'")
+def one_that_has_states_of_whole_parameters_is_refused() -> str:
+    model = ours(nn.Linear(4, 4, bias=False))
+    model(torch.ones(1, 4)).sum()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except StateError as error:
+        return "'weight'" if "'weight'" in str(error) and "reshard()" in str(error) else str(error)
+    return "no error"
+
+
+# --- Trained parameters that no group has ------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A layer with an adapter beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_adapter(model: models.Stem) -> models.Stem:
+    model.blocks[1].up = LoRA(model.blocks[1].up)
+    return model
+
+
+def with_head(model: models.Stem) -> models.Stem:
+    model.head = nn.Linear(8, 3)
+    return model
+
+
+def root_forgotten() -> models.Stem:
+    model = models.stem()
+    for block in model.blocks:
+        ours(block)
+    return model
+
+
+UNCLAIMED = ("SGD trains", "no fully_shard", "ignored_params")
+
+
+@two.finds([])
+def parameters_that_no_group_has_are_named_once() -> Messages:
+    wrong = []
+    for build, name in (
+        (lambda: with_adapter(wrap(models.stem(), ours)), "2 parameters: 'blocks.1.up.down.weight' of Stem"),
+        (lambda: with_head(wrap(models.stem(), ours)), "2 parameters: 'head.weight' of Stem"),
+        (root_forgotten, "4 parameters: 'stem.weight' of Stem"),
+    ):
+        model = build()
+        wrong += other_than(steps_of(model, SGD(model.parameters(), lr=0.1), number=3), (*UNCLAIMED, name))
+    return wrong
+
+
+@two.finds([])
+def parameters_added_after_a_step_are_named_too() -> Messages:
+    model = wrap(models.stem(), ours)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    wrong = steps_of(model, optimizer)
+    with_adapter(model)
+    adapter = model.blocks[1].up
+    optimizer.add_param_group({"params": [adapter.down.weight, adapter.up.weight]})
+    wrong += other_than(steps_of(model, optimizer), (*UNCLAIMED, "'blocks.1.up.down.weight'"))
+    with_head(model)
+    return wrong + other_than(steps_of(model, SGD(model.parameters(), lr=0.1)), (*UNCLAIMED, "4 parameters"))
+
+
+class Task(nn.Module):
+    """A module around the model whose method, and not forward, runs the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, nn.Linear(3, 1)
+
+    def training_step(self, *inputs: Tensor) -> Tensor:
+        return self.loss(self.model(*inputs)).sum()
+
+
+@two.finds([])
+def a_module_around_the_model_whose_method_runs_it_is_found() -> Messages:
+    task = Task(wrap(models.stem(), ours))
+    optimizer = SGD(task.parameters(), lr=0.1)
+    with caught() as messages:
+        for seed in range(2):
+            task.training_step(*task.model.inputs(2, seed)).backward()
+            optimizer.step()
+    return other_than(messages, (*UNCLAIMED, "'loss.weight' of Task"))
+
+
+def trains_quietly(model: Any, *others: nn.Module) -> Messages:
+    """Return the messages of steps of one optimizer for the model and other modules that learn from its output."""
+    optimizer = SGD([p for m in (model, *others) for p in m.parameters()], lr=0.1)
+    with caught() as messages:
+        for seed in range(2):
+            found = model(*model.inputs(2, seed))
+            for other in others:
+                found = other(found)
+            found.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages
+
+
+def with_ignored() -> models.Stem:
+    model = models.stem()
+    return wrap(model, ours, ignored_params={*model.head.parameters()})
+
+
+def with_frozen_and_unused() -> models.Stem:
+    model = wrap(models.stem(), ours)
+    model.blocks[0].frozen = nn.Linear(8, 8).requires_grad_(False)
+    model.average = models.stem()  # a copy that no gradient reaches
+    return model
+
+
+def with_replicated_parts() -> models.Stem:
+    model = root_forgotten()
+    model.stem = nn.parallel.DistributedDataParallel(model.stem)
+    replicate(model.head)
+    return model
+
+
+def on_all_ranks() -> models.Stem:
+    model = wrap(models.stem(), ours)
+    mesh = init_device_mesh("cpu", (2,))
+    model.stem.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    model.stem.register_forward_hook(lambda module, args, output: output + module.scale.to_local().sum())
+    return model
+
+
+def on_one_rank() -> models.Stem:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "dp"))["dp"]
+    model = models.stem()
+    for block in model.blocks:
+        hwfsdp.fully_shard(block, mesh=mesh)
+    return model
+
+
+@two.finds([])
+def parameters_that_need_no_average_are_not_named() -> Messages:
+    builders = (with_ignored, with_frozen_and_unused, with_replicated_parts, on_all_ranks, on_one_rank)
+    wrong = [f"{build.__name__}: {m}" for build in builders for m in trains_quietly(build())]
+    wrong += trains_quietly(wrap(models.stem(), ours), nn.Linear(3, 1))  # another model
+    return wrong + trains_quietly(
+        wrap(models.stem(), ours), nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    )
 
 
 # --- Gradients that were never synchronized ----------------------------------------------------------------

@@ -73,7 +73,8 @@ class ParamGroup:
         params: the parameters, in their order in the flat buffers.
         mesh: the ranks over which they are sharded. comm_ctx: shared by the model's groups; it has the streams, for example.
         transport: moves the group's bytes. reducer: reduces its gradients.
-        reshard_after_forward: if True, free the parameters after forward; if False, they stay whole for the backward.
+        reshard_after_forward: if True, free the parameters after forward; if False, they stay whole for the backward. None: they
+            stay, unless gradients are disabled and no backward can follow.
         reshard_after_backward: if True, free them after backward; if False, they stay whole for the next micro-batch.
         reduce_grads: if True, each backward reduces gradients; if False, they add up in the whole parameters' gradients.
         unshard_in_backward: False for a group whose backward needs no parameters, such as an embedding.
@@ -86,8 +87,8 @@ class ParamGroup:
         self.mesh, self.comm_ctx = mesh, comm_ctx
         self.transport = Transport(mesh.shard, mesh.device)
         self.reducer = Reducer(self)
-        self.reshard_after_forward = self.reshard_after_backward = True
-        self.reduce_grads = self.unshard_in_backward = True
+        self.reshard_after_forward: bool | None = True
+        self.reshard_after_backward = self.reduce_grads = self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
         self._gathered: Gathered | None = None
 
@@ -156,7 +157,7 @@ class ParamGroup:
 
     def post_forward(self) -> None:
         """Free the parameters after the group's forward, or keep them for the backward."""
-        if self.reshard_after_forward:
+        if self.reshard_after_forward or self.reshard_after_forward is None and not torch.is_grad_enabled():
             self.reshard()
 
     # --- gradients ---

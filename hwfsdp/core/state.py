@@ -63,8 +63,8 @@ class FSDPState:
         root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
         group: the module's parameters; None if other calls have claimed every parameter below it. groups: the same, as a list.
         policy: its dtypes. device: where it computes. phase: its place in the iteration.
-        auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and
-            all other modules free them.
+        auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after a forward that
+            a backward can follow, and all other modules free them.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
         always_call: if True, torch calls the hook after forward also after an exception.
     """
@@ -308,7 +308,7 @@ class FSDPState:
                 group.comm_ctx = self.comm_ctx
                 group.adopt_registered()
         if self.group and self.auto_reshard:
-            self.group.reshard_after_forward = False
+            self.group.reshard_after_forward = None
 
     def name_states(self) -> list[FSDPState]:
         """Name the states below, their groups and their parameters by their place below the root; return the states."""

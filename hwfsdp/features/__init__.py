@@ -42,6 +42,7 @@ class in `module`. The other features work as before. A call that asks for the f
     reductions          sums instead of means, other divisors, hooks on reduced gradients
     steering            methods that steer a schedule from outside
     param_meshes        parameters that are sharded over their own mesh
+    param_changes       attributes and hooks of parameters; changes of parameters while they are whole
     recovery            repairs the states that an exception leaves behind
     finalization        backwards that the caller ends
     containers          containers that a module gets as arguments and may write into
@@ -67,6 +68,7 @@ FEATURES = (
     "reductions",
     "steering",
     "param_meshes",
+    "param_changes",
     "recovery",
     "finalization",
     "containers",

@@ -1,6 +1,8 @@
 """Warn once about mistakes that run, but do not train. Seams: the state at the root; otherwise torch's own hooks.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
+- An optimizer that was built while parameters were whole has them in place of the shards. Before its first step, it gets the shards.
+- A trainable parameter that no group has is not averaged: it was added after `fully_shard`, or the root was forgotten.
 - Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
 - Ranks whose models differ add up gradients of different parameters, or hang. Comparing the models costs a collective. So the
   ranks compare them only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
@@ -9,13 +11,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,50 +31,159 @@ from hwfsdp.collectives import run_named
 from hwfsdp.comm import history
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.ranks import Axis
-from hwfsdp.core.state import FSDPState
+from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import CLAIMED, replicas_of
+from hwfsdp.features.lookup import CLAIMED, IGNORED, STAND_INS, outermost_caller, replicas_of
 from hwfsdp.observe import events
 
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → the value of `_calls` at its check
-_warned: WeakSet[Optimizer] = WeakSet()
+
+@dataclass
+class Checked:
+    """The result of the check of an optimizer.
+
+    Attributes:
+        version, params: the number of changes of models, and the ids of the optimizer's parameters, at the check.
+        is_stale: True if a warning has said that the optimizer is older than the sharded model.
+        unclaimed: parameters that no group has, and of which no warning was given: id → (name, parameter).
+        told: the ids of those of which a warning was given.
+    """
+
+    version: int = -1
+    params: list[int] = field(default_factory=list)
+    is_stale: bool = False
+    unclaimed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+
+
+_checked: WeakKeyDictionary[Optimizer, Checked] = WeakKeyDictionary()
 _groups: WeakSet[ParamGroup] = WeakSet()
 _told: WeakSet[ParamGroup] = WeakSet()  # groups that a warning has named since their gradients came
-_calls = 0
+_models: WeakSet[nn.Module] = WeakSet()  # the outermost modules that had a forward with sharded modules in it
+_version = 0  # counts calls of `fully_shard`, and models that ran their first forward
 
 
 def choose(call: Call) -> None:
     """Let a root compare its model with the other ranks' models. Watch each optimizer step from now on."""
-    global _calls
+    global _version
     call.states.append(ComparingState)
-    if not _calls:
+    if not _version:
         register_optimizer_step_pre_hook(_before_step)
-    _calls += 1
+    _version += 1
 
 
 def joined(call: Call, state: FSDPState) -> None:
-    """Remember the groups, because their gradients may stay unreduced."""
+    """Remember the groups, because their gradients may stay unreduced, and parameters that the user has excluded."""
     _groups.update(state.groups)
+    for param in call.ignored_params:
+        setattr(param, IGNORED, True)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _warned and _checked.get(optimizer) != _calls:
-        _checked[optimizer] = _calls
-        _warn_of_claimed(optimizer)
+    checked = _checked.setdefault(optimizer, Checked())
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if checked.version != _version or checked.params != ids:
+        _check(optimizer, checked)
+    if checked.unclaimed:
+        _warn_of_unclaimed(optimizer, checked)
     left = [group for group in _groups if any(param.has_unreduced_grad for param in group.params)]
     if left or _told:
         _warn_of_unsynchronized(optimizer, left)
 
 
-def _warn_of_claimed(optimizer: Optimizer) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+def _check(optimizer: Optimizer, checked: Checked) -> None:
+    """Check the parameters of an optimizer, because they are new to it, or models have changed."""
+    _put_shards_into(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    checked.version, checked.params = _version, [*map(id, params)]
+    _warn_of_claimed(optimizer, checked, params)
+    wanted = {*checked.params} - checked.told
+    found = [named for model in _models for named in unclaimed_below(model)]
+    checked.unclaimed = {id(param): (name, param) for name, param in found if id(param) in wanted}
+
+
+def _put_shards_into(optimizer: Optimizer) -> None:
+    """Replace whole parameters, and other stand-ins, by the sharded parameters. Warn about it.
+
+    Raises:
+        StateError: the optimizer has a state for them already, of their shape.
+    """
+    params = [
+        (group["params"], i, p) for group in optimizer.param_groups for i, p in enumerate(group["params"])
+    ]
+    owners = [(*place, STAND_INS[place[2]]()) for place in params if place[2] in STAND_INS]
+    found = [(listed, i, param, owner) for listed, i, param, owner in owners if owner is not None]
+    if not found:
+        return
+    kind = type(optimizer).__name__
+    got = f"{len(found)} parameters that were whole when it was built, for example {found[0][3].fqn!r}"
+    remedy = "Build the optimizer before the first forward, or call reshard() on the model before."
+    if any(optimizer.state.get(param) for _, _, param, _ in found):
+        raise StateError(f"{kind}.step", expected="sharded parameters", got=got, remedy=remedy)
+    for listed, i, _, owner in found:
+        listed[i] = owner.sharded_param
+    warnings.warn(
+        f"{kind} has {got}. Whole parameters come and go, and are never trained, so hwfsdp has put the sharded ones in "
+        f"their place. Other lists of parameters made at that time still have the whole ones. {remedy}",
+        UserWarning,
+        stacklevel=5,
+    )
+
+
+def _warn_of_claimed(optimizer: Optimizer, checked: Checked, params: Sequence[Tensor]) -> None:
     stale = [getattr(p, CLAIMED) for p in params if hasattr(p, CLAIMED)]
-    if stale:
-        _warned.add(optimizer)
+    if stale and not checked.is_stale:
+        checked.is_stale = True
         warnings.warn(
             f"{type(optimizer).__name__} was built before fully_shard. It has {len(stale)} parameters that are no longer "
             f"the model's, for example {stale[0]!r}, and its steps change nothing. "
             "Build the optimizer after fully_shard, from model.parameters().",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def unclaimed_below(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter that no group has and whose gradients nothing is known to average, with its name for a message.
+
+    Not yielded: parameters that the user has excluded; those of modules that DDP or `replicate()` average; DTensors that lie on
+    all ranks over which the model is averaged. If this is one rank, there is nothing to average.
+    """
+    states = {state for module in model.modules() if (state := state_of(module)) is not None}
+    groups = [group for state in states for group in state.groups]
+    ranks = {
+        rank for g in groups if g.mesh.size * replicas_of(g.mesh).size > 1 for rank in ranks_on(g.mesh.mesh)
+    }
+    claimed = {id(param) for g in groups for p in g.params for param in (p.sharded_param, p.unsharded_param)}
+    stack = [("", model)] if ranks else []
+    while stack:
+        prefix, module = stack.pop()
+        if isinstance(module, DistributedDataParallel) or "replicate" in compat.applied_to(module):
+            continue
+        stack.extend(reversed([(f"{prefix}{name}.", child) for name, child in module.named_children()]))
+        for name, param in module.named_parameters(recurse=False):
+            everywhere = isinstance(param, DTensor) and ranks <= {*ranks_on(param.device_mesh)}
+            if id(param) not in claimed and not hasattr(param, IGNORED) and not everywhere:
+                yield f"{prefix + name!r} of {type(model).__name__.removeprefix('FSDP')}", param
+
+
+def ranks_on(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _warn_of_unclaimed(optimizer: Optimizer, checked: Checked) -> None:
+    """Warn once of trained parameters that no group has. Parameters without a gradient are not trained, such as unused ones."""
+    names = [name for name, p in checked.unclaimed.values() if p.requires_grad and p.grad is not None]
+    if names:
+        checked.told.update(checked.unclaimed)
+        checked.unclaimed = {}
+        warnings.warn(
+            f"{type(optimizer).__name__} trains parameters that no fully_shard has sharded, {len(names)} parameters: "
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}. Nothing averages their gradients, so they differ more "
+            "and more between ranks. Add parameters before fully_shard, and call it on the whole model, too. If your own "
+            "code averages their gradients, pass them as ignored_params.",
             UserWarning,
             stacklevel=4,
         )
@@ -91,10 +207,13 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
 
 
 class ComparingState(FSDPState):
-    """A state that compares its model with the other ranks' models."""
+    """A state that compares its model with the other ranks' models, and notes the outermost module around it."""
 
     def become_root(self) -> None:
+        global _version
         super().become_root()
+        _models.add(outermost_caller(self.modules[0]))
+        _version += 1
         groups = self.root.groups
         if groups:
             mesh, owner = groups[0].mesh, groups[0].fqn

@@ -17,7 +17,6 @@ from hwfsdp.core import precision
 from hwfsdp.core.compat import local_of
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.form import Layout
-from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
 from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -109,7 +108,7 @@ def shard(call: Call) -> FSDPState:
     move_to(call.ranks.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.ranks.device.type)
     params = [
-        FSDPParam(param, places, fqn, policy, layout, call.home, call.make_form)
+        call.make_param(param, places, fqn, policy, layout, call.home, call.make_form)
         for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
     ]
     group = call.make_group(params, call.ranks, comm_ctx) if params else None

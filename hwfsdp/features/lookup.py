@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hwfsdp import compat
 from hwfsdp.core import wrap
@@ -15,6 +18,11 @@ from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import UsageError
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
+
+IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has excluded from sharding
+# A parameter that modules have in place of the sharded one, such as the whole one → a weak reference to its FSDPParam. Sharded
+# parameters must not be keys: torch cannot convert a DTensor to which there are weak references.
+STAND_INS: Any = WeakIdKeyDictionary()
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
@@ -68,3 +76,30 @@ def shard_axis(mesh: ShardMesh) -> DeviceMesh:
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the 1D mesh of these axes of `mesh`; several axes become one."""
     return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
+
+
+# --- The stack ----------------------------------------------------------------------------------------------
+
+
+def methods_in_progress() -> Iterator[tuple[str, nn.Module]]:
+    """Yield the methods of modules that run in this thread, the innermost first: the name of the method, and the module."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield frame.f_code.co_name, module
+        frame = frame.f_back
+
+
+def calls_in_progress(modules: Sequence[nn.Module]) -> int:
+    """Count the calls of the modules, or of their forward methods, that are in progress in this thread."""
+    names = ("_call_impl", "call_as_forward")  # a compiled one has the same name
+    return sum(
+        name in names and any(module is each for each in modules) for name, module in methods_in_progress()
+    )
+
+
+def outermost_caller(module: nn.Module) -> nn.Module:
+    """Return the outermost module above `module` of which a method runs in this thread; `module` itself if there is none."""
+    callers = [*dict.fromkeys(caller for _, caller in methods_in_progress())]
+    return next((caller for caller in reversed(callers) if module in {*caller.modules()}), module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hwfsdp.features.custom_collectives import CustomCollectives
 from hwfsdp.features.finalization import ManualFinalization
 from hwfsdp.features.hybrid_sharding import HybridMethods
+from hwfsdp.features.param_changes import KeepsAttributes
 from hwfsdp.features.recovery import RecoveringModule
 from hwfsdp.features.reductions import ReductionMethods
 from hwfsdp.features.steering import SteeredModule
@@ -17,6 +18,7 @@ class FSDPModule(
     ReductionMethods,
     CustomCollectives,
     ManualFinalization,
+    KeepsAttributes,
     RecoveringModule,
     Viewed,
 ):

@@ -40,7 +40,7 @@ class StagedState(FSDPState):
     """
 
     def __init__(self, *args: Any) -> None:
-        self.checked: list[bool] | None = None
+        self.checked: list[bool | None] | None = None
         super().__init__(*args)
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hwfsdp import compat
 from hwfsdp.core import wrap
 from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext
@@ -38,7 +37,7 @@ from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call, absent
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.lookup import calls_in_progress, checked_state
 
 _states: WeakSet[RecoveringState] = WeakSet()
 _lock = threading.Lock()  # threads may shard models, and step, at the same time
@@ -139,7 +138,7 @@ class RecoveringState(FSDPState):
         the forward, or an optimizer steps in a forward.
         """
         outermost = self.root.forward_root
-        return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
+        return outermost is not None and calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
         """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""

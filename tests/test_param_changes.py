@@ -1,0 +1,386 @@
+"""What programs attach to parameters reaches the sharded and the whole one; what they change while parameters are whole is kept, or said.
+
+The oracle is an unsharded model on the batches of both ranks, or the same change on a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import models
+from hwfsdp import MixedPrecisionPolicy, StateError, fully_shard
+from hwfsdp.errors import WrongTypeError
+from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
+from test_warnings import Messages, caught, other_than
+from together import Together
+
+two = Together(2)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def linear(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(6, 5, bias=False, **options)
+
+
+def whole(module: nn.Module) -> Tensor:
+    return module.weight.full_tensor()
+
+
+# --- Attributes and classes --------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A module whose forward reads an attribute of its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale
+
+
+def tensor_parallel(module: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    own = vars(module.weight)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["tp"], [Shard(1)]))
+    vars(module.weight).update(own)
+    return fully_shard(module, mesh=mesh["dp"])
+
+
+@two.finds([])
+def attributes_are_on_the_shard_and_in_the_forward() -> Messages:
+    wrong = []
+    ways: list[Callable[[nn.Module], nn.Module]] = [
+        ours,
+        lambda module: ours(module, reshard_after_forward=False),
+        lambda module: ours(module, shard_placement_fn=lambda param: Shard(1)),
+    ]
+    for way in ways:
+        module = Scaled(6, 4, bias=False)
+        module.weight.scale, module.weight.tag = 2.0, "expert"
+        shard = way(module).weight
+        module(torch.ones(2, 6))
+        shard.scale = 3.0  # after the first gather
+        expected = nn.functional.linear(torch.ones(2, 6), shard.full_tensor()) * 3
+        got = module(torch.ones(2, 6))
+        wrong += (
+            []
+            if shard.tag == "expert" and torch.allclose(got, expected)
+            else [f"{shard.tag} {got} {expected}"]
+        )
+    return wrong
+
+
+@two.finds(["expert", "expert", "expert", "late"])
+def attributes_survive_conversions_and_assignment() -> list[str]:
+    with torch.device("meta"):
+        module = linear()
+    module.weight.tag = "expert"
+    fully_shard(module, mesh=cpu_mesh())
+    module.weight.later = "late"
+    found = [module.to_empty(device="cpu").weight.tag, module.to(torch.float64).weight.tag]
+    other = fully_shard(linear(dtype=torch.float64), mesh=cpu_mesh())
+    module.load_state_dict(other.state_dict(), assign=True)
+    return [*found, module.weight.tag, module.weight.later]
+
+
+@two.finds("expert")
+def a_tensor_parallel_parameter_keeps_attributes() -> str:
+    module = nn.Linear(6, 4, bias=False)
+    module.weight.tag = "expert"
+    return tensor_parallel(module).weight.tag
+
+
+class Expert(nn.Parameter):
+    """A parameter of the program's own class."""
+
+
+class Wants(nn.Module):
+    """A module that needs the class in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = Expert(torch.ones(4, 4)), Expert(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, Expert)
+        return x @ self.weight + self.other
+
+
+@two.finds([])
+def a_class_of_parameters_is_there_in_the_forward_and_a_warning_says_that_the_shard_is_a_dtensor() -> (
+    Messages
+):
+    with caught() as messages:
+        model = ours(Wants())
+        model(torch.ones(1, 4)).sum().backward()
+    return other_than(messages, ("'weight'", "Expert", "isinstance"))
+
+
+# --- Gradient hooks ----------------------------------------------------------------------------------------
+
+
+def gradient(
+    hook: Callable[[nn.Parameter], Any], before: bool, policy: Any = MixedPrecisionPolicy()
+) -> Tensor:
+    """Return the gradient of a sharded model on which `hook` registers a hook, before or after sharding."""
+    module = linear()
+    if before:
+        hook(module.weight)
+    fully_shard(module, mesh=cpu_mesh(), mp_policy=policy)
+    if not before:
+        hook(module.weight)
+    rank = dist.get_rank() + 1.0
+    module(torch.full((2, 6), rank)).sum().backward()
+    return module.weight.grad.full_tensor()
+
+
+def expected_gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same of an unsharded model, with the mean over both ranks, and its hook after that."""
+    return change(torch.full((5, 6), 3.0))
+
+
+def scale_rows(grad: Tensor) -> Tensor:
+    return grad * torch.arange(5.0, dtype=grad.dtype).view(5, 1)
+
+
+@two.finds([])
+def a_hook_from_before_gets_whole_gradients_and_a_hook_from_after_gets_means() -> Messages:
+    clamped = gradient(lambda p: p.register_hook(lambda g: g.clamp(max=2.5)), before=False)
+    cases = {
+        "before": (
+            gradient(lambda p: p.register_hook(scale_rows), before=True),
+            expected_gradient(scale_rows),
+        ),
+        "bf16": (
+            gradient(lambda p: p.register_hook(scale_rows), True, BF16),
+            expected_gradient(scale_rows),
+        ),
+        "after": (clamped, expected_gradient(lambda g: g.clamp(max=2.5))),
+        "norm": (
+            gradient(lambda p: p.register_hook(lambda g: g / g.norm()), before=False),
+            expected_gradient(lambda g: g / g.norm()),
+        ),
+        "returns nothing": (
+            gradient(lambda p: p.register_hook(lambda g: None), False),
+            expected_gradient(lambda g: g),
+        ),
+        "removed": (
+            gradient(lambda p: p.register_hook(scale_rows).remove(), before=True),
+            expected_gradient(lambda g: g),
+        ),
+    }
+    return [f"{name}: {got} {exp}" for name, (got, exp) in cases.items() if not torch.allclose(got, exp)]
+
+
+@two.finds([("DTensor", 1), ("DTensor", 1)])
+def a_post_accumulate_hook_gets_the_sharded_parameter_once() -> list[tuple[str, int]]:
+    found = []
+    for before in (True, False):
+        seen: list[str] = []
+
+        def note(param: Tensor, seen: list[str] = seen) -> None:
+            seen.append(type(param).__name__)
+            assert isinstance(param.grad, DTensor)
+
+        gradient(lambda p: p.register_post_accumulate_grad_hook(note), before)
+        found.append((*set(seen), len(seen)))
+    return found
+
+
+@two.finds(True)
+def a_handle_from_before_still_removes_its_hook() -> bool:
+    module = linear()
+    handle = module.weight.register_hook(lambda g: g * 10)
+    fully_shard(module, mesh=cpu_mesh())
+    for _ in range(2):
+        module(torch.ones(1, 6)).sum().backward()
+        handle.remove()
+    return torch.equal(module.weight.grad.full_tensor(), torch.full((5, 6), 11.0))
+
+
+@two.finds("weight")
+def a_hook_that_returns_a_plain_tensor_is_refused_by_name() -> str:
+    try:
+        gradient(lambda p: p.register_hook(lambda g: torch.zeros(5, 6)), before=False)
+    except WrongTypeError as error:
+        return "weight" if "'weight'" in str(error) else str(error)
+    return "no error"
+
+
+# --- Writes while whole ------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "fill": lambda weight: weight.fill_(1.0),
+    "a part": lambda weight: weight[1:3].mul_(2.0),
+    "init": lambda weight: nn.init.constant_(weight, 0.5),
+    "copy": lambda weight: weight.copy_(torch.arange(30.0).view(5, 6)),
+    "through detach": lambda weight: weight.detach().zero_(),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 3.0),
+}
+
+
+def forwards(module: Any) -> None:
+    module(torch.ones(2, 6))
+
+
+def unshards(module: Any) -> None:
+    module.unshard()
+
+
+MAKE_WHOLE = {"unshard": unshards, "forward": forwards}
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "columns": {"shard_placement_fn": lambda param: Shard(1)},
+    "bf16": {"policy": {"param_dtype": torch.bfloat16}},
+}
+
+
+@two.finds([])
+def writes_to_a_whole_parameter_reach_the_shard_and_nothing_else_changes() -> Messages:
+    wrong = []
+    for how, options in HOW.items():
+        for make, make_whole in MAKE_WHOLE.items():
+            for name, write in WRITES.items():
+                module, expected = ours(linear(), **options), linear().weight.detach().clone()
+                before = expected.clone()
+                make_whole(module)
+                with torch.no_grad():
+                    write(module.weight)
+                    write(expected)
+                module.reshard()
+                if how == "bf16":  # only what was written is rounded
+                    expected = torch.where(expected == before, before, write_in_bf16(write, before))
+                if not torch.equal(whole(module), expected):
+                    wrong.append(f"{how}, {make}, {name}: {whole(module)} {expected}")
+    return wrong
+
+
+@torch.no_grad()
+def write_in_bf16(write: Callable[[Tensor], Any], before: Tensor) -> Tensor:
+    rounded = before.to(torch.bfloat16)
+    write(rounded)
+    return rounded.float()
+
+
+@two.finds([])
+def writes_before_an_optimizer_step_are_kept_and_later_ones_are_said_to_be_lost() -> Messages:
+    module, plain = ours(linear()), linear()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (module, plain)]
+    forwards(module)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        plain.weight.fill_(1.0)
+    for shard in (optimizers[0].param_groups[0]["params"][0], plain.weight):
+        shard.grad = torch.ones_like(shard)
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad(), caught() as messages:
+        module.weight.fill_(7.0)
+        module.reshard()
+    wrong = other_than(messages, ("'weight'", "optimizer step", "lost", "reshard()"))
+    return wrong if torch.equal(whole(module), plain.weight) else [*wrong, str(whole(module))]
+
+
+@two.finds([False] * 4)
+def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
+    found = []
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        module = ours(linear())
+        with context:
+            module(torch.ones(2, 6))
+        module.requires_grad_(False)
+        module.reshard()
+        found.append(module.weight.requires_grad)
+        module(torch.ones(2, 6))
+    return [*found, module.weight.requires_grad]
+
+
+# --- Forwards that no backward follows ---------------------------------------------------------------------
+
+
+@two.finds([])
+def after_a_forward_without_gradients_the_root_has_its_shards_and_clipping_sees_all_gradients() -> Messages:
+    wrong = []
+    for without in (torch.no_grad, torch.inference_mode):
+        model, plain = wrap(fresh(models.stem), ours), fresh(models.stem)
+        for rank in range(2):
+            inputs = plain.inputs(4, 0)
+            (plain(inputs[0].chunk(2)[rank]).sum() / 2).backward()
+        model(*map(rank_rows, inputs)).sum().backward()
+        with without():
+            model(*inputs)
+        wrong += [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, plain)]
+        if not torch.allclose(norms[0].full_tensor(), norms[1]):
+            wrong.append(f"norms {norms}")
+    return wrong
+
+
+# --- Parameters that are replaced or deleted ---------------------------------------------------------------
+
+
+def assign(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(5, 6))
+
+
+def delete(module: nn.Module) -> None:
+    del module.weight
+
+
+def set_to_none(module: nn.Module) -> None:
+    module.weight = None
+
+
+@two.finds([])
+def a_parameter_replaced_or_deleted_after_the_first_forward_is_refused_by_name() -> Messages:
+    wrong = []
+    for change, said in ((assign, "(5, 6)"), (delete, "nothing"), (set_to_none, "nothing")):
+        module = ours(linear(), reshard_after_forward=True)
+        forwards(module)
+        change(module)
+        try:
+            forwards(module)
+            wrong.append(f"{change.__name__}: no error")
+        except StateError as error:
+            words = ("'weight'", "Linear.weight", said, "copy_")
+            wrong += [f"{change.__name__}: {error}"] if not all(word in str(error) for word in words) else []
+    return wrong
+
+
+@two.finds([])
+def a_parameter_replaced_while_it_is_whole_comes_back_with_a_warning() -> Messages:
+    wrong = []
+    for change in (assign, set_to_none):
+        module = ours(linear())
+        before = whole(module)
+        module.unshard()
+        with caught() as messages:
+            change(module)
+            module.reshard()
+        wrong += other_than(messages, ("'weight'", "Linear.weight", "lost", "copy_"))
+        wrong += [] if torch.equal(whole(module), before) else [f"{whole(module)}"]
+    return wrong
+
+
+# --- Embeddings that shorten rows --------------------------------------------------------------------------
+
+
+@two.finds([])
+def max_norm_is_warned_of_by_name_and_takes_effect_on_the_ranks_own_rows() -> Messages:
+    model = nn.Sequential(nn.Embedding(4, 8, max_norm=1.0), nn.EmbeddingBag(4, 8), nn.Embedding(4, 8))
+    with caught() as messages:
+        ours(model[0])
+        ours(model)
+    model[0](torch.arange(4)).sum().backward()
+    model[0].reshard()
+    short = bool((whole(model[0]).norm(dim=1) < 1.001).all())
+    return other_than(messages, ("'weight'", "Embedding", "max_norm=1.0")) + ([] if short else ["long"])
+
+
+test_on_two_ranks = two.test()
