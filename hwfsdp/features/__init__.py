@@ -25,6 +25,7 @@ class in `module`. The other features work as before. A call that asks for the f
     module              the class that every sharded module gets
     arguments           types of arguments
     lookup              look-ups that several features need
+    compat              the private corners of torch's autograd
 
     switch              replaces torch's public names by ours, for programs that import them from torch
 
@@ -44,6 +45,8 @@ class in `module`. The other features work as before. A call that asks for the f
     param_meshes        parameters that are sharded over their own mesh
     recovery            repairs the states that an exception leaves behind
     finalization        backwards that the caller ends
+    entries             backwards that enter a module in another way than through its outputs
+    freed               explains reads of parameters that are freed or sharded
     advice              warns once about mistakes that run, but do not train
     torch_view          torch's names for attributes that its pipelines, and some programs, read
     pipelines           checks of modules that run in a stage of torch's pipelines
@@ -68,6 +71,8 @@ FEATURES = (
     "param_meshes",
     "recovery",
     "finalization",
+    "entries",
+    "freed",
     "advice",
     "torch_view",
     "pipelines",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp import compat
@@ -15,6 +16,14 @@ from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import UsageError
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
+
+OWNER = "_hwfsdp_param"  # attribute of a whole parameter: a weak reference to its `FSDPParam`
+
+
+def parameter_of(whole: Tensor) -> Any:
+    """Return the `FSDPParam` of a whole parameter; None for any other tensor."""
+    owner = getattr(whole, OWNER, None)
+    return owner and owner()
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
