@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
-AccumulateGrad: Any = getattr(
-    torch._C._functions, "AccumulateGrad"
-)  # noqa: B009  (not declared): the node that adds a gradient to a leaf, its `variable`
+# The node that adds a gradient to a leaf, its `variable`. torch does not declare it.
+AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
 _GRAD: Any = torch.Tensor.grad  # the property
 
 

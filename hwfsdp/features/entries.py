@@ -194,8 +194,8 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
 
 def owner(node: Node) -> EnteredState | None:
     """Return the state whose parameter gets its gradient from this node; None if there is none."""
-    param: Any = parameter_of(node.variable) if isinstance(node, compat.AccumulateGrad) else None
-    return None if param is None else param.schedule
+    param = parameter_of(node.variable) if isinstance(node, compat.AccumulateGrad) else None
+    return getattr(param, "schedule", None)
 
 
 def forwards_with_frozen() -> list[tuple[range, EnteredState]]:
