@@ -251,7 +251,7 @@ class SteeredModule(MethodsOfState):
             f"copy or pickle of {type(self).__name__}",
             expected="a module that is not sharded",
             got="one whose parameters, hooks and buffers in flight belong to a group of this process",
-            remedy="Save its state instead: hwfsdp.checkpoint.save(path, model=model), or torch.save of state_dict(). Load it into a "
+            remedy="Save its state instead: hwfsdp.checkpoint.save(model.state_dict(), path). Load it into a "
             "model that is built and sharded in the same way.",
         )
 
