@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pickle import PicklingError
 from typing import Self
 
 from hwfsdp.core.errors import FSDPError as FSDPError
@@ -48,6 +49,14 @@ class RefusedStateError(StateError, AssertionError):
 
 class RuntimeRefusedError(UsageError, RuntimeError):
     """A module or mesh that torch answers with a RuntimeError."""
+
+
+class MissingParameterError(UsageError, AttributeError):
+    """A sharded parameter that its module no longer has, which torch answers with an AttributeError."""
+
+
+class CopyRefusedError(UsageError, TypeError, PicklingError):
+    """A copy or a pickle of a sharded module."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

@@ -11,9 +11,9 @@ A feature is a module with one or more of five functions:
 
 A feature may also add methods to sharded modules. Then it has a class from which `module.FSDPModule` derives.
 
-The heart does not know the features, and the features do not import each other, with three exceptions: `hybrid_sharding` builds on
-`reductions`, `smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. Some features look for an
-attribute that another feature may have set: for example, `finalization` and `recovery` look for the partial gradients of
+The heart does not know the features, and the features do not import each other, with four exceptions: `hybrid_sharding` builds on
+`reductions`, `smaller_mesh` on `hybrid_sharding`, `finalization` on `recovery`, and `freed` on `param_changes`. Some features look
+for an attribute that another feature may have set: for example, `finalization` and `recovery` look for the partial gradients of
 `hybrid_sharding`.
 
 To take a feature out, first take out the features that are built on it. Then delete its file, its name in `FEATURES`, and its
@@ -25,6 +25,7 @@ class in `module`. The other features work as before. A call that asks for the f
     module              the class that every sharded module gets
     arguments           types of arguments
     lookup              look-ups that several features need
+    compat              the private corners of torch's autograd
 
     switch              replaces torch's public names by ours, for programs that import them from torch
 
@@ -46,6 +47,8 @@ class in `module`. The other features work as before. A call that asks for the f
     recovery            repairs the states that an exception leaves behind
     finalization        backwards that the caller ends
     containers          containers that a module gets as arguments and may write into
+    entries             backwards that enter a module in another way than through its outputs
+    freed               explains reads of parameters that are freed or sharded
     advice              warns once about mistakes that run, but do not train
     torch_view          torch's names for attributes that its pipelines, and some programs, read
     pipelines           checks of modules that run in a stage of torch's pipelines
@@ -72,6 +75,8 @@ FEATURES = (
     "recovery",
     "finalization",
     "containers",
+    "entries",
+    "freed",
     "advice",
     "torch_view",
     "pipelines",

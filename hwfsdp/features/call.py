@@ -47,7 +47,7 @@ class Call:
         ranks: the ranks over which parameters are sharded.
         found: the parameters to shard.
         meshes, layouts, policies: one for each parameter found.
-        home: where shards live. make_form, make_param, make_group: make the form of each parameter, the parameter, and the group.
+        home: where shards live. make_param, make_form, make_group: make each parameter, its form, and the group.
         states: classes whose methods run before the methods of the heart's `FSDPState`, the outermost first.
     """
 
@@ -68,8 +68,8 @@ class Call:
     layouts: list[Layout] = field(default_factory=list)
     policies: list[MixedPrecisionPolicy] = field(default_factory=list)
     home: Home = field(default_factory=Home)
-    make_form: Callable[[FSDPParam], Form] = Form
     make_param: type[FSDPParam] = FSDPParam
+    make_form: Callable[[FSDPParam], Form] = Form
     make_group: Callable[[list[FSDPParam], ShardMesh, FSDPCommContext], ParamGroup] = ParamGroup
     states: list[type] = field(default_factory=list)
     module_class: type[FSDPModule] = FSDPModule

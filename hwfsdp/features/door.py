@@ -107,7 +107,7 @@ def shard(call: Call) -> FSDPState:
     """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
     move_to(call.ranks.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.ranks.device.type)
-    params = [
+    params: list[FSDPParam] = [
         call.make_param(param, places, fqn, policy, layout, call.home, call.make_form)
         for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
     ]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,11 +18,16 @@ from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import UsageError
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
-
 IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has excluded from sharding
 # A parameter that modules have in place of the sharded one, such as the whole one → a weak reference to its FSDPParam. Sharded
 # parameters must not be keys: torch cannot convert a DTensor to which there are weak references.
 STAND_INS: Any = WeakIdKeyDictionary()
+
+
+def parameter_of(whole: Tensor) -> Any:
+    """Return the `FSDPParam` of a parameter that modules had in place of the sharded one; None for any other tensor."""
+    owner = STAND_INS.get(whole)
+    return owner and owner()
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from hwfsdp.core import compat, observer, wrap
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.core.state import Args, FSDPState, Kwargs, state_of
 from hwfsdp.core.streams import StreamEvent
-from hwfsdp.errors import RefusedError, UsageError, WrongTypeError
+from hwfsdp.errors import CopyRefusedError, RefusedError, RuntimeRefusedError, UsageError, WrongTypeError
+from hwfsdp.features import compat as features_compat
 from hwfsdp.features.call import Call
 from hwfsdp.features.lookup import MethodsOfState, checked_state
 
@@ -83,6 +84,11 @@ class SteeredState(FSDPState):
 
     def before_unshard(self) -> None:
         """Called before the user gathers by hand, outside the schedule."""
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if features_compat.is_traced():
+            raise not_compiled(f"trace or export of {self.fqn or 'the root module'}")
+        return super().begin_iteration(args, kwargs)
 
     def become_root(self) -> None:
         super().become_root()
@@ -238,6 +244,37 @@ class SteeredModule(MethodsOfState):
             got="one whose parameters, hooks and buffers in flight belong to a group",
             remedy="Copy before fully_shard, or build a second model and load this one's state_dict.",
         )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyRefusedError(
+            f"copy or pickle of {type(self).__name__}",
+            expected="a module that is not sharded",
+            got="one whose parameters, hooks and buffers in flight belong to a group of this process",
+            remedy="Save its state instead: hwfsdp.checkpoint.save(model.state_dict(), path). Load it into a "
+            "model that is built and sharded in the same way.",
+        )
+
+    def share_memory(self) -> NoReturn:
+        """Refuse: a DTensor has no memory that processes could share."""
+        raise RuntimeRefusedError(
+            f"share_memory of {type(self).__name__}",
+            expected="a module that is not sharded",
+            got="one with DTensors, whose memory belongs to one rank",
+            remedy="Call it before fully_shard.",
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks for it
+        raise not_compiled(f"torch.jit.script of {type(self).__name__}")
+
+
+def not_compiled(subject: str) -> RuntimeRefusedError:
+    """Make the error of a compiler that does not run the hooks of `fully_shard`."""
+    return RuntimeRefusedError(
+        subject,
+        expected="a module that is not sharded",
+        got="one whose hooks gather and free parameters",
+        remedy="Load its state into a model that is not sharded, and compile or export this one. For training, use torch.compile.",
+    )
 
 
 def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:

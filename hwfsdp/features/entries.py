@@ -1,0 +1,204 @@
+"""Backwards that enter a module in another way than through its outputs. Seam: the state.
+
+Hooks on a module's outputs tell the schedule that the module's backward begins. But a backward can also begin inside a module: at
+a tensor that was kept from its forward, such as an auxiliary loss or a cache; at an output in an object of an unknown class; or in
+the graph that an earlier backward made (`create_graph=True`). Without this feature, autograd would read freed parameters, or
+nobody would reduce the gradients.
+
+So before each backward, this feature walks over the graph, from the tensors where the backward begins to the outputs of the
+outermost module. Usually these are the few nodes of a loss. A node on this walk that uses a parameter calls pre-backward.
+
+Below the outputs, the hooks of the schedule suffice, with two exceptions, in which the walk covers the whole graph (about 1 µs
+per node): a module returned an object of an unknown class; or a module ran twice, because its second forward may have used
+tensors of its first one.
+
+Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
+nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.utils.rnn import PackedSequence
+
+from hwfsdp.core.compat import base_of_view, in_backward, in_transforms
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.iteration import Phase
+from hwfsdp.core.precision import map_tensors, tensors_with_grad
+from hwfsdp.core.state import FSDPState
+from hwfsdp.features import compat
+from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import parameter_of
+
+# keys in the metadata of nodes
+OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"
+PLAIN = (Tensor, PackedSequence, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+# The result of these operations has the memory of their input. Others compute new memory, which stays.
+VIEW = re.compile(
+    r"(T|Transpose|Permute|View|UnsafeView|ViewAs\w+|Reshape\w*|AsStrided|Select|Slice|Narrow|Split\w*|Chunk|Unbind|Expand|Squeeze"
+    r"|Unsqueeze|Diagonal|Unfold|Alias|Flatten|Movedim|SwapAxes)Backward"
+)
+LAZY = (Iterator, AsyncIterator, Awaitable)
+
+_with_frozen: WeakSet[EnteredState] = WeakSet()
+
+
+def choose(call: Call) -> None:
+    """Let states mark their outputs. Walk before each backward from now on."""
+    call.states.append(EnteredState)
+    compat.watch_backwards(before=watch_entries)
+
+
+def joined(call: Call, state: FSDPState) -> None:
+    """Let parameters lead to their state."""
+    for group in state.groups:
+        for param in group.params:
+            vars(param)["schedule"] = state
+
+
+class EnteredState(FSDPState):
+    """A state whose backward may begin anywhere.
+
+    Attributes:
+        hid_outputs: True if the module has returned an object of an unknown class since the last backward.
+        forwards: the numbers of the nodes that its last forwards made, if the group has frozen parameters.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.hid_outputs, self._began = False, 0
+        self.forwards: deque[range] = deque(maxlen=4)
+        super().__init__(*args)
+
+    def enter_forward(self) -> list[ParamGroup]:
+        self._began = compat.next_node_number()
+        return super().enter_forward()
+
+    def end_forward(self, output: Any) -> None:
+        """Do not free parameters that the caller may still read: a part of the output, or what a generator computes with."""
+        group = self.group
+        stays = group is not None and (isinstance(output, LAZY) or has_parameter(output))
+        if group is None or not stays:
+            super().end_forward(output)
+        else:
+            frees, group.reshard_after_forward = group.reshard_after_forward, False
+            try:
+                super().end_forward(output)
+            finally:
+                group.reshard_after_forward = frees
+        if torch.is_grad_enabled():
+            self.hid_outputs |= may_hide_tensors(output)
+            if group is not None and any(not param.sharded_param.requires_grad for param in group.params):
+                _with_frozen.add(self)
+                self.forwards.append(range(self._began, compat.next_node_number()))
+
+    def end_iteration_forward(self, output: Any) -> Any:
+        """Mark the nodes that made the outputs of the outermost module."""
+        output = super().end_iteration_forward(output)
+        if torch.is_grad_enabled() and not in_backward():
+            for tensor in tensors_with_grad(output):
+                for made in (tensor, base_of_view(tensor)):
+                    if made is not None and made.grad_fn is not None:
+                        compat.notes_of(made.grad_fn)[OUTPUT] = self
+        return output
+
+    def finish_states(self) -> None:
+        super().finish_states()
+        for state in self.root.states:
+            vars(state)["hid_outputs"] = False
+
+    def is_entered_below(self) -> bool:
+        """True if a backward may enter a module below the outputs of the outermost module, but not through outputs of its own."""
+        ran = self.comm_ctx.post_forward_order
+        return len(ran) > len({*ran}) or any(getattr(s, "hid_outputs", False) for s in self.root.states)
+
+    def enter(self, *_: Any) -> None:
+        """Call pre-backward, unless the module is in its backward already."""
+        if self.phase in (Phase.IDLE, Phase.POST_BACKWARD):
+            self.pre_backward()
+
+
+def may_hide_tensors(output: Any) -> bool:
+    """True if `output` has an object of a class that `core.precision.map_tensors` does not know."""
+    if isinstance(output, PLAIN):
+        return False
+    if isinstance(output, dict):
+        return any(map(may_hide_tensors, output.values()))
+    if isinstance(output, list | tuple):
+        return any(map(may_hide_tensors, output))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return any(
+            map(may_hide_tensors, (getattr(output, field.name, None) for field in dataclasses.fields(output)))
+        )
+    return True
+
+
+def has_parameter(output: Any) -> bool:
+    """True if `output` has the whole parameter of a sharded module, or a view of one."""
+    found = False
+
+    def look(tensor: Tensor) -> Tensor:
+        nonlocal found
+        base = base_of_view(tensor)
+        found |= parameter_of(tensor if base is None else base) is not None
+        return tensor
+
+    map_tensors(look, output)
+    return found
+
+
+# --- The walk ------------------------------------------------------------------------------------------------
+
+
+def watch_entries(begin: Iterable[Node]) -> None:
+    """Let nodes call pre-backward: those that use parameters, and that a backward from the nodes `begin` may reach first."""
+    if in_backward() or in_transforms():
+        return
+    frozen = forwards_with_frozen()
+    views: dict[Node, EnteredState] = {}  # nodes that made a view of a parameter → the parameter's state
+    for node in walk(begin):
+        children = [child for child, _ in node.next_functions if child is not None]
+        used = [state for child in children if (state := views.get(child) or owner(child)) is not None]
+        if used and VIEW.match(node.name()):
+            views[node] = used[0]
+        number = compat.number_of(node) if frozen else 0
+        used += [state for made, state in frozen if number in made]
+        if used and compat.notes_of(node).setdefault(ENTRY, used) is used:
+            for state in dict.fromkeys(used):  # on every rank in the same order
+                node.register_prehook(state.enter)
+
+
+def walk(begin: Iterable[Node]) -> Iterator[Node]:
+    """Yield each node that leads from `begin` to the outputs of an outermost module, after the nodes to which it leads."""
+    stack = [(node, False) for node in begin]
+    seen = set[Node]()
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            state = compat.notes_of(node).get(OUTPUT)
+            if state is None or state.is_entered_below():
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+
+
+def owner(node: Node) -> EnteredState | None:
+    """Return the state whose parameter gets its gradient from this node; None if there is none."""
+    param = parameter_of(node.variable) if isinstance(node, compat.AccumulateGrad) else None
+    return getattr(param, "schedule", None)
+
+
+def forwards_with_frozen() -> list[tuple[range, EnteredState]]:
+    """Return the numbers of the nodes that forwards with frozen parameters made, with their states, in the order of these forwards."""
+    found = [(forward, state) for state in _with_frozen for forward in state.forwards]
+    return sorted(found, key=lambda each: each[0].start)

@@ -1,0 +1,284 @@
+"""Backwards that enter a module inside, and reads of freed or sharded parameters: right gradients, or one error with names."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hwfsdp import StateError
+from hwfsdp.errors import CopyRefusedError, MissingParameterError, RuntimeRefusedError, UnsupportedError
+from oracles import ours
+from together import Together
+
+
+class Hidden:
+    """An object of a class that nobody knows."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Block(nn.Module):
+    """Keeps a tensor of its forward, and adds to a cache if it gets one. `norm` is read elementwise in the backward."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm = nn.Parameter(torch.rand(8) + 0.5)
+        self.up.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor, cache: Hidden | None = None) -> Tensor:
+        self.kept = (self.up(x) * self.norm).tanh()
+        before = cache.value.setdefault(id(self), []) if cache else []
+        total = sum(before, self.kept)
+        before.append(self.kept)
+        return x + self.down(total)
+
+
+class Hiding(Block):
+    def forward(self, x: Tensor, cache: Hidden | None = None) -> Any:
+        return Hidden([Hidden(super().forward(x))])
+
+
+class Lazy(Block):
+    def forward(self, x: Tensor, cache: Hidden | None = None) -> Any:
+        yield super().forward(x)
+
+
+class GivesWeight(nn.Module):
+    """Returns its weight, or a view of it; its caller computes with it."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.weight, self.view = nn.Parameter(torch.rand(6, 6)), view
+
+    def forward(self, x: Tensor, cache: Hidden | None = None) -> Any:
+        return self.weight.t() if self.view else self.weight
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: Hidden | None = None) -> Tensor:
+        for block in self.blocks:
+            out = block(x, cache)
+            if isinstance(block, Hiding):
+                out = out.value[0].value
+            elif isinstance(block, Lazy):
+                out = next(out)
+            x = F.linear(x, out) if isinstance(block, GivesWeight) else out
+        return self.head(x)
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+
+
+def output(model: Any) -> Tensor:
+    return model(inputs())
+
+
+def kept(model: Any) -> Tensor:
+    model(inputs())
+    return model.blocks[1].kept
+
+
+def kept_of_an_earlier_forward(model: Any) -> Tensor:
+    earlier = kept(model)
+    return torch.cat([model(2 * inputs()).view(-1), earlier.view(-1)])
+
+
+def after_a_backward(model: Any) -> Tensor:
+    model(inputs()).sum().backward(retain_graph=True)
+    return model.blocks[1].kept
+
+
+def cached(model: Any) -> Tensor:
+    cache = Hidden({})
+    model(inputs(), cache)
+    return model(2 * inputs(), cache)
+
+
+def penalty(model: Any) -> Tensor:
+    x = inputs().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return grad
+
+
+def curvature(model: Any) -> Tensor:
+    x = inputs().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), x, create_graph=True)[0]
+
+
+Make = Callable[[], nn.Module]
+CASES: dict[str, tuple[Make, Callable[[Any], Tensor]]] = {
+    "kept": (lambda: Net(Block(), Block(), Block()), kept),
+    "kept of a forward with frozen weights": (lambda: Net(Block(), Block(frozen=True)), kept),
+    "kept of an earlier forward": (lambda: Net(Block(), Block()), kept_of_an_earlier_forward),
+    "kept, after a backward": (lambda: Net(Block(), Block()), after_a_backward),
+    "in unknown objects": (lambda: Net(Hiding(), Hiding()), output),
+    "from generators": (lambda: Net(Lazy(), Lazy()), output),
+    "through a cache": (lambda: Net(Block(), Block()), cached),
+    "gradient penalty": (lambda: Net(Block(), Block()), penalty),
+    "penalty of a gradient penalty": (lambda: Net(Block(), Block()), curvature),
+    "a returned weight": (lambda: Net(GivesWeight(view=False), Block()), output),
+    "a view of a returned weight": (lambda: Net(GivesWeight(view=True), Block()), output),
+}
+
+
+def wrong_gradients(case: str, reshard: bool | None) -> list[str]:
+    """Take three steps with and without sharding. Every rank has the same inputs. Name the gradients that differ."""
+    make, values = CASES[case]
+    torch.manual_seed(0)
+    plain = make()
+    model: Any = copy.deepcopy(plain)
+    for block in model.blocks:
+        ours(block)
+    ours(model, reshard_after_forward=reshard)
+    found = []
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            values(each).square().sum().backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            grad = None if q.grad is None else q.grad.full_tensor()
+            if (p.grad is None) != (grad is None):
+                found.append(f"{name}: {grad} instead of {p.grad}")
+            elif p.grad is not None and grad is not None and not torch.allclose(grad, p.grad, 1e-4, 1e-5):
+                found.append(f"{name}: {grad} instead of {p.grad}")
+    return found
+
+
+two = Together(2)
+for _case in CASES:
+    for _reshard in (None, True):
+        two.add(f"{_case}, {_reshard}", functools.partial(wrong_gradients, _case, _reshard), [])
+
+
+# --- Errors --------------------------------------------------------------------------------------------------
+
+
+def sharded(*modules: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(*modules)
+    for module in model:
+        ours(module)
+    return ours(model)
+
+
+def said(error: type[Exception], action: Callable[[], Any], *words: str) -> list[str]:
+    """Return the words that are missing in the error of an action."""
+    with pytest.raises(error) as caught:
+        action()
+    return [f"{word!r} not in {caught.value}" for word in words if word not in str(caught.value)]
+
+
+@two.finds([])
+def a_freed_parameter_is_named_in_place_of_torchs_error_or_a_crash() -> list[str]:
+    model, weights = sharded(nn.Linear(4, 4), nn.Linear(4, 4)), []
+    handle = model[1].register_forward_pre_hook(lambda module, _: weights.append(module.weight))
+    model(torch.ones(2, 4))
+    handle.remove()
+    (weight,) = weights
+    reads = [lambda: F.linear(torch.ones(1, 4), weight), lambda: weight + 1, lambda: weight[0, 0].item()]
+    found = [m for read in reads for m in said(StateError, read, "'1.weight' of group '1'", "clone()")]
+    described = [repr(weight), tuple(weight.shape), weight.dtype, weight.grad]
+    expected = ["<freed parameter '1.weight' of shape (4, 4)>", (4, 4), torch.float32, None]
+    model.unshard()
+    model[1].unshard()
+    return (
+        found + [str(described)] * (described != expected) + ["stays refused"] * (weight.sum().isnan().item())
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.head(x), self.embed.weight)
+
+
+@two.finds([])
+def a_parameter_of_another_group_is_named_where_a_forward_reads_its_shard() -> list[str]:
+    attention = nn.MultiheadAttention(4, 2)
+    ours(attention.out_proj)
+    ours(attention)
+    tied = Tied()
+    ours(tied.embed)
+    ours(tied)
+    x = torch.ones(1, 4)
+    return [
+        *said(
+            RuntimeError,
+            lambda: attention(x, x, x),
+            "'out_proj.weight' of group 'out_proj'",
+            "fully_shard([a, b])",
+        ),
+        *said(
+            RuntimeError, lambda: tied(x), "parameter 'embed.weight' of group 'embed'", "(3) Another module"
+        ),
+    ]
+
+
+class Triangle(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu()
+
+
+@two.finds([])
+def what_takes_a_parameter_away_before_the_first_forward_is_named() -> list[str]:
+    def first_forward(change: Callable[[Any], Any]) -> Callable[[], Any]:
+        model = sharded(nn.Linear(4, 4))
+        change(model[0])
+        return lambda: model(torch.ones(1, 4))
+
+    other = {"0.weight": torch.ones(4, 4)}
+    functional = functools.partial(torch.func.functional_call, sharded(nn.Linear(4, 4)), other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # weight_norm is deprecated
+        normed = first_forward(nn.utils.weight_norm)
+    by = functools.partial(said, MissingParameterError)
+    return [
+        *by(
+            first_forward(lambda m: parametrize.register_parametrization(m, "weight", Triangle())),
+            "'0.weight'",
+            "a parametrization",
+        ),
+        *by(first_forward(lambda m: delattr(m, "bias")), "'0.bias'", "got none"),
+        *by(first_forward(lambda m: setattr(m, "bias", None)), "'0.bias'", "got none"),
+        *by(lambda: functional((torch.ones(1, 4),)), "'0.weight'", "functional_call"),
+        *by(normed, "'0.weight'", "weight_norm"),
+    ]
+
+
+@two.finds([])
+def copies_pickles_traces_and_sparse_gradients_are_refused_with_a_remedy() -> list[str]:
+    model, x = sharded(nn.Linear(4, 4)), torch.ones(1, 4)
+    table = ours(nn.Embedding(4, 4, sparse=True))
+    return [
+        *said(CopyRefusedError, lambda: copy.copy(model[0]), "FSDPLinear", "state_dict"),
+        *said(pickle.PicklingError, lambda: pickle.dumps(model), "FSDPSequential", "state_dict"),
+        *said(RuntimeRefusedError, model.share_memory, "before fully_shard"),
+        *said(RuntimeRefusedError, lambda: torch.jit.script(model), "torch.compile"),
+        *said(RuntimeRefusedError, lambda: torch.jit.trace(model, (x,)), "torch.compile"),
+        *said(
+            UnsupportedError, lambda: table(torch.tensor([1])).sum().backward(), "'weight'", "sparse=False"
+        ),
+    ]
+
+
+test_a_backward_gives_the_unsharded_gradients_or_an_error_says_what_to_do = two.test()
