@@ -74,6 +74,25 @@ def fully_shard(
         StateError: there is no process group.
 
         After any of these errors, the module is unchanged: all checks come first.
+
+    Example::
+
+        import torch
+        from torch import nn
+        from hwfsdp import fully_shard, launch
+
+        def train():
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+            for layer in model:
+                fully_shard(layer)              # blocks first: one group each
+            fully_shard(model)                  # then the root
+            optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            return tuple(model[0].weight.shape), tuple(model[0].weight.to_local().shape)
+
+        if __name__ == "__main__":
+            assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
     modules: list[Any] = [*cast(Any, module)] if several else [module]
