@@ -245,7 +245,7 @@ def _meet_once_more(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 UNDER_TORCHRUN = "hwfsdp-torchrun://"
-register_rendezvous_handler(UNDER_TORCHRUN.removesuffix("://"), _meet_once_more)  # type: ignore[no-untyped-call]
+register_rendezvous_handler(UNDER_TORCHRUN.removesuffix("://"), _meet_once_more)
 
 
 def limit_collectives(seconds: float) -> None:
