@@ -186,9 +186,8 @@ def default_store_below(prefix: str) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, default_store())
 
 
-def default_store_by_itself() -> Any:
-    """Return the same store over a separate connection, for a thread that waits. None if torch or the store cannot copy it."""
-    store = default_store()
+def store_by_itself(store: Any) -> Any:
+    """Return a store over a separate connection, for a thread that waits. None if torch or the store cannot copy it."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):

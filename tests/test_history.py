@@ -238,14 +238,15 @@ def test_one_rank_alone_notes_nothing() -> None:
     assert [rank["alone"] for rank in noted()] == [([], [], set())] * 4
 
 
-def test_the_users_collectives_are_noted_while_recording_and_numbered_with_fsdps() -> None:
+def test_the_users_collectives_are_noted_once_while_recording_or_not_and_numbered_with_fsdps() -> None:
     for rank, found in enumerate(noted()):
         broadcast = [("broadcast of [0, 2]", 1, 0, State.DONE)] if rank in (0, 2) else []
         everyone = "all_reduce of [0, 1, 2, 3]", "all_gather of [0, 1, 2, 3]"
         assert found["of the user"] == [
             (everyone[0], 1, 0, State.DONE),
+            (everyone[0], 2, 0, State.DONE),
             *broadcast,
-            (everyone[1], 2, 1, State.DONE),
+            (everyone[1], 3, 1, State.DONE),
         ]
 
 

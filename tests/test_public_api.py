@@ -32,6 +32,14 @@ def test_public_names_are_sorted_and_exist_and_have_docstrings() -> None:
         assert not isinstance(value, ModuleType) and inspect.getdoc(value), name
 
 
+@pytest.mark.parametrize("name", ["fully_shard", "launch", "record"])
+def test_the_example_of_a_docstring_runs(name: str) -> None:
+    text = (inspect.getdoc(getattr(hwfsdp, name)) or "").partition("Example::")[2]
+    code = inspect.cleandoc(text.partition("\nArgs:")[0])
+    assert "assert launch(" in code
+    exec(code, {"__name__": "__main__"})
+
+
 def test_a_comm_context_shows_its_streams_and_the_order_of_forwards() -> None:
     context = hwfsdp.FSDPCommContext("cpu")
     assert context.all_gather_stream is context.streams.all_gather

@@ -27,7 +27,7 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
-from hwfsdp.launcher import caller, worker
+from hwfsdp.launcher import caller, ranks, worker
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.launcher.ranks import run_ranks
 
@@ -124,6 +124,55 @@ def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tm
     assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
 
 
+def in_calls_of_its_own(folder: Path) -> None:
+    """Wait in a call of torch.distributed that no other rank makes. Rank 3 raises when all others wait."""
+    rank, pair = dist.get_rank(), dist.new_group([2, 3])
+
+    def announce() -> None:
+        while not worker.describe_wait():
+            threading.Event().wait(0.01)
+        (folder / str(rank)).touch()
+
+    threading.Thread(target=announce, daemon=True).start()
+    if rank == 0:
+        dist.all_reduce(torch.ones(2, 3))  # here 0
+    if rank == 1:
+        dist.broadcast_object_list([None], 0)  # here 1
+    if rank == 2:
+        work = dist.all_reduce(torch.ones(4), group=pair, async_op=True)
+        work.wait()  # here 2
+    if rank == 4:
+        operation = dist.P2POp(dist.irecv, torch.ones(5), 0)
+        dist.batch_isend_irecv([operation])[0].wait()  # here 4
+    if rank == 5:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()  # here 5
+    while len(list(folder.iterdir())) < 5:
+        threading.Event().wait(0.01)
+    worker.destroy_process_group = lambda: threading.Event().wait()  # type: ignore[assignment]  # keep connections
+    raise KeyError("lost")
+
+
+def test_the_table_names_the_users_own_call_in_which_each_rank_waits_its_shape_and_its_line(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RankError, match="rank 3 raised KeyError") as caught:
+        launch(in_calls_of_its_own, 6, tmp_path, timeout=90)
+    waits = {
+        0: "all_reduce (yours) of float32 [2, 3]",
+        1: "broadcast (yours) of int64 [1] (broadcast_object_list)",
+        2: "all_reduce (yours) of float32 [4] in ranks [2, 3]",
+        4: "recv (yours) of float32 [5] from 0 (batch_isend_irecv)",
+        5: "barrier (yours)",
+    }
+    text, lines = caught.value.table, Path(__file__).read_text().splitlines()
+    for rank, wait in waits.items():
+        line = 1 + next(number for number, line in enumerate(lines) if line.endswith(f"# here {rank}"))
+        assert f"test_ranks.py:{line}, in in_calls_of_its_own, waiting in {wait}\n" in f"{text}\n"
+    rows = [line.split()[-6:] for line in text.splitlines() if "all_reduce  (yours)  float32" in line]
+    assert ["–", "–", "–", "–", "–", "open"] in rows  # nobody waited for it, and it holds the barrier up
+
+
 def test_a_deadlock_is_reported_with_the_place_where_each_rank_waits() -> None:
     def wait_for_the_other() -> None:
         other = 1 - dist.get_rank()
@@ -131,7 +180,7 @@ def test_a_deadlock_is_reported_with_the_place_where_each_rank_waits() -> None:
         dist.recv(torch.ones(1), other)
 
     with pytest.raises(
-        RankError, match="rank 0 waiting in recv from 1; rank 1 waiting in recv from 0"
+        RankError, match="rank 0 waiting in recv from 1.*; rank 1 waiting in recv from 0"
     ) as caught:
         launch(wait_for_the_other, 2, timeout=2)
     assert caught.value.deadlock or sys.platform != "linux"
@@ -194,13 +243,65 @@ def test_the_error_of_a_result_that_cannot_be_unpickled_names_its_rank() -> None
         launch(give_back, 2, timeout=60)
 
 
-def test_unusable_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="1 or more"):
-        launch(os.getpid, 0)
-    with pytest.raises(UsageError, match="above 0 seconds"):
-        launch(os.getpid, 1, timeout=0)
-    with pytest.raises(RankError, match="'cpu' or 'cuda'"):
-        launch(os.getpid, 1, device="abacus", timeout=60)
+def generate() -> Any:
+    yield 1
+
+
+async def wait_for_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fn", "world_size", "options", "says", "kind"),
+    [
+        (2, os.getpid, {}, "a function; got 2 .int.. Pass the function first", TypeError),
+        (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
+        (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
+        (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
+        (os.getpid, 2.0, {}, "an int; got 2.0 .float.. Convert it", TypeError),
+        (os.getpid, True, {}, "an int; got True", TypeError),
+        (os.getpid, None, {}, "an int; got None", TypeError),
+        (os.getpid, 0, {}, "1 or more; got 0", ValueError),
+        (os.getpid, -2, {}, "1 or more; got -2", ValueError),
+        (os.getpid, 1, {"timeout": "5"}, "a number of seconds, or None; got '5'", TypeError),
+        (os.getpid, 1, {"timeout": True}, "a number of seconds, or None; got True", TypeError),
+        (os.getpid, 1, {"timeout": 0}, "above 0 seconds; got 0", ValueError),
+        (os.getpid, 1, {"timeout": -1.5}, "above 0 seconds; got -1.5", ValueError),
+        (os.getpid, 1, {"timeout": float("inf")}, "a finite number .*Leave it out for no limit", ValueError),
+        (os.getpid, 1, {"timeout": float("nan")}, "a finite number", ValueError),
+        (os.getpid, 1, {"device": "abacus"}, "'cpu' or 'cuda'; got 'abacus'", ValueError),
+        (os.getpid, 1, {"device": "cuda:0"}, "Pass 'cuda' for GPUs .rank i runs on GPU i.", ValueError),
+        (os.getpid, 1, {"device": "cpu:0"}, "Pass 'cpu'", ValueError),
+        (os.getpid, 1, {"device": None}, "'cpu' or 'cuda'; got None", ValueError),
+        (
+            lambda lock: None,
+            1,
+            {"lock": threading.Lock()},
+            "argument lock of fn: .* can be pickled.*lock",
+            TypeError,
+        ),
+    ],
+)
+def test_unusable_arguments_are_refused_before_a_process_starts(
+    fn, world_size, options, says, kind, monkeypatch
+):
+    monkeypatch.setattr(ranks, "run_ranks", None)
+    with pytest.raises(UsageError, match=says) as caught:
+        launch(fn, world_size, **options)
+    assert isinstance(caught.value, kind)
+
+
+def test_cuda_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(UsageError, match="built without it. Install such a torch, or pass device='cpu'"):
+        launch(os.getpid, 1, device="cuda")
+
+
+def test_an_unusable_result_is_named() -> None:
+    with pytest.raises(
+        RankError, match="the result of the function: expected a value that can be pickled.*lock"
+    ):
+        launch(threading.Lock, 1, timeout=60)
 
 
 NO_DRIVER = """
@@ -256,8 +357,9 @@ SCRIPT = """
         model(torch.full((2, 4), scale)).sum().backward()
         return os.getpid(), float(model.weight.grad.full_tensor().sum())
 
-    results = launch(step, int(os.environ.get("WORLD_SIZE", 2)), 2.0, timeout=90)
-    assert [total for _, total in results] == [64.0, 64.0], results
+    for _ in range(8 if "RANK" in os.environ else 1):
+        results = launch(step, int(os.environ.get("WORLD_SIZE", 2)), 2.0, timeout=90)
+        assert [total for _, total in results] == [64.0, 64.0], results
     print("pids", *(pid for pid, _ in results), flush=True)
 """
 

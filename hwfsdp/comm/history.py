@@ -4,8 +4,9 @@ Ranks that call different collectives wait for each other until the timeout, or 
 So each rank notes its calls, and `divergence` compares the notes of all ranks. A note names the collective, its parameter
 group, its process group and its progress (`State`).
 
-`collectives` notes FSDP's collectives when it calls them. The user's collectives are noted while a recording is active. Messages
-between two ranks are not noted, and neither are the collectives in which ranks of hwfsdp agree on something.
+`collectives` notes FSDP's collectives when it calls them. The user's collectives are noted under `launch` (`users_calls`), and
+elsewhere while a recording is active. Messages between two ranks are not noted, and neither are the collectives in which ranks of
+hwfsdp agree on something.
 
 Note [A ring that outlives its rank]
     A killed rank cannot answer, and a rank that hangs may not answer. Under `launch`, the ring of each rank is in a file. The
@@ -74,7 +75,7 @@ class Call(NamedTuple):
         group: a name of the process group that is the same on all its ranks (`members_of`).
         op, dtype: such as "all_gather", "float32". nbytes: bytes of the whole tensor, as in `events`.
         owner: fqn of the parameter group, "" for the user's own collectives.
-        sees_users: True if a recording was active, so that the user's own collectives were noted, too.
+        sees_users: True if the user's own collectives were noted, too.
     """
 
     serial: int
@@ -155,7 +156,7 @@ class _Ring:
                 track.called_by_user += 1
                 owner, own_number = "", 0
             self.serial = serial = self.serial + 1
-        sees_users = int(events.active() is not None)
+        sees_users = int(notes_users or events.active() is not None)
         numbers = f"{serial} {called} {own_number} {sees_users}"
         text = f"w{numbers} {track.label} {op} {dtype} {nbytes} {owner}"
         at = serial % SLOTS * SLOT
@@ -163,9 +164,10 @@ class _Ring:
         return Note(self, serial)
 
 
-# by thread: the collective of FSDP that it issues or waits for now
+# by thread: the collective that it issues or waits for now, of FSDP or of the user (`users_calls`)
 waiting: dict[int, object] = {}
 _ring: _Ring | None = None
+notes_users = False  # True if `users_calls` notes the user's collectives
 _starting = threading.Lock()
 _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -181,10 +183,16 @@ def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dty
 
 
 def watch(call: Callable[[], Any], op: str, group: object, dtype: str, nbytes: int) -> Any:
-    """Return `call()`, a collective that a recording sees. Note it, unless it is a message between two ranks, or FSDP issues and notes it."""
-    if here.issuing is not None or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
+    """Return `call()`, a collective that a recording sees. Note it, unless it is a message between two ranks, or is noted anyway."""
+    noted = here.issuing is not None or notes_users
+    if noted or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
         return call()
-    return (_ring or _start()).add(op, None, group, dtype or "-", nbytes).watch(call)
+    return begin_users(op, group, dtype, nbytes).watch(call)
+
+
+def begin_users(op: str, group: dist.ProcessGroup | None, dtype: str, nbytes: int) -> Note:
+    """Note that this rank calls a collective of the user's own now."""
+    return (_ring or _start()).add(op, None, group, dtype or "-", nbytes)
 
 
 def _start() -> _Ring:
@@ -278,7 +286,7 @@ def exchange(patience: float = 3.0) -> dict[int, Told | None]:
     own = _packed(_ring, stacks(last=threading.get_ident()))
     # the store may be gone; this must not replace the error of the failed collective
     with suppress(Exception):
-        store = compat.default_store()
+        store = _store_of_the_run()
         store.set(_key(_exchanges, dist.get_rank()), own)
         store.set(_key(_exchanges, _ASKED), b"")
         until = time.monotonic() + patience
@@ -328,6 +336,14 @@ def _unpacked(said: bytes) -> Told:
     return Told(read(zlib.decompress(said[_LENGTH:end])), said[end:].decode(errors="replace"))
 
 
+def _store_of_the_run() -> Any:
+    """Return the ranks' store without the prefixes of the default process group: each call of `launch` has another one."""
+    store = compat.default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def _answer(ring: _Ring, store: Any, rank: int) -> None:
     """Report this rank's calls and stacks when another rank asks. This rank may hang, or wait longer than the rank that asks."""
     with suppress(RuntimeError):  # the store is gone, so the run has ended
@@ -339,7 +355,7 @@ def _answer(ring: _Ring, store: Any, rank: int) -> None:
 def _listen(ring: _Ring) -> None:
     """Under torchrun, start to answer other ranks. Its store outlives the ranks, so the waiting thread disturbs no rank's exit."""
     if not ring.is_collected and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = compat.default_store_by_itself()
+        store = compat.store_by_itself(_store_of_the_run())
         if store is not None:
             arguments = ring, store, dist.get_rank()
             threading.Thread(target=_answer, name=_ANSWERS, args=arguments, daemon=True).start()

@@ -73,6 +73,25 @@ def fully_shard(
         StateError: there is no process group.
 
         After any of these errors, the module is unchanged: all checks come first.
+
+    Example::
+
+        import torch
+        from torch import nn
+        from hwfsdp import fully_shard, launch
+
+        def train():
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+            for layer in model:
+                fully_shard(layer)              # blocks first: one group each
+            fully_shard(model)                  # then the root
+            optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            return tuple(model[0].weight.shape), tuple(model[0].weight.to_local().shape)
+
+        if __name__ == "__main__":
+            assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
     modules: list[Any] = [*cast(Any, module)] if several else [module]
@@ -107,7 +126,7 @@ def shard(call: Call) -> FSDPState:
     """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
     move_to(call.ranks.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.ranks.device.type)
-    params: list[FSDPParam] = [
+    params = [
         call.make_param(param, places, fqn, policy, layout, call.home, call.make_form)
         for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
     ]

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from hwfsdp.comm import history
 from hwfsdp.comm.divergence import Report, describe_divergence, place_in
+from hwfsdp.comm.users_calls import YOURS
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.launcher.messages import LARGEST_REPORT, Inbox
@@ -241,7 +242,7 @@ def _time_out(ranks: list[Rank], timeout: float) -> RankError:
     stands = _ask_where(ranks)
     in_python = [n for n, stand in stands.items() if not stand.waiting]
     first = (in_python or list(stands))[0]
-    places = "; ".join(f"rank {n} {stand.waiting or 'in no collective'}" for n, stand in stands.items())
+    places = "; ".join(f"rank {n} {_where(stand)}" for n, stand in stands.items())
     error = RankError(
         first,
         f"no return within {timeout:g} s ({places})",
@@ -254,12 +255,18 @@ def _time_out(ranks: list[Rank], timeout: float) -> RankError:
     return error
 
 
+def _where(stand: _Stand) -> str:
+    place = place_in(stand.stack)
+    return (stand.waiting or "in no collective") + (f", at {place}" if place else "")
+
+
 def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
     """True if the ranks certainly wait for each other (Note [Deadlocks])."""
-    waiting = {stand.waiting for stand in stands.values()}
+    # sizes may differ in one collective of the user's own
+    waiting = {stand.waiting.partition(YOURS)[0] for stand in stands.values()}
     apart = len(waiting) > 1 or any(rank.finished for rank in ranks)
-    in_threads = any(BESIDE_MAIN in each for each in waiting)  # other threads may go on
-    if not apart or in_threads or waiting & {"", _GONE, _SILENT}:
+    in_threads = any(BESIDE_MAIN in stand.waiting for stand in stands.values())  # other threads may go on
+    if not apart or in_threads or waiting & {"", _GONE, _SILENT, "waiting in send"}:
         return False
     before = [_turns(ranks[number].process.pid) for number in stands]
     time.sleep(_STILL)
@@ -288,7 +295,10 @@ def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str
             left = "has returned"
         elif rank.failure is not None and not _is_consequence(rank.failure):
             left = f"{'raised' if stack else 'is gone:'} {_shortened(rank.failure.got)}"
-        reports.append(Report(rank.number, calls, left, place_in(stack)))
+        place = place_in(stack)
+        if place and stand.waiting and "parameter group" not in stand.waiting:  # the table shows FSDP's
+            place += f", {stand.waiting}"
+        reports.append(Report(rank.number, calls, left, place))
     return describe_divergence(reports)
 
 

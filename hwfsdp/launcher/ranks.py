@@ -4,9 +4,10 @@
 
 Ranks are forked from a server process that has imported torch already, so they start in a tenth of a second instead of three
 seconds. Each rank is a new process: nothing of an earlier call is left in it. You can define the function anywhere, also in a
-notebook cell, because it is pickled by value.
+notebook cell, because it is pickled by value (`script`).
 
-Under torchrun the ranks exist already. Then `launch` initializes the process group, and calls the function in this process.
+Under torchrun the ranks exist already. Then `launch` initializes the process group, and calls the function in this process. All
+ranks must call `launch`, equally often.
 
 Note [Asked to stop]
     SIGTERM ends a process at once. If your program must finish something first, wrap `launch` in `stoppable`, and wrap the
@@ -30,12 +31,16 @@ import cloudpickle
 import torch.distributed as dist
 
 from hwfsdp.errors import UsageError
+from hwfsdp.launcher.arguments import check_arguments, pickle_call
 from hwfsdp.launcher.caller import Caller, Rank, end_ranks, start_ranks
+from hwfsdp.launcher.script import Script, find_script, for_the_same_script, refuse_import
 from hwfsdp.launcher.worker import (
+    UNDER_TORCHRUN,
     Task,
     destroy_process_group,
     finish_saves,
     init_process_group,
+    pickle_result,
     stop_requested,
 )
 
@@ -59,7 +64,7 @@ def launch(
 
     Args:
         fn: it runs in an initialized process group (`torch.distributed.get_rank()` …). The function, its arguments and its result
-            must be picklable. Functions and classes of the caller's own script or notebook are picklable here.
+            must be picklable. Functions and classes of the caller's own script or notebook are picklable here, and on the ranks.
         timeout: seconds for the whole call, including collectives. None: no limit for the call, but 300 s for each collective.
         device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
 
@@ -69,23 +74,29 @@ def launch(
     Raises:
         RankError: a rank raised, died, or did not finish in time. The error names the first rank that failed; the rank's exception
             is its cause. When the call has ended, no rank runs any more.
-        UsageError: the world size is below 1, or differs from torchrun's; or the timeout is not above 0.
+        UsageError: the world size is below 1, or differs from torchrun's; the timeout is not above 0; or the device is not there.
+        WrongTypeError: an argument has the wrong type, or cannot be pickled. It is a UsageError and a TypeError.
+        StateError: a process that the script has started imports the script, and the call is not below
+            `if __name__ == "__main__":`.
+
+    Example::
+
+        import torch.distributed as dist
+        from hwfsdp import launch
+
+        def greet(name):
+            return f"{name} from rank {dist.get_rank()}"
+
+        if __name__ == "__main__":
+            assert launch(greet, 2, "hello") == ["hello from rank 0", "hello from rank 1"]
     """
-    if world_size < 1:
-        raise UsageError(
-            "launch", expected="a world size of 1 or more", got=str(world_size), remedy="Ask for one rank."
-        )
-    if timeout is not None and timeout <= 0:
-        raise UsageError(
-            "launch",
-            expected="a timeout above 0 seconds",
-            got=str(timeout),
-            remedy="Leave it out for no limit.",
-        )
+    check_arguments(fn, world_size, timeout, device)
+    refuse_import()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(lambda: fn(*args, **kwargs), world_size, timeout, device)
-    call = cloudpickle.dumps((fn, args, kwargs))
-    return run_ranks(call, world_size, timeout, device, write=_show, unpickle=pickle.loads)
+    call = pickle_call(fn, args, kwargs)
+    how: dict[str, Any] = {"write": _show, "unpickle": pickle.loads, "script": find_script()}
+    return run_ranks(call, world_size, timeout, device, **how)
 
 
 def run_ranks(
@@ -98,6 +109,7 @@ def run_ranks(
     unpickle: Callable[[bytes], Any] | None,
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[str], object] | None = None,
+    script: Script | None = None,
 ) -> list[Any]:
     """Launch ranks like `launch`, for callers that must not trust their ranks (see `messages`).
 
@@ -109,13 +121,14 @@ def run_ranks(
         environ: environment of the ranks. None: the caller's. The ranks meet in a folder below its TMPDIR.
         prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
             the rank ends.
+        script: the caller's `__main__`. Ranks get it, too (`script`). None: they do not.
     """
     environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
         limit = timeout + _ASKED_FIRST if timeout else COLLECTIVE_TIMEOUT
         threads = max(1, (os.cpu_count() or 1) // world_size)
         first, isatty = None if prepare is None else cloudpickle.dumps(prepare), sys.stdout.isatty()
-        task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first)
+        task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first, script)
         ranks = start_ranks(task)
         _running.append(ranks)
         if stop_requested.is_set():
@@ -175,13 +188,13 @@ def _run_under_torchrun(
         )
     ours = not dist.is_initialized()
     if ours:
-        init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
+        init_process_group(device, timeout or COLLECTIVE_TIMEOUT, UNDER_TORCHRUN)
     try:
         results: list[Any] = [None] * world_size
         result = call()
         finish_saves()
-        dist.all_gather_object(results, result)
-        return results
+        dist.all_gather_object(results, pickle_result(result, for_the_same_script))
+        return [pickle.loads(result) for result in results]
     finally:
         if ours:
             destroy_process_group()

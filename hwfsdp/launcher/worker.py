@@ -10,25 +10,30 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
+import itertools
 import os
 import pickle
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from hwfsdp import compat
-from hwfsdp.comm import history
+from hwfsdp.comm import history, users_calls
 from hwfsdp.errors import CollectiveError, UsageError
+from hwfsdp.launcher import script
+from hwfsdp.launcher.arguments import cannot_pickle
+from hwfsdp.launcher.script import Script, for_the_caller
 
 stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
 
@@ -40,6 +45,7 @@ class Task:
     Attributes:
         folder: the ranks meet here, and the files of their histories are here.
         prepare: a pickled function. It is called with the folder before anything else.
+        script: the caller's `__main__`; None if the rank must not have its names.
     """
 
     call: bytes
@@ -51,6 +57,7 @@ class Task:
     threads: int
     isatty: bool
     prepare: bytes | None = None
+    script: Script | None = None
 
     def history_of(self, rank: int) -> str:
         """Return the file to which the rank writes its history. The caller has created it."""
@@ -109,6 +116,9 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     tempfile.tempdir = None  # the server has cached its own folder
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
+    if task.script is not None:
+        script.become(task.script)
+        users_calls.watch_users_calls()
     try:
         fn, args, kwargs = pickle.loads(task.call)
         store = f"file://{task.folder}/store"
@@ -116,7 +126,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
         result = fn(*args, **kwargs)
         finish_saves()
         sys.stdout.flush()
-        send(("return", cloudpickle.dumps(result)))
+        send(("return", pickle_result(result, for_the_caller)))
     except BaseException as error:  # pytest's failures do not derive from Exception
         sys.stdout.flush()
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
@@ -131,6 +141,14 @@ def finish_saves() -> None:
         background.finish_saves()
 
 
+def pickle_result(result: Any, pickled: Callable[[Any], bytes]) -> bytes:
+    """Pickle the result of the function. Raise WrongTypeError if it cannot be pickled."""
+    try:
+        return pickled(result)
+    except Exception as error:
+        raise cannot_pickle("the result of the function", error) from error
+
+
 def _described(error: BaseException) -> str:
     if isinstance(error, CollectiveError):
         return f"CollectiveError: {str(error).splitlines()[0]}"
@@ -139,7 +157,7 @@ def _described(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        return cloudpickle.dumps(error)  # type: ignore[no-any-return]
+        return for_the_caller(error)
     except Exception:
         return None  # some exceptions cannot be pickled; the traceback arrives as text
 
@@ -154,8 +172,11 @@ def _listen(connection: Connection, send: Callable[[Any], None]) -> None:
         if question == "stop":
             stop_requested.set()
             continue
-        pending = describe_wait()
-        send(("where", (f"waiting in {pending}" if pending else "", history.stacks())))
+        pending, stacks = describe_wait(), history.stacks()
+        if not pending:
+            pending = _library_call(sys._current_frames().get(threading.main_thread().ident or 0))
+        stacks += "".join(f"  {call}\n" for call in users_calls.waits_and_lines())
+        send(("where", (f"waiting in {pending}" if pending else "", stacks)))
 
 
 def _pending() -> str:
@@ -172,6 +193,15 @@ BESIDE_MAIN = " (thread "  # before the name of a thread
 describe_wait: Callable[[], str] = _pending  # the collective that a rank waits in, or ""
 
 
+def _library_call(frame: FrameType | None) -> str:
+    """Name the function of `torch.distributed` that a stack ends in, such as "new_group of torch.distributed"; "" if it does not."""
+    function = ""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
+        function = frame.f_code.co_name
+        frame = frame.f_back
+    return f"{function} of torch.distributed" if function else ""
+
+
 def init_process_group(
     device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
 ) -> None:
@@ -181,22 +211,46 @@ def init_process_group(
         timeout: seconds for each collective.
 
     Raises:
-        UsageError: the device is neither "cpu" nor "cuda".
+        UsageError: the machine has no GPU for this rank.
     """
     compat.read_debug_level()  # torch read the environment when the server imported it
-    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device)
-    if backend is None:
-        raise UsageError(
-            f"launch(device={device!r})",
-            expected="'cpu' or 'cuda'",
-            got=repr(device),
-            remedy="Pass one of them.",
-        )
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        number, found = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+        if number >= found:
+            raise UsageError(
+                "launch(device='cuda')",
+                expected="a GPU for each rank of this machine",
+                got=f"rank {number} and {found} GPUs",
+                remedy="Ask for fewer ranks, or pass device='cpu'.",
+            )
+        torch.cuda.set_device(number)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method, timeout=limit, rank=rank, world_size=world_size)
     wait_for_connections()
+
+
+_meetings: Iterator[int] = itertools.count()  # all ranks call `launch` equally often
+_stores: list[tuple[Any, int, int]] = (
+    []
+)  # torchrun's store, once it is connected, with the rank and the world size
+
+
+def _meet_once_more(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield torchrun's store below a prefix that no earlier call has used, the rank, and the world size.
+
+    A process group leaves the addresses of its ranks in the store. The next one has the same name, so a rank could read an old
+    address. The connection stays open, because the store may live in rank 0.
+    """
+    if not _stores:
+        _stores.append(next(iter(rendezvous("env://", **options))))
+    store, rank, world_size = _stores[0]
+    prefixed = getattr(dist, "PrefixStore")  # not declared
+    yield prefixed(f"hwfsdp launch {next(_meetings)}", store), rank, world_size
+
+
+UNDER_TORCHRUN = "hwfsdp-torchrun://"
+register_rendezvous_handler(UNDER_TORCHRUN.removesuffix("://"), _meet_once_more)
 
 
 def limit_collectives(seconds: float) -> None:

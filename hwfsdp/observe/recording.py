@@ -66,6 +66,21 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
 
     Raises:
         StateError: a recording is active already.
+
+    Example::
+
+        import torch
+        from torch import nn
+        from hwfsdp import fully_shard, launch, record
+
+        def step():
+            model = fully_shard(nn.Linear(256, 256))
+            with record() as log:
+                model(torch.randn(8, 256)).sum().backward()
+            return [event.op for event in log.select("all_gather", "reduce_scatter")]
+
+        if __name__ == "__main__":
+            assert launch(step, 2) == [["all_gather", "reduce_scatter"]] * 2
     """
     if events.active() is not None:
         raise StateError(

@@ -1,0 +1,152 @@
+"""The caller's own script on ranks of `launch`: its classes and functions have the same names there, as under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import suites
+
+SCRIPT = """
+    import collections, dataclasses, enum, functools, io, json, os, pickle, sys, tempfile, typing
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+    from hwfsdp import RankError, launch
+
+    print("top level", file=sys.stderr)
+
+    @dataclasses.dataclass
+    class Config:
+        rate: float = 0.1
+
+    class Kind(enum.Enum):
+        GOOD = 1
+
+    class Pair(typing.NamedTuple):
+        left: int
+        right: "Config"
+
+    class Outer:
+        class Inner:
+            def __init__(self, value):
+                self.value = value
+
+            def __eq__(self, other):
+                return type(other) is type(self) and other.value == self.value
+
+        @staticmethod
+        def make(value):
+            return Outer.Inner(value)
+
+    class OwnError(Exception):
+        pass
+
+    class Unmentioned(Config):
+        pass
+
+    @functools.lru_cache
+    def cached(x):
+        return Config(x)
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            return torch.full((1,), float(i))
+
+    def give(n, queue):
+        queue.put(Config(n))
+
+    def through(value):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def returned(config, pair, inner):
+        return config, pair, inner, Kind.GOOD, [type(config), type(inner), Kind, through], setting
+
+    def saved(config, pair, inner):
+        return [through(x) == x and type(through(x)) is type(x) for x in (config, pair, inner, Kind.GOOD)]
+
+    def gathered(inner):
+        found = [None, None]
+        dist.all_gather_object(found, {"inner": inner, "make": Outer.make, "kind": Kind})
+        return [each == {"inner": inner, "make": Outer.make, "kind": Kind} for each in found]
+
+    def unmentioned(data):
+        found = pickle.loads(data)
+        return [type(found).__name__, type(found).__module__, isinstance(found, Config)], found
+
+    def spawned():
+        loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+        queue = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(give, (queue,), nprocs=1)
+        return [x.item() for x in loader], queue.get()
+
+    def fail():
+        raise OwnError("no")
+
+    def fail_in_a_lambda():
+        raise_it = lambda: fail()
+        return raise_it()
+
+    def main():
+        global setting
+        setting = "below the guard"
+        has_file = os.path.isfile(__file__)
+        given = Config(2.0), Pair(1, Config(3.0)), Outer.Inner(4)
+        both = launch(returned, 2, *given)
+        want = (*given, Kind.GOOD, [Config, Outer.Inner, Kind, through], setting)
+        report = {"results": both == [want] * 2}
+        report["saved"] = launch(saved, 2, *given) == [[True] * 4] * 2
+        report["gathered"] = launch(gathered, 2, given[2]) == [[True] * 2] * 2
+        report["nested alone"] = launch(Outer.make, 1, 5) == [Outer.Inner(5)]
+        try:
+            launch(fail_in_a_lambda, 2)
+        except RankError as error:
+            line = 'File "' + (os.path.abspath(__file__) if has_file else "<stdin>") + '", line '
+            report["lines"] = error.traceback.count(line) >= 2
+            report["cause"] = type(error.__cause__) is OwnError
+        if has_file:
+            names, found = launch(unmentioned, 1, pickle.dumps(Unmentioned(6.0)))[0]
+            report["unmentioned"] = names == ["Unmentioned", "__main__", True] and type(found) is Unmentioned
+            report["reduced to a name"] = launch(lambda: cached(7.0), 1) == [Config(7.0)]
+            report["spawned"] = launch(spawned, 1) == [([0.0, 1.0], Config(0))]
+        print(json.dumps(report))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.parametrize("how", ["script", suites.long("module"), suites.long("stdin")])
+def test_the_scripts_own_classes_and_functions_work_on_ranks_as_in_the_script(
+    how: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "script.py").write_text(textwrap.dedent(SCRIPT))
+    what = {"script": ["package/script.py"], "module": ["-m", "package.script"], "stdin": ["-"]}[how]
+    text = textwrap.dedent(SCRIPT) if how == "stdin" else None
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *what],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": places},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == dict.fromkeys(report, True)
+    assert len(report) == (6 if how == "stdin" else 9)
