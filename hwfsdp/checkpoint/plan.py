@@ -24,9 +24,10 @@ from hwfsdp.checkpoint.agreement import check_alike
 from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, Chunk, Entry, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, refusal, refuse, show
+from hwfsdp.checkpoint.per_rank import find_per_rank, is_within
 from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, items_of, leaves_of
-from hwfsdp.checkpoint.values import dtype_named, encode
+from hwfsdp.checkpoint.values import advice_for, dtype_named, encode
 from hwfsdp.compat import is_shard
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
@@ -75,41 +76,50 @@ def box_of(tensor: Tensor) -> Box | None:
 # --- Describing --------------------------------------------------------------------------------------------
 
 
-def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
-    """Describe this rank's part of a state dict.
+def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> LocalParts:
+    """Describe this rank's part of a state dict. What is inside a `PerRank` is described apart, as "own".
 
     Raises:
         UsageError: a checkpoint cannot hold a key, value or tensor; the message names it.
         UnsupportedError: a tensor is not strided, or has no memory of its own.
     """
     if not isinstance(state_dict, Mapping):
-        refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
+        refuse("save", "a state dict or a module", type(state_dict).__name__, "Pass a dict.")
+    per_rank = find_per_rank(state_dict, rank)
     entries: list[dict[str, Any]] = []
+    own: list[dict[str, Any]] = []
     tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
     for path, value in leaves_of(state_dict):
         _check_keys(path)
         if items_of(value) is not None:  # a container without entries
             continue
+        is_own = is_within(path, per_rank)
+        (own if is_own else entries).append(entry := {"path": path})
         if not isinstance(value, Tensor):
-            entries.append({"path": path, "value": _encoded(path, value)})
+            entry["value"] = _encoded(path, value)
             continue
+        if is_own and isinstance(value, DTensor):
+            remedy = "Take it out of the PerRank: the parts of a DTensor belong to ranks already."
+            refuse(path, "a plain tensor in a PerRank", "a DTensor", remedy)
         check_data(path, value)
         check_kind(path, value)
         part, box, memory = part_of(value), box_of(value), identity_of(value)
         dtype = str(value.dtype).removeprefix("torch.")
-        entry: dict[str, Any] = {"path": path, "dtype": dtype, "shape": list(value.shape), "box": box}
+        entry |= {"dtype": dtype, "shape": list(value.shape), "box": box}
         if box is not None:
             tensors[path] = part, box  # for an alias, too: on other ranks it may be a separate tensor
             if memory in first:
-                entry = {**first[memory], "path": path, "alias": first[memory]["path"]}
+                entry |= {**first[memory], "path": path, "alias": first[memory]["path"]}
             else:
                 first[memory] = entry
-                if _has_replicas(value, world_size):
+                if not is_own and _has_replicas(value, world_size):
                     entry["crc32"] = zlib.crc32(view_bytes(part))
-        entries.append(entry)
     kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict).items()]
-    return LocalParts({"containers": kinds, "entries": entries}, tensors)
+    own_kinds = [kind for kind in kinds if is_within(kind[0], per_rank)]
+    kinds = [kind for kind in kinds if kind not in own_kinds]
+    own_parts = {"containers": own_kinds, "entries": own}
+    return LocalParts({"containers": kinds, "entries": entries, "own": own_parts}, tensors)
 
 
 def _check_keys(path: KeyPath) -> None:
@@ -128,8 +138,7 @@ def _encoded(path: KeyPath, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
         expected = "a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch"
-        remedy = "Leave it out, or save what it can be made from again."
-        raise refusal(path, expected, f"{type(value).__name__}: {got}", remedy) from None
+        raise refusal(path, expected, f"{type(value).__name__}: {got}", advice_for(value)) from None
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
@@ -165,6 +174,17 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
         entries[path] = TensorEntry(path, dtype_named(first["dtype"]), tuple(first["shape"]), same_as=same_as)
         if same_as is None:
             holders.update(_holders_of(path, by_rank))
+    for rank, description in enumerate(descriptions):
+        containers |= {tuple(path): kind for path, kind in description["own"]["containers"]}
+        for entry in description["own"]["entries"]:
+            path = tuple(entry["path"])
+            if "value" in entry:
+                entries[path] = ValueEntry(path, entry["value"])
+                continue
+            same_as, shape = tuple(entry.get("alias", ())) or None, tuple(entry["shape"])
+            entries[path] = TensorEntry(path, dtype_named(entry["dtype"]), shape, same_as=same_as)
+            if same_as is None and entry["box"] is not None:
+                holders[path, Box(*map(tuple, entry["box"]))] = [rank]
     return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
 
 
@@ -186,7 +206,8 @@ def _brief(entry: dict[str, Any]) -> str:
     return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
 
 
-_REMEDY = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
+_REMEDY = "If it differs on purpose, wrap it in hwfsdp.checkpoint.PerRank, under the same key on all ranks. "
+_REMEDY += "Otherwise find out why the ranks differ."
 
 
 def _refuse(path: KeyPath, expected: str, got: str) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.messages import show as show
@@ -61,6 +61,11 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
     return None
+
+
+def state_dict_of(given: Any) -> Any:
+    """Return the state dict of a module, which stands for it; anything else is returned as it is."""
+    return given.state_dict() if isinstance(given, nn.Module) else given
 
 
 def child_of(tree: Any, key: Any) -> Any:
