@@ -29,6 +29,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.archives import check_loadable, replaced
-from hwfsdp.checkpoint.boxes import intersection, whole, within
+from hwfsdp.checkpoint.boxes import Box, intersection, whole, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
 from hwfsdp.checkpoint.messages import (
@@ -69,7 +70,7 @@ from hwfsdp.checkpoint.messages import (
     with_size,
 )
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.plan import box_of
+from hwfsdp.checkpoint.plan import pieces_of
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum, check_writable, part_of
 from hwfsdp.checkpoint.traverse import Leaf, flat_key, leaves_of, state_dict_of, traverse_state_dict
 from hwfsdp.errors import CheckpointError
@@ -302,20 +303,22 @@ class _BoxPlanner(DefaultSavePlanner):
             return value
         if value.numel() == 0:
             return torch.empty(value.shape, dtype=value.dtype)
-        return part_of(value).resolve_conj().resolve_neg()
+        own = next(own for whole, own in pieces_of(value) if whole.offset == tuple(index.offset or ()))
+        return part_of(value)[own.slices].resolve_conj().resolve_neg()
 
 
 def _write_items(key: str, value: Any) -> list[WriteItem]:
     if not isinstance(value, Tensor):
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
     # A tensor without elements is written nevertheless: a load needs its shape.
-    box = box_of(value) if value.numel() else whole(value.shape)
-    if box is None:
-        return []
+    boxes = [box for box, _ in pieces_of(value)] if value.numel() else [whole(value.shape)]
     kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
-    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-    data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), torch.Size(value.shape))
-    return [WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data)]
+    items = []
+    for box in boxes:
+        chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+        data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), torch.Size(value.shape))
+        items.append(WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data))
+    return items
 
 
 # --- Loading -----------------------------------------------------------------------------------------------
@@ -323,11 +326,12 @@ def _write_items(key: str, value: Any) -> list[WriteItem]:
 
 def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slices]]:
     """Yield each chunk that shares elements with this rank's part of the target: the chunk, the slices of the part, and of the chunk."""
-    box = box_of(target)
-    for blob in stored.blobs:
-        both = intersection(box, blob.box) if box and blob.box else None
-        if box and blob.box and both:
-            yield blob, within(both, box).slices, within(both, blob.box).slices
+    for box, own in pieces_of(target):
+        for blob in stored.blobs:
+            both = intersection(box, blob.box) if blob.box else None
+            if blob.box and both:
+                here = Box(tuple(map(add, within(both, box).offset, own.offset)), both.shape)
+                yield blob, here.slices, within(both, blob.box).slices
 
 
 class _Loading:

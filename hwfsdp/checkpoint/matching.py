@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.boxes import Box, intersection
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, check_in_common, on_one_side, refuse, show
 from hwfsdp.checkpoint.per_rank import find_per_rank, is_within
-from hwfsdp.checkpoint.plan import box_of
+from hwfsdp.checkpoint.plan import box_of, is_striped
 from hwfsdp.checkpoint.tensors import check_data, check_kind, check_writable, identity_of, part_of
 from hwfsdp.checkpoint.traverse import child_of, container_kind, containers_in, items_of, leaves_of, rebuild
 from hwfsdp.checkpoint.values import decode
+from hwfsdp.layout.extents import shard_of
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Match:
         tensors: by path, each target tensor of which this rank has a part.
         values: by path, the new value of each entry that is not a tensor.
         fresh: paths of targets that hold no values yet, because they were on the meta device.
+        striped: by path, the targets of which this rank holds stripes. In `tensors`, a whole tensor stands for each.
         left_out: the keys that only one side has, in words. common: True if a key is on both sides.
     """
 
@@ -38,6 +41,7 @@ class Match:
     tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
     fresh: set[KeyPath] = field(default_factory=set)
+    striped: dict[KeyPath, DTensor] = field(default_factory=dict)
     left_out: str = ""
     common: bool = True
 
@@ -78,6 +82,10 @@ def match(
         entry = manifest.entries.get(path)
         if isinstance(entry, TensorEntry):
             _check_tensor(path, target, entry, allow_cast)
+            if is_striped(target):  # read the whole, and cut it in `fill`
+                found.striped[path] = target
+                target = torch.empty(target.shape, dtype=target.dtype)
+                found.fresh.add(path)
             if box_of(target) is not None:
                 found.tensors[path] = target
         elif isinstance(entry, ValueEntry):
@@ -235,6 +243,10 @@ def fill(state_dict: Any, match: Match, parts: dict[KeyPath, Tensor]) -> None:
     for path, part in parts.items():
         if identity_of(part_of(match.tensors[path])) != identity_of(part):  # equal: it was read in place
             part_of(match.tensors[path]).copy_(part)
+    for path, target in match.striped.items():
+        if path in match.tensors:
+            part = shard_of(match.tensors[path], target.device_mesh, target.placements)
+            part_of(target).copy_(part)
     put(state_dict, (), match.values)
 
 

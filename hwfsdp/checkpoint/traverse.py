@@ -124,7 +124,7 @@ def map_leaves(
 
     Args:
         companion: has the same keys. A mapping may have them in another order and be of another type, and a list may stand for a
-            tuple. For each leaf of `tree`, `fn` gets the companion's value at the same place.
+            tuple. For each leaf of `tree`, `fn` gets the companion's value at the same place; `ABSENT` below a None.
         by_path: the result of `fn` depends on the path. Then `fn` is called for every path, also for paths of empty containers, and
             one object at two paths becomes two results.
 
@@ -239,7 +239,7 @@ _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
     """Return the companion of each child."""
-    if companion is ABSENT:
+    if companion is ABSENT or companion is None:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
     if others is None or _kind(companion) != _kind(tree):
