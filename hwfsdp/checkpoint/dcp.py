@@ -116,12 +116,13 @@ def save_agreed(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Do the work of `save`, in an agreement that was made before."""
-    target, state_dict = Path(os.path.realpath(path_of(path, "save"))), state_dict_of(state_dict)
+    target = Path(os.path.realpath(path_of(path, "save")))
+    entries_to_save: Mapping[Any, Any] = state_dict_of(state_dict)
 
     def prepare() -> dict[str, str]:
-        entries = entries_of(state_dict)
+        entries = entries_of(entries_to_save)
         for path, value in entries.values():
-            _check_entry(path, value, state_dict)
+            _check_entry(path, value, entries_to_save)
             if not isinstance(value, Tensor):
                 _check_storable(path, value)
         return {key: kind_of(entry.value) for key, entry in entries.items()}
@@ -129,7 +130,7 @@ def save_agreed(
     agreement.step("checking", prepare, _check_same)
     check = partial(_check_target, target, overwrite)
     with replaced(target, agreement, check, dcp_metadata.write_digest) as (draft, _):
-        _write(state_dict, draft, target, process_group, agreement.alone)
+        _write(entries_to_save, draft, target, process_group, agreement.alone)
 
 
 def load(

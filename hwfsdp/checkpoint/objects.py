@@ -90,7 +90,8 @@ def _items_of(value: Any) -> Parts:
 
 def attributes_of(value: Any) -> Parts:
     """Return the entries of the object's `__dict__`, and the values of its slots, except torch's own."""
-    slots, attributes = _slots_of(type(value)), getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", None)
+    slots = _slots_of(type(value))  # type: ignore[arg-type]  # a class can be hashed
     if not (slots or attributes):  # most tensors have neither
         return []
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}

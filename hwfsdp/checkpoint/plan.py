@@ -8,7 +8,7 @@ Note [Replicas are compared]
     If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
     save, such as a forgotten reduction or weights from different seeds. A checkpoint with one rank's copy would hide this. So a
     rank also sends checksums of parts that other ranks hold, too. If they differ, the error names the key and the ranks. Left out:
-    DTensors of which ranks hold stripes (Note [Stripes] in `layout.extents`).
+    DTensors of which ranks hold stripes (Note [Stripes] in `layout.stripes`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, items_of, leaves_of
 from hwfsdp.checkpoint.values import advice_for, dtype_named, encode
 from hwfsdp.compat import is_shard
-from hwfsdp.layout.extents import are_striped, compute_local_shape_and_global_offset, stripes_of
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+from hwfsdp.layout.stripes import are_striped, stripes_of
 
 
 @dataclass
@@ -78,7 +79,7 @@ def box_of(tensor: Tensor) -> Box | None:
 def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
     """Return the boxes that this rank has: each in the whole tensor, and in this rank's part. Only stripes are more than one.
 
-    See Note [Stripes] in `layout.extents`.
+    See Note [Stripes] in `layout.stripes`.
     """
     if not is_striped(tensor):
         box = box_of(tensor)
@@ -115,13 +116,13 @@ def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> L
         if items_of(value) is not None:  # a container without entries
             continue
         is_own = is_within(path, per_rank)
-        (own if is_own else entries).append(entry := {"path": path})
+        entry: dict[str, Any] = {"path": path}
+        (own if is_own else entries).append(entry)
         if not isinstance(value, Tensor):
             entry["value"] = _encoded(path, value)
             continue
-        if is_own and isinstance(value, DTensor):
-            remedy = "Take it out of the PerRank: the parts of a DTensor belong to ranks already."
-            refuse(path, "a plain tensor in a PerRank", "a DTensor", remedy)
+        if is_own:
+            _check_plain(path, value)
         check_data(path, value)
         check_kind(path, value)
         part, pieces, memory = part_of(value), pieces_of(value), identity_of(value)
@@ -139,10 +140,15 @@ def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> L
                 if not is_own and not is_striped(value) and _has_replicas(value, world_size):
                     entry["crc32"] = zlib.crc32(view_bytes(part))
     kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict).items()]
-    own_kinds = [kind for kind in kinds if is_within(kind[0], per_rank)]
-    kinds = [kind for kind in kinds if kind not in own_kinds]
-    own_parts = {"containers": own_kinds, "entries": own}
-    return LocalParts({"containers": kinds, "entries": entries, "own": own_parts}, tensors)
+    own_kinds = [kind for kind in kinds if is_within(tuple(kind[0]), per_rank)]
+    shared = {"containers": [kind for kind in kinds if kind not in own_kinds], "entries": entries}
+    return LocalParts({**shared, "own": {"containers": own_kinds, "entries": own}}, tensors)
+
+
+def _check_plain(path: KeyPath, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        remedy = "Take it out of the PerRank: the parts of a DTensor belong to ranks already."
+        refuse(path, "a plain tensor in a PerRank", "a DTensor", remedy)
 
 
 def _check_keys(path: KeyPath) -> None:

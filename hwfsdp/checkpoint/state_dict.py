@@ -53,14 +53,8 @@ from hwfsdp.checkpoint.tensors import (
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import is_shard, is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError
-from hwfsdp.layout.extents import (
-    LocalExtent,
-    are_striped,
-    held_extent,
-    slices_of,
-    stripes_of,
-    unshard_strided,
-)
+from hwfsdp.layout.extents import LocalExtent, slices_of, unshard_strided
+from hwfsdp.layout.stripes import are_striped, held_extent, stripes_of
 
 # (tensor, pg, device, companion or None) → the replacement of the tensor
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
@@ -351,16 +345,8 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
     Raises:
         UsageError: a container contains itself.
     """
-
-    def check(path: KeyPath, value: Any, other: Any) -> None:
-        if (other is None or other is ABSENT) and isinstance(
-            value, Tensor
-        ):  # absent: in a container, for which None stands
-            refuse(path, describe(value), "None", kind=CompanionMismatch)
-        _check_pair(path, value, other)
-
     try:
-        map_leaves(check, state_dict, compared_state_dict)
+        map_leaves(_check_alike, state_dict, compared_state_dict)
     except CompanionMismatch:
         return False
     return True
@@ -368,10 +354,20 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
 
 def _check_pair(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
     """Raise an error if only one leaf is a tensor, or two tensors differ in more than their values. `allow_cast`: dtypes may differ."""
-    if other is ABSENT or other is None or value is None:  # nothing to copy, or nothing to copy into
-        return
+    if (
+        other is not ABSENT and other is not None and value is not None
+    ):  # else there is nothing to copy, or no place for it
+        _check_alike(path, value, other, allow_cast)
+
+
+def _check_alike(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
+    """Raise an error for the differences that `_check_pair` names. None is a leaf without a tensor, like any other."""
     mine, theirs = describe(value, with_dtype=not allow_cast), describe(other, with_dtype=not allow_cast)
-    if mine != theirs or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh):
+    if (
+        mine != theirs
+        or other is ABSENT
+        or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh)
+    ):
         got = theirs if mine != theirs else "one on another device mesh"
         remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
         remedy += ", or pass allow_cast=True." if describe(value, False) == describe(other, False) else "."
