@@ -65,7 +65,7 @@ def damaged(
     return error.at(file, key, offset)
 
 
-def path_of(path: str | os.PathLike[str], what: str) -> Path:
+def path_of(path: Any, what: str) -> Path:
     """Return the path that a user gave. An empty one would be the current directory, and is more likely a mistake.
 
     Raises:
