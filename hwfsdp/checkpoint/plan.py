@@ -86,7 +86,7 @@ def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
         return [] if box is None else [(box, whole(box.shape))]
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     stripes = stripes_of(tensor.shape, mesh.shape, tensor.placements, coordinate) if coordinate else []
-    return [(Box(box.offset, box.shape), Box(at, box.shape)) for box, at in stripes]
+    return [(Box(offset, shape), Box(at, shape)) for shape, offset, at in stripes]
 
 
 def is_striped(tensor: Tensor) -> TypeGuard[DTensor]:

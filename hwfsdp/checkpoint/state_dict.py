@@ -53,8 +53,8 @@ from hwfsdp.checkpoint.tensors import (
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import is_shard, is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError
-from hwfsdp.layout.extents import LocalExtent, slices_of, unshard_strided
-from hwfsdp.layout.stripes import are_striped, held_extent, stripes_of
+from hwfsdp.layout.extents import LocalExtent, held_extent, slices_of, unshard_strided
+from hwfsdp.layout.stripes import are_striped, stripes_of
 
 # (tensor, pg, device, companion or None) → the replacement of the tensor
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
@@ -205,8 +205,8 @@ def whole_of(tensor: DTensor, *_: Any) -> Tensor:
     if are_striped(sizes, placements):
         whole = shards.new_empty(tensor.shape)
         for shard, at in zip(shards, product(*map(range, sizes))):
-            for extent, offset in stripes_of(tensor.shape, sizes, placements, at):
-                whole[slices_of(extent)] = shard[slices_of(LocalExtent(extent.shape, offset))]
+            for shape, offset, own in stripes_of(tensor.shape, sizes, placements, at):
+                whole[slices_of(LocalExtent(shape, offset))] = shard[slices_of(LocalExtent(shape, own))]
         return whole
     return unshard_strided(list(shards), tensor.shape, sizes, placements)
 

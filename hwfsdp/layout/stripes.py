@@ -1,10 +1,11 @@
-"""Stripes: several boxes of a tensor that one rank holds.
+"""Stripes: several boxes of a tensor that one rank holds. Integers only.
 
 Note [Stripes]
-    A rank does hold stripes if no mesh dims make the pieces. Flatten a tensor of shape (2, 8) whose columns four ranks share: each
-    rank has two of 16 elements from the first row, and two from the second row. The placement is _StridedShard(0, split_factor=2),
-    without a cut on its right. `stripes_of` lists the boxes of such a rank, and `shard_of` joins them. Functions that need one box
-    refuse such placements (`explicit_order_placements`, `local_extent_of`).
+    `_StridedShard(d, split_factor=f)` says that dim d is in f pieces when its mesh dim cuts. Mostly, other mesh dims have made the
+    pieces, and a rank holds one box (see `extents`). But no mesh dim has made them if the tensor was flattened. Flatten a tensor of
+    shape (2, 8) whose columns four ranks share: each rank has two of 16 elements from the first row, and two from the second row. The
+    placement is _StridedShard(0, split_factor=2), without a cut on its right. `stripes_of` lists the boxes of such a rank.
+    Functions that need one box refuse such placements (`explicit_order_placements`, `local_extent_of`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from itertools import accumulate, product
 from operator import mul
 from typing import NamedTuple
 
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.compat import StridedShard
 from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.layout.extents import SHARDS, LocalExtent, _normalized, impossible_factor, local_extent_of
+
+Runs = list[list[tuple[int, int]]]  # of each dim: start and length in the whole, in the order of the part
 
 
 class Stripe(NamedTuple):
-    """A box of the whole tensor that a rank holds, and the offset of the box in the rank's part."""
+    """A box that a rank holds: its shape, its offset in the whole tensor, and its offset `at` in the rank's part."""
 
-    whole: LocalExtent
+    shape: tuple[int, ...]
     offset: tuple[int, ...]
+    at: tuple[int, ...]
 
 
 def are_striped(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
     """True if a rank may hold several boxes of a tensor: no cuts make the pieces of a strided shard (Note [Stripes])."""
     if not any(isinstance(placement, StridedShard) for placement in placements):
         return False
-    orders = _orders_with_pieces(mesh_shape, placements)
+    orders = _orders_with_pieces(mesh_shape, placements, 0) or {}
     return any(mesh_dim is None for order in orders.values() for mesh_dim, _ in order)
 
 
@@ -43,32 +46,26 @@ def stripes_of(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> list[Stripe]:
-    """Return the boxes that the rank at this mesh coordinate holds, in the order of its part. Integers only.
-
-    Raises:
-        UsageError: neither cuts nor stripes make the split factor.
-    """
+    """Return the boxes that the rank at this mesh coordinate holds, in the order of its part. The placements are striped."""
     runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
-    stripes = []
     placed = [list(zip(dim_runs, accumulate((n for _, n in dim_runs), initial=0))) for dim_runs in runs]
+    stripes = []
     for box in product(*placed):
         shape, offset = tuple(length for (_, length), _ in box), tuple(start for (start, _), _ in box)
-        stripes.append(Stripe(LocalExtent(shape, offset), tuple(at for _, at in box)))
+        stripes.append(Stripe(shape, offset, tuple(at for _, at in box)))
     return stripes
 
 
-def held_extent(
+def joined_extent(
     global_shape: Sequence[int],
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
     coordinate: Sequence[int],
-) -> LocalExtent:
-    """Return what `local_extent_of` returns; for a rank that holds stripes, the shape of its part, and the offset of the first one."""
-    if not are_striped(mesh_shape, placements):
-        return local_extent_of(global_shape, mesh_shape, placements, coordinate)
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of all stripes of a rank together, and the offset of the first one. The placements are striped."""
     runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
     offset = tuple(of_dim[0][0] if of_dim else size for of_dim, size in zip(runs, global_shape))
-    return LocalExtent(tuple(sum(length for _, length in of_dim) for of_dim in runs), offset)
+    return tuple(sum(length for _, length in of_dim) for of_dim in runs), offset
 
 
 def _runs_of(
@@ -76,10 +73,11 @@ def _runs_of(
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
     coordinate: Sequence[int],
-) -> list[list[tuple[int, int]]]:
-    """Return the runs of indices that the rank holds of each dim: start and length in the whole, in the order of its part."""
+) -> Runs:
+    orders = _orders_with_pieces(mesh_shape, placements, len(global_shape))
+    assert orders is not None
     runs = [[(0, size)] for size in global_shape]
-    for dim, order in _orders_with_pieces(mesh_shape, _normalized(placements, len(global_shape))).items():
+    for dim, order in orders.items():
         for mesh_dim, parts in order:
             indices = range(parts) if mesh_dim is None else [coordinate[mesh_dim]]
             chunks = [(start, chunk_extent(size, parts, i)) for start, size in runs[dim] for i in indices]
@@ -88,22 +86,24 @@ def _runs_of(
 
 
 def _orders_with_pieces(
-    mesh_shape: Sequence[int], placements: Sequence[Placement]
-) -> dict[int, list[tuple[int | None, int]]]:
-    """Return the cuts of each tensor dim in their order, as `orders_of_cuts` does: mesh dims and their sizes.
+    mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
+) -> dict[int, list[tuple[int | None, int]]] | None:
+    """Return the cuts of each tensor dim in their order, as `orders_of_cuts` does: mesh dims and their sizes; None if there is no order.
 
     The mesh dim is None for pieces that no mesh dim makes, as many as a strided shard still needs when all on its right have cut.
+    Dims may be counted from the end of `ndim` dims.
     """
     orders: defaultdict[int, list[tuple[int | None, int]]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
-        if not isinstance(placement, SHARDS):
+        if not isinstance(placement, StridedShard | Shard):
             continue
-        order, factor = orders[placement.dim], int(getattr(placement, "split_factor", 1))
+        order = orders[placement.dim + ndim if placement.dim < 0 else placement.dim]
+        factor = int(getattr(placement, "split_factor", 1))
         pieces = list(accumulate((parts for _, parts in order), mul, initial=1))
         if factor not in pieces and factor % pieces[-1] == 0:
             order.append((None, factor // pieces[-1]))
             pieces.append(factor)
-        if factor not in pieces:
-            raise impossible_factor(mesh_shape, mesh_dim, placement, pieces)
+        if factor not in pieces or mesh_dim >= len(mesh_shape):
+            return None
         order.insert(pieces.index(factor), (mesh_dim, mesh_shape[mesh_dim]))
     return orders
