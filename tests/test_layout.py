@@ -201,8 +201,9 @@ def test_shards_pass_gradients_on() -> None:
     ids=str,
 )
 def test_placements_that_no_cuts_make_are_refused(placements: list[Placement], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as info:
         explicit_order_placements((3, 2), placements)
+    assert isinstance(info.value, RuntimeError)  # as torch's is
     with pytest.raises(UsageError, match=message):
         local_extent_of((4, 4), (3, 2), placements, (0, 0))
 

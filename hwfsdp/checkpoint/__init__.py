@@ -20,6 +20,7 @@ Modules, in reading order:
     distribute    whole tensors into shards, on every rank or from one
     objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
+    per_rank      values that each rank has for itself
     values        values that are not tensors, as JSON
     manifest      the list of a save's contents, and their places
     blocks        files of a save, each block with a checksum
@@ -52,6 +53,7 @@ from typing import TYPE_CHECKING
 from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
+    from hwfsdp.checkpoint.per_rank import PerRank as PerRank
     from hwfsdp.checkpoint.staging import StateDictStager as StateDictStager
     from hwfsdp.checkpoint.store import Inspection as Inspection
     from hwfsdp.checkpoint.store import SaveHandle as SaveHandle
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from hwfsdp.checkpoint.store import save as save
     from hwfsdp.checkpoint.store import verify as verify
 
-_HOME = {"StateDictStager": "staging"} | dict.fromkeys(
+_HOME = {"PerRank": "per_rank", "StateDictStager": "staging"} | dict.fromkeys(
     ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"], "store"
 )
 __all__ = sorted(_HOME)

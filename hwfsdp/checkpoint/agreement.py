@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from hwfsdp import errors
 from hwfsdp.checkpoint.links import go_after, hear, link_of, tell
-from hwfsdp.checkpoint.messages import refusal, refuse, told
+from hwfsdp.checkpoint.messages import of_disk, refusal, refuse, told
 from hwfsdp.compat import is_disconnected, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError
 
@@ -74,25 +74,27 @@ class Agreement:
     Attributes:
         rank: the rank of this process in the group; 0 without a process group.
         size: the number of ranks in the group; 1 without a process group.
+        alone: True if there is no process group, or this process does not ask it.
 
     Raises:
         UsageError: this process is not in the group. UnsupportedError: the group is torch's fake one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, what: str, *, alone: bool = False) -> None:
         """Take the next tag of the group. Every rank must create its agreements in the same order.
 
         Args:
             group: the ranks that agree. None: all ranks, or this process alone if there is no process group.
             what: the name of the call in error messages, for example "save".
+            alone: this process agrees only with itself, whatever process groups there are.
         """
         self.what = what
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.alone = 0, 1, alone or not dist.is_initialized()
         self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
         self._failed = threading.Event()
         self._listeners: dict[int, threading.Thread] = {}  # by rank: the newest thread that listens to it
         self._senders: dict[int, threading.Thread] = {}  # by rank: the newest thread that sends to it
-        if dist.is_initialized():
+        if not self.alone:
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -158,10 +160,10 @@ class Agreement:
             copy.subject += where if self.rank and not named else ""  # any rank may meet an error of rank 0
             return _restored(_described(copy))
         got, file = told(error), None
-        if isinstance(error, OSError):
-            got, file = f"{error.strerror or error} ({error.filename or 'no file'})", error.filename
         what, expected = f"{self._place}{where}", "every rank to do its part"
         remedy = "What was there before is as it was; mend this, and try again."
+        if isinstance(error, OSError):
+            (got, remedy), file = of_disk(error), error.filename
         return CheckpointError(what, expected=expected, got=got, remedy=remedy).at(file)
 
     # --- The leader ------------------------------------------------------------------------------------------

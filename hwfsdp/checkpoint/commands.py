@@ -26,7 +26,13 @@ def show_inspection(path: Path, as_json: bool) -> int:
     for key, value in found.values.items():
         print(f"  {_short(key):<48} {str(value)[:60]}")
     print(f"saves, oldest first: {', '.join(found.saves)}")
+    _mention(found)
     return 0
+
+
+def _mention(found: Inspection) -> None:
+    if found.unlisted:
+        print(f"files that are not part of the save: {', '.join(found.unlisted)}")
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
@@ -35,6 +41,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
         "saves": list(found.saves),
         "ranks": found.ranks,
         "bytes": found.nbytes,
+        "unlisted": list(found.unlisted),
         "tensors": {
             _short(key): {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -58,12 +65,13 @@ def verify_all(path: Path, as_json: bool) -> int:
         print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
     else:
         print(f"{found}: intact")
+        _mention(found)
     return 0
 
 
-def convert_to(source: Path, target: Path, to: str, overwrite: bool, as_json: bool) -> int:
+def convert_to(source: Path, target: Path, to: str, overwrite: bool, key: str | None, as_json: bool) -> int:
     """Write a checkpoint in another format."""
-    found = convert(source, target, to=to, overwrite=overwrite)
+    found = convert(source, target, to=to, overwrite=overwrite, key=key)
     if as_json:
         print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
     else:

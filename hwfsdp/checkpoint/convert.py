@@ -1,6 +1,7 @@
 """Conversion of checkpoints from one format to another.
 
-    convert("runs/checkpoint", "model.safetensors", to="safetensors")
+    convert("runs/checkpoint", "everything.safetensors", to="safetensors")
+    convert("runs/checkpoint", "model.safetensors", to="safetensors", key="model")     # what is under state["model"], alone
 
     store        ours: a directory with CURRENT
     part         PART_000.pt and so on (see `parts`)
@@ -8,7 +9,8 @@
     safetensors  one file; values that are not tensors go into its header, as JSON
 
 One process reads the source into files beside the target, which are mapped into memory. Then it writes the target from them.
-So a checkpoint may be larger than memory, but the disk needs room for one more copy of it.
+So a checkpoint may be larger than memory, but the disk needs room for one more copy of it. No process group takes part, even if
+there is one: one rank converts, and the others need not call anything. They wait for it at a barrier before they load the target.
 
 Note [What formats cannot say]
     PART has a place for models, for optimizers, and for other entries. A state dict with the key "model" is split in this way;
@@ -22,10 +24,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,15 +39,19 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
+from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves
+from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.matching import Match, fill
-from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse
+from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, with_size
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.reading import read_tensors
-from hwfsdp.checkpoint.traverse import leaves_of, unflatten_state_dict
+from hwfsdp.checkpoint.saving import Target, save_agreed
+from hwfsdp.checkpoint.traverse import items_of, leaves_of, unflatten_state_dict
 from hwfsdp.checkpoint.values import decode
+from hwfsdp.errors import CheckpointError
 
 _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
@@ -78,33 +85,59 @@ def format_of(path: Path) -> str:
 
 
 def convert(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, to: str, overwrite: bool = False
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    overwrite: bool = False,
+    key: str | Sequence[str | int] | None = None,
 ) -> Conversion:
-    """Read one checkpoint and write its contents as another one, in another format or the same.
+    """Read one checkpoint and write its contents as another one, in another format or the same. One process calls it.
 
     Args:
         source: a checkpoint of any format. The function recognizes the format by the files.
         to: the format of the target: "store", "part", "dcp" or "safetensors".
         overwrite: if the target is a checkpoint of this format, replace it as soon as the new one is complete.
+        key: write only the dict under this key of the source, or under these keys, one inside the other. In the target, names begin
+            below it: "weight", not "model.weight".
 
     Raises:
-        UsageError: there is no source, the target exists already, or the target's format cannot hold an entry.
-        CheckpointError: the source is damaged. The target stays as it was.
+        UsageError: there is no source, the target exists already, there is no dict under `key`, or the target's format cannot hold
+            an entry.
+        CheckpointError: the source is damaged, or the disk fails. The target stays as it was.
     """
-    source, target = Path(source), Path(target)
+    source, target = path_of(source, "convert's source"), path_of(target, "convert's target")
     if to not in _WRITERS:
         refuse("convert", f"one of {sorted(_WRITERS)}", repr(to), "Choose one.")
     known = format_of(source)
     if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
         remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
         refuse(target, "no file or directory", "one", remedy)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        state = _READERS[known](source, Path(scratch))
-        _WRITERS[to](state, target, overwrite)
-        tensors = {id(leaf.value): leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, Tensor)}
-        del state
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            state = _under(key, _READERS[known](source, Path(scratch)))
+            _WRITERS[to](state, target, overwrite)
+            tensors = {id(v): v for _, v in leaves_of(state) if isinstance(v, Tensor)}
+            del state
+    except OSError as error:
+        got, remedy = of_disk(error)
+        expected = "room beside it for the contents of the source, and to write there"
+        raise refusal(target, expected, got, remedy, CheckpointError) from error
     return Conversion(known, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _under(key: str | Sequence[str | int] | None, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the dict under the key, or under the keys, one inside the other."""
+    path = () if key is None else (key,) if isinstance(key, str) else tuple(key)
+    found: Any = state
+    for n, step in enumerate(path, 1):
+        items = items_of(found) or {}
+        if not isinstance(found, dict) or not isinstance(items.get(step), dict):
+            dicts = [k for k, value in items.items() if isinstance(value, dict)]
+            refuse(path[:n], f"a dict of the source, such as {dicts}", "none", "Choose one of them as key=.")
+        found = found[step]
+    return found  # type: ignore[no-any-return]
 
 
 def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -113,6 +146,11 @@ def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
     file = str(directory / secrets.token_hex(16))
+    with open(file, "xb") as made:
+        try:  # on a full disk, a write to mapped memory without room would kill the process
+            os.posix_fallocate(made.fileno(), 0, nbytes)
+        except OSError as error:
+            raise with_size(error, file, nbytes) from None
     return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
 
 
@@ -167,7 +205,8 @@ def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
         key: None if entry.dtype is None else _tensor_in(scratch, entry.shape, entry.dtype)
         for key, entry in manifest.entries.items()
     }
-    dcp.load(flat, source)
+    alone = Agreement(None, "convert", alone=True)
+    dcp.load_agreed(alone, NewMemory(flat, None, None), source)
     paths = {key: tuple(manifest.paths.get(key, (key,))) for key in flat}
     tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree
@@ -210,13 +249,22 @@ def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
 
 
 def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    alone = Agreement(None, "convert", alone=True)
     if "model" not in state:
-        parts.save(target, state)
+        parts.save_agreed(alone, target, state)
         return
     others = dict(state)
     model = others.pop("model")
     optimizer = others.pop("optimizer", None) or others.pop("optim", None)
-    parts.save(target, model, optimizer, others)
+    parts.save_agreed(alone, target, model, optimizer, others)
+
+
+def _write_dcp(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    dcp.save_agreed(Agreement(None, "convert", alone=True), state, target, overwrite)
+
+
+def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    save_agreed(Agreement(None, "convert", alone=True), state, Target(target.absolute(), overwrite))
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
@@ -248,6 +296,11 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
             os.fsync(file.fileno())
         os.replace(draft, target)
         sync_directory(target.parent)
+    except safetensors.SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            failed = OSError(int(code[1]), os.strerror(int(code[1])), str(draft))
+            raise with_size(failed, draft, sum(tensor.nbytes for tensor in tensors.values())) from error
+        raise
     except KeyError as error:  # safetensors raises it for a dtype that the format does not have
         expected, remedy = "dtypes that safetensors has", "Cast such tensors first."
         raise refusal(target, expected, str(error), remedy) from error
@@ -262,9 +315,9 @@ _READERS: dict[str, Callable[[Path, Path], dict[Any, Any]]] = {
     "store": _read_store,
 }
 _WRITERS: dict[str, Callable[[dict[Any, Any], Path, bool], Any]] = {
-    "dcp": lambda state, target, overwrite: dcp.save(state, target, overwrite=overwrite),
+    "dcp": _write_dcp,
     "part": _write_part,
     "safetensors": _write_safetensors,
-    "store": lambda state, target, overwrite: store.save(state, target, overwrite=overwrite),
+    "store": _write_store,
 }
 FORMATS = sorted(_WRITERS)

@@ -29,6 +29,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,39 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.archives import check_loadable, replaced
-from hwfsdp.checkpoint.boxes import intersection, whole, within
+from hwfsdp.checkpoint.boxes import Box, intersection, whole, within
 from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
 from hwfsdp.checkpoint.matching import check_can_change, put
-from hwfsdp.checkpoint.messages import KeyPath, damaged, listed, refusal, refuse, told
+from hwfsdp.checkpoint.messages import (
+    KeyPath,
+    check_in_common,
+    damaged,
+    of_disk,
+    on_one_side,
+    path_of,
+    refusal,
+    refuse,
+    told,
+    warn_left_out,
+    with_size,
+)
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.plan import box_of
+from hwfsdp.checkpoint.plan import pieces_of
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum, check_writable, part_of
-from hwfsdp.checkpoint.traverse import Leaf, flat_key, leaves_of, traverse_state_dict
+from hwfsdp.checkpoint.traverse import Leaf, flat_key, leaves_of, state_dict_of, traverse_state_dict
 from hwfsdp.errors import CheckpointError
 
 _WHAT = "DCP checkpoint"
@@ -61,7 +80,7 @@ Slices = tuple[slice, ...]
 
 
 def save(
-    state_dict: dict[Any, Any],
+    state_dict: Mapping[Any, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -75,7 +94,7 @@ def save(
 
     Args:
         state_dict: tensors, DTensors of any layout, and values that `torch.load(weights_only=True)` accepts. For an entry that
-            is not a DTensor, the copy of one rank is written. Ranks may have different keys.
+            is not a DTensor, the copy of one rank is written. Ranks may have different keys. A module stands for its state dict.
         path: a directory on a file system that all ranks share. It must not exist, or must be empty.
         overwrite: replace a DCP checkpoint at `path`.
 
@@ -86,13 +105,24 @@ def save(
         CheckpointError: writing failed.
         All ranks raise the same error, and `path` stays as it was.
     """
-    target = Path(os.path.realpath(path))
-    agreement = Agreement(process_group, _WHAT)
+    save_agreed(Agreement(process_group, _WHAT), state_dict, path, overwrite, process_group)
+
+
+def save_agreed(
+    agreement: Agreement,
+    state_dict: Mapping[Any, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    overwrite: bool,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Do the work of `save`, in an agreement that was made before."""
+    target = Path(os.path.realpath(path_of(path, "save")))
+    entries_to_save: Mapping[Any, Any] = state_dict_of(state_dict)
 
     def prepare() -> dict[str, str]:
-        entries = entries_of(state_dict)
+        entries = entries_of(entries_to_save)
         for path, value in entries.values():
-            _check_entry(path, value, state_dict)
+            _check_entry(path, value, entries_to_save)
             if not isinstance(value, Tensor):
                 _check_storable(path, value)
         return {key: kind_of(entry.value) for key, entry in entries.items()}
@@ -100,7 +130,7 @@ def save(
     agreement.step("checking", prepare, _check_same)
     check = partial(_check_target, target, overwrite)
     with replaced(target, agreement, check, dcp_metadata.write_digest) as (draft, _):
-        _write(state_dict, draft, f"save to {target}", process_group)
+        _write(entries_to_save, draft, target, process_group, agreement.alone)
 
 
 def load(
@@ -121,11 +151,12 @@ def load(
         state_dict: tensors are filled in place; other values are replaced. It may also be a module, which stands for its state
             dict.
         path: the directory.
-        strict: the checkpoint must have the same keys as all ranks together. Otherwise, keys on only one side are ignored.
+        strict: the checkpoint must have the same keys as all ranks together. Otherwise, keys on only one side are left out, and a
+            warning on the first rank counts and names them.
         device, model: for tensors on the meta device; see `store.load`.
 
     Raises:
-        UsageError: a key is on only one side (with `strict`); a shape or dtype differs; one side has a tensor and the other a
+        UsageError: a key is on only one side (with `strict`), or no key is on both; a shape or dtype differs; one side has a tensor and the other a
             value; a tensor cannot be written to; or a tensor on the meta device is not in the checkpoint, with or without
             `strict`.
         UnsupportedError, StateError: a `Partial` placement (UnsupportedError), or an error of `meta.init_state_dict`.
@@ -133,17 +164,27 @@ def load(
         All ranks raise the same error. Then nothing was changed, unless another process changed the checkpoint during the load.
     """
     agreement = Agreement(process_group, _WHAT)
-    with NewMemory(state_dict, device, model) as target:
-        loading = _Loading(Path(path), target)
-        agreement.step("preparing", loading.prepare, partial(loading.check_keys, strict))
+    left_out = load_agreed(agreement, NewMemory(state_dict, device, model), path, strict)
+    if agreement.rank == 0:
+        warn_left_out(left_out, path)
+
+
+def load_agreed(
+    agreement: Agreement, memory: NewMemory, path: str | os.PathLike[str], strict: bool = True
+) -> str:
+    """Do the work of `load`, in an agreement that was made before. Return which keys were left out, in words."""
+    with memory as target:
+        loading = _Loading(path_of(path, "load"), target)
+        left_out: str = agreement.step("preparing", loading.prepare, partial(loading.check_keys, strict))
         agreement.step("checking", loading.check_parts)
         agreement.step("filling", loading.fill)
+    return left_out
 
 
 # --- Keys --------------------------------------------------------------------------------------------------
 
 
-def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
+def entries_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
     """Return the entries by DCP's keys."""
     entries: dict[str, Leaf] = {}
     paths: dict[str, KeyPath] = {}
@@ -162,7 +203,7 @@ def kind_of(value: Any) -> str:
     return str(Stored(dtype, shape, []))
 
 
-def _check_entry(path: KeyPath, value: Any, state_dict: dict[Any, Any]) -> None:
+def _check_entry(path: KeyPath, value: Any, state_dict: Mapping[Any, Any]) -> None:
     """Raise an error unless the entry can be saved or replaced: a tensor must be dense and have data, a value needs a mutable container."""
     if not isinstance(value, Tensor):
         check_can_change(path, state_dict)
@@ -206,18 +247,41 @@ def _check_target(target: Path, overwrite: bool) -> None:
         refuse(f"save to {target}", expected, got, remedy)
 
 
-def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.ProcessGroup | None) -> None:
+def _write(
+    state_dict: Mapping[Any, Any], draft: Path, target: Path, group: dist.ProcessGroup | None, alone: bool
+) -> None:
     """Let DCP write the files. Convert DCP's errors, which all ranks get, into our errors."""
-    writer = FileSystemWriter(draft, sync_files=True, thread_count=1, overwrite=False)
+    options: dict[str, Any] = {"process_group": group, "no_dist": alone}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process
-            dcp_save(state_dict, storage_writer=writer, planner=_BoxPlanner(), process_group=group)
+            dcp_save(dict(state_dict), storage_writer=_Writer(draft), planner=_BoxPlanner(), **options)
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         failures = getattr(error, "failures", None) or {}
         rank, cause = next(((f"rank {rank}: ", cause) for rank, (cause, _) in failures.items()), ("", error))
-        got, remedy = rank + told(cause)[:300], "Look at the disk, and at the ranks' tracebacks."
-        raise refusal(what, "DCP to move the data", got, remedy, CheckpointError) from error
+        got, remedy = told(cause)[:300], "Look at the disk, and at the ranks' tracebacks."
+        if isinstance(cause, OSError):
+            cause.filename = cause.filename or str(draft)
+            got, remedy = of_disk(cause)
+        what, expected = f"save to {target}", "DCP to move the data"
+        raise refusal(what, expected, rank + got, remedy, CheckpointError) from error
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer. If the disk fails, the error is the disk's own, with the file and the bytes to write."""
+
+    def __init__(self, draft: Path) -> None:
+        super().__init__(draft, sync_files=True, thread_count=1, overwrite=False)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        chunks = [
+            (item.tensor_data.chunk, item.tensor_data.properties) for item in plan.items if item.tensor_data
+        ]
+        nbytes = sum(chunk.sizes.numel() * properties.dtype.itemsize for chunk, properties in chunks)
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise with_size(error, self.path, nbytes) from error
 
 
 class _BoxPlanner(DefaultSavePlanner):
@@ -240,20 +304,22 @@ class _BoxPlanner(DefaultSavePlanner):
             return value
         if value.numel() == 0:
             return torch.empty(value.shape, dtype=value.dtype)
-        return part_of(value).resolve_conj().resolve_neg()
+        own = next(own for whole, own in pieces_of(value) if whole.offset == tuple(index.offset or ()))
+        return part_of(value)[own.slices].resolve_conj().resolve_neg()
 
 
 def _write_items(key: str, value: Any) -> list[WriteItem]:
     if not isinstance(value, Tensor):
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
     # A tensor without elements is written nevertheless: a load needs its shape.
-    box = box_of(value) if value.numel() else whole(value.shape)
-    if box is None:
-        return []
+    boxes = [box for box, _ in pieces_of(value)] if value.numel() else [whole(value.shape)]
     kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
-    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-    data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), torch.Size(value.shape))
-    return [WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data)]
+    items = []
+    for box in boxes:
+        chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+        data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), torch.Size(value.shape))
+        items.append(WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data))
+    return items
 
 
 # --- Loading -----------------------------------------------------------------------------------------------
@@ -261,11 +327,12 @@ def _write_items(key: str, value: Any) -> list[WriteItem]:
 
 def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slices]]:
     """Yield each chunk that shares elements with this rank's part of the target: the chunk, the slices of the part, and of the chunk."""
-    box = box_of(target)
-    for blob in stored.blobs:
-        both = intersection(box, blob.box) if box and blob.box else None
-        if box and blob.box and both:
-            yield blob, within(both, box).slices, within(both, blob.box).slices
+    for box, own in pieces_of(target):
+        for blob in stored.blobs:
+            both = intersection(box, blob.box) if blob.box else None
+            if blob.box and both:
+                here = Box(tuple(map(add, within(both, box).offset, own.offset)), both.shape)
+                yield blob, here.slices, within(both, blob.box).slices
 
 
 class _Loading:
@@ -294,19 +361,19 @@ class _Loading:
         self.manifest = dcp_metadata.read_metadata(self.directory)
         return sorted(self.entries), self.manifest.digest
 
-    def check_keys(self, strict: bool, known: list[Any]) -> None:
-        """Raise an error unless all ranks see one checkpoint. With `strict`, also compare its keys; `known`: the results of `prepare`."""
+    def check_keys(self, strict: bool, known: list[Any]) -> list[str]:
+        """Raise an error unless all ranks see one checkpoint, and its keys fit (see `load`). Return, for each rank, the keys left out.
+
+        `known`: the results of `prepare`.
+        """
         if len({digest for _, digest in known}) > 1:
             remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
             raise damaged(self.directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
         wanted, there = {key for keys, _ in known for key in keys}, self.manifest.entries.keys()
         missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - there, there - wanted))
-        if strict and (missing or unexpected):
-            parts = [f"{listed(missing)} missing in the checkpoint"] if missing else []
-            parts += [f"{listed(unexpected)} only in the checkpoint"] if unexpected else []
-            expected = "the same keys in the state dict and in the checkpoint"
-            remedy = "Compare the models, or pass strict=False to load what both have."
-            refuse(f"load from {self.directory}", expected, ", ".join(parts), remedy)
+        left_out = on_one_side(missing, unexpected)
+        check_in_common(f"load from {self.directory}", left_out, strict, bool(wanted & there))
+        return [left_out] * len(known)
 
     def check_parts(self) -> None:
         """Compare every entry with the stored entry. Then read all values that are not tensors, and check the chunks of all tensors."""

@@ -75,23 +75,24 @@ def broadcast_state_dict(
     strict: bool = False,
     cpu_offload: bool = False,
     *,
-    cast: bool = False,
+    allow_cast: bool = False,
 ) -> None:
     """Fill every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
 
     A collective over `pg`. Tensors with memory of their own are filled in place. Tensors on the meta device are replaced. So are
     plain tensors on another kind of device than `device`. Plain 0-d tensors that are replaced go to the CPU, because optimizers
-    count their steps there. Entries that are not tensors get the value of rank 0. Entries on only one side stay as they are. The
+    count their steps there. Entries that are not tensors get the value of rank 0. Entries on only one side stay as they are. So does
+    None in the place of a tensor, unless the tensor has 0 dims; it goes to the CPU. A None of rank 0 replaces what is there. The
     outermost dict stays the same object; the containers inside are replaced by new ones.
 
     Args:
         full_state_dict: whole tensors. Only rank 0 reads this argument.
         strict: remove from `local_state_dict` the keys of dicts that rank 0 does not have.
         cpu_offload: move the filled tensors of `local_state_dict` to the CPU.
-        cast: allow another dtype on rank 0. Each tensor keeps its dtype, and values are converted to it.
+        allow_cast: allow another dtype on rank 0. Each tensor keeps its dtype, and values are converted to it.
 
     Raises:
-        UsageError: on all ranks, if on any of them a shape differs, a dtype differs (without `cast`), a tensor meets another
+        UsageError: on all ranks, if on any of them a shape differs, a dtype differs (without `allow_cast`), a tensor meets another
             value, a DTensor is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or a value that cannot be
             pickled.
         UnsupportedError: on all ranks, if any of them has a `Partial` placement or a ShardedTensor.
@@ -103,7 +104,7 @@ def broadcast_state_dict(
     agreement = Agreement(pg, "broadcast_state_dict")
     is_source = agreement.rank == 0
     plan = _send_plan(agreement, full_state_dict if is_source else None, pg)
-    agreement.step("comparing", lambda: check_plan(plan, local_state_dict, cast))
+    agreement.step("comparing", lambda: check_plan(plan, local_state_dict, allow_cast))
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
     # The source sends its tensors from where they are, or from a copy of one at a time.
@@ -125,7 +126,7 @@ def distribute_state_dict(
     device: torch.device,
     pg: dist.ProcessGroup | None = None,
     *,
-    cast: bool = False,
+    allow_cast: bool = False,
 ) -> None:
     """Fill `local_state_dict` from this rank's `full_state_dict`, in place, by the rules of `broadcast_state_dict`.
 
@@ -134,13 +135,13 @@ def distribute_state_dict(
     go to the CPU.
 
     Args:
-        pg: has no effect, as in torch. cast: as in `broadcast_state_dict`.
+        pg: has no effect, as in torch. allow_cast: as in `broadcast_state_dict`.
 
     Raises:
         UsageError, UnsupportedError: as `broadcast_state_dict`, but only on this rank. Nothing was changed.
     """
     plan = _plan_of(full_state_dict)
-    check_plan(plan, local_state_dict, cast)
+    check_plan(plan, local_state_dict, allow_cast)
     source = dict(leaves_of(full_state_dict))
     _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
     _add_missing(full_state_dict, local_state_dict)
@@ -194,19 +195,19 @@ def _check_pickles(plan: Plan) -> None:
 # --- Agree -------------------------------------------------------------------------------------------------
 
 
-def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None = None) -> None:
+def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool | None = None) -> None:
     """Raise an error unless each entry of the plan fits this rank's entry at the same path, if there is one.
 
     Args:
-        cast: True: any dtype fits. False: the dtype must be the same; the error recommends cast=True. None: the dtype must be the
-            same, and the caller has no such option.
+        allow_cast: True: any dtype fits. False: the dtype must be the same; the error recommends allow_cast=True. None: the dtype
+            must be the same, the caller has no such option, and a None never fits a tensor.
     """
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}
     planned = {path[:n] for path in plan for n in range(len(path))}
     for path, place in places.items():
         if path in plan:
-            _check_entry(path, plan[path], place, cast)
+            _check_entry(path, plan[path], place, allow_cast)
         elif path in planned and items_of(place) is None:
             refuse(path, "what can hold the entries of a container", type(place).__name__)
     for path, coming in plan.items():
@@ -214,24 +215,26 @@ def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None =
             refuse(path, "a container, as this rank has", "a leaf")
 
 
-def _check_entry(path: KeyPath, coming: Any, place: Any, cast: bool | None) -> None:
+def _check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool | None) -> None:
     if isinstance(coming, EmptyContainer):
         if items_of(place) is None:
             refuse(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
         return
     if not isinstance(coming, TensorInfo):
-        if isinstance(place, Tensor):
+        if isinstance(place, Tensor) and (coming is not None or allow_cast is None):
             refuse(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
         return
     if is_sharded_tensor(place):
         refuse_sharded_tensor(path)
+    if place is None and allow_cast is not None:
+        return
     if not isinstance(place, Tensor):
         refuse(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
     expected, got = (f"shape {tuple(t.shape)} and {t.dtype}" for t in (place, coming))
-    if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and cast is None):
+    if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and allow_cast is None):
         refuse(path, expected, got)
-    if place.dtype != coming.dtype and not cast:
-        remedy = "Pass cast=True if the values may become what that dtype can hold."
+    if place.dtype != coming.dtype and not allow_cast:
+        remedy = "Pass allow_cast=True if the values may become what that dtype can hold."
         refuse(path, expected, got, remedy)
     check_no_sum(path, place)
     if not place.is_meta:
@@ -275,8 +278,10 @@ def _fill(
     for path, coming in plan.items():
         if isinstance(coming, TensorInfo):
             whole = receive(path)
-            if path in places:
-                place = places[path]
+            if path in places and (place := places[path]) is None:
+                if not coming.shape:
+                    filled[path] = _copy_to(whole, torch.device("cpu"), coming.dtype)
+            elif path in places:
                 written[id(place)] = _write(whole, written.get(id(place), place), device)
                 filled[path] = to_cpu(written[id(place)]) if cpu_offload else written[id(place)]
         elif not isinstance(coming, EmptyContainer):

@@ -9,8 +9,8 @@
      "sha256": "…"}
 
 The last field is the hash of everything before it. So the hash protects the manifest itself and, through the checksums of the
-blocks, every block of every file. `save` is also in the name of the directory, in the first bytes of every file, and in
-`CURRENT`. So files of two saves cannot be mixed.
+blocks, every block of every file. `save` is also in the first bytes of every file, and `CURRENT` has it together with the hash
+of the manifest. So files of two saves cannot be mixed. The directory of a save may get another name.
 
 A manifest with a correct hash may still come from an attacker. So this module checks everything before it is used. It makes the
 file names itself and does not take them from the manifest. It checks that chunks tile their tensors, that chunks do not overlap
@@ -186,7 +186,7 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
     """Parse a manifest and check every field.
 
     Args:
-        file: the file that the bytes are from. Its directory has the name of the save.
+        file: the file that the bytes are from.
 
     Raises:
         CheckpointError: the manifest is damaged, is of another version, or contradicts itself.
@@ -202,8 +202,6 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
         manifest = _manifest_of(tree, digest, file)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(file, "the fields of a manifest", f"{type(error).__name__}: {error}") from error
-    if manifest.save_id != file.parent.name:
-        raise damaged(file, f"the manifest of save {file.parent.name}", f"that of {manifest.save_id}")
     return manifest
 
 

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.boxes import Box, intersection
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
-from hwfsdp.checkpoint.messages import KeyPath, refuse, show
-from hwfsdp.checkpoint.plan import box_of
+from hwfsdp.checkpoint.messages import KeyPath, check_in_common, on_one_side, refuse, show
+from hwfsdp.checkpoint.per_rank import find_per_rank, is_within
+from hwfsdp.checkpoint.plan import box_of, is_striped
 from hwfsdp.checkpoint.tensors import check_data, check_kind, check_writable, identity_of, part_of
 from hwfsdp.checkpoint.traverse import child_of, container_kind, containers_in, items_of, leaves_of, rebuild
 from hwfsdp.checkpoint.values import decode
+from hwfsdp.layout.extents import shard_of
 
 
 @dataclass
@@ -30,19 +33,29 @@ class Match:
         tensors: by path, each target tensor of which this rank has a part.
         values: by path, the new value of each entry that is not a tensor.
         fresh: paths of targets that hold no values yet, because they were on the meta device.
+        striped: by path, the targets of which this rank holds stripes. In `tensors`, a whole tensor stands for each.
+        left_out: the keys that only one side has, in words. common: True if a key is on both sides.
     """
 
     manifest: Manifest
     tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
     fresh: set[KeyPath] = field(default_factory=set)
+    striped: dict[KeyPath, DTensor] = field(default_factory=dict)
+    left_out: str = ""
+    common: bool = True
 
 
 # --- Matching ----------------------------------------------------------------------------------------------
 
 
-def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool) -> Match:
+def match(
+    state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool, rank: int = 0, size: int = 1
+) -> Match:
     """Compare the state dict with the save, and list what a load has to do.
+
+    Args:
+        rank, size: of the ranks that load. Each loads its own value of a `PerRank`.
 
     Raises:
         UsageError: the state dict and the save do not fit; see `store.load`.
@@ -50,14 +63,29 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
     if items_of(state_dict) is None or isinstance(state_dict, tuple):
         refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
     leaves = dict(leaves_of(state_dict))
-    _check_containers(leaves, state_dict, manifest)
-    if strict:
-        _check_keys(leaves, manifest)
-    found = Match(manifest)
+    others, apart = _of_ranks(state_dict, manifest, rank, size, strict)
+    containers = {
+        path: tree for path, tree in containers_in(state_dict).items() if not is_within(path, apart)
+    }
+    _check_containers(
+        {p: leaf for p, leaf in leaves.items() if not is_within(p, apart)}, containers, manifest
+    )
+    missing, unexpected = _on_one_side(leaves, manifest, others)
+    missing += [path for path in leaves if is_within(path, apart) and path not in missing]
+    common = len(missing) < len(leaves)
+    left_out = on_one_side(list(map(show, missing)), list(map(show, unexpected)))
+    check_in_common("load", left_out, strict, common or not strict, COMPARE)
+    found = Match(manifest, left_out=left_out, common=common)
+    for path in set(missing):
+        leaves.pop(path)
     for path, target in leaves.items():
         entry = manifest.entries.get(path)
         if isinstance(entry, TensorEntry):
             _check_tensor(path, target, entry, allow_cast)
+            if is_striped(target):  # read the whole, and cut it in `fill`
+                found.striped[path] = target
+                target = torch.empty(target.shape, dtype=target.dtype)
+                found.fresh.add(path)
             if box_of(target) is not None:
                 found.tensors[path] = target
         elif isinstance(entry, ValueEntry):
@@ -69,9 +97,9 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
     return found
 
 
-def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Manifest) -> None:
+def _check_containers(leaves: dict[KeyPath, Any], containers: dict[KeyPath, Any], manifest: Manifest) -> None:
     """Raise an error if a dict meets a sequence, or a container meets a leaf."""
-    for path, tree in containers_in(state_dict).items():
+    for path, tree in containers.items():
         saved = manifest.containers.get(path)
         if path in manifest.entries:
             refuse(path, f"a {type(tree).__name__}, as in the state dict", str(manifest.entries[path]))
@@ -82,7 +110,14 @@ def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Man
             refuse(path, f"a {type(leaf).__name__}, as in the state dict", f"a {manifest.containers[path]}")
 
 
-def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
+COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
+
+
+def _on_one_side(
+    leaves: dict[KeyPath, Any], manifest: Manifest, others: set[KeyPath]
+) -> tuple[list[KeyPath], list[KeyPath]]:
+    """List the keys that only the state dict has, and those that only the save has. `others` are paths to values of other ranks."""
+
     def is_saved(path: KeyPath, leaf: Any) -> bool:
         return path in (manifest.entries if items_of(leaf) is None else manifest.containers)
 
@@ -91,14 +126,29 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
     above = {path[:n] for path in leaves for n in range(len(path))}
     missing = [path for path, leaf in leaves.items() if path and not is_saved(path, leaf)]
     unexpected = [p for p in (*manifest.entries, *empty) if p not in leaves and p not in above]
-    if missing or unexpected:
-        first = missing[0] if missing else min(unexpected, key=str)
-        got = "no such entry in the checkpoint" if missing else "no place for it in the state dict"
-        others = len(missing) + len(unexpected) - 1
-        got += f"; {others} more keys are on one side only" if others else ""
-        remedy = "Compare with `hwfsdp checkpoint inspect` (a fresh optimizer has no state yet: "
-        remedy += "hwfsdp.checkpoint.meta.init_optimizer_state), or pass strict=False to load what both have."
-        refuse(first, "the same keys in the state dict and in the checkpoint", got, remedy)
+    return missing, [p for p in unexpected if p not in others and not is_within(p, others)]
+
+
+def _of_ranks(
+    state_dict: Any, manifest: Manifest, rank: int, size: int, strict: bool
+) -> tuple[set[KeyPath], list[KeyPath]]:
+    """Return the paths to other ranks' values, and the paths of `PerRank`s that another number of ranks has saved.
+
+    Raises UsageError for the latter if `strict` is set.
+    """
+    others, apart = set[KeyPath](), list[KeyPath]()
+    for path in find_per_rank(state_dict, rank):
+        n = len(path)
+        saved = {p[n] for p in (*manifest.entries, *manifest.containers) if len(p) > n and p[:n] == path}
+        if saved == set(range(size)):
+            others |= {(*path, other) for other in saved - {rank}}
+        elif saved:
+            apart.append(path)
+            if strict:
+                expected, got = f"values of {size} ranks, as many as load", f"those of {len(saved)}"
+                remedy = "Leave it out with strict=False, or load a dict {rank: value} and choose."
+                refuse(path, expected, got, remedy)
+    return others, apart
 
 
 def check_can_change(path: KeyPath, state_dict: Any) -> None:
@@ -115,7 +165,9 @@ def check_can_change(path: KeyPath, state_dict: Any) -> None:
 
 def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bool) -> None:
     if not isinstance(target, Tensor):
-        refuse(path, f"a {type(target).__name__}, as in the state dict", str(entry))
+        array = type(target).__name__ == "ndarray"
+        remedy = "Load into torch.from_numpy(array), which shares the array's memory." if array else COMPARE
+        refuse(path, f"a {type(target).__name__}, as in the state dict", str(entry), remedy)
     check_kind(path, target)
     check_data(path, target)
     if tuple(target.shape) != entry.shape:
@@ -191,6 +243,10 @@ def fill(state_dict: Any, match: Match, parts: dict[KeyPath, Tensor]) -> None:
     for path, part in parts.items():
         if identity_of(part_of(match.tensors[path])) != identity_of(part):  # equal: it was read in place
             part_of(match.tensors[path]).copy_(part)
+    for path, target in match.striped.items():
+        if path in match.tensors:
+            part = shard_of(match.tensors[path], target.device_mesh, target.placements)
+            part_of(target).copy_(part)
     put(state_dict, (), match.values)
 
 
@@ -200,8 +256,10 @@ def put(tree: Any, path: KeyPath, values: dict[KeyPath, Any]) -> Any:
     new = {}
     for key, child in items.items():
         at = (*path, key)
-        is_leaf = isinstance(child, Tensor) or items_of(child) is None
-        new[key] = values.get(at, child) if is_leaf else put(child, at, values)
+        if at in values:  # a whole container may be one value, as lists in DCP are
+            new[key] = values[at]
+        else:
+            new[key] = child if items_of(child) is None else put(child, at, values)
     changed = {key: value for key, value in new.items() if value is not items[key]}
     if changed and isinstance(tree, tuple):
         return rebuild(tree, new)

@@ -1,21 +1,25 @@
 """The errors of checkpoints, and how they name their subjects.
 
 The subject of an error is an entry of a state dict (named by its path of keys), a place in a file, or an argument. There is one
-function for each kind of subject: `refuse` for entries and arguments, `damaged` for files.
+function for each kind of subject: `refuse` for entries and arguments, `damaged` for files, `with_size` and `of_disk` for a disk
+that does not take what is written.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from hwfsdp.errors import CheckpointError, FSDPError, UsageError, in_one_line
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError, WrongTypeError, in_one_line
 
 KeyPath = tuple[Any, ...]  # the keys that lead to an entry of a state dict
 Subject = KeyPath | str | os.PathLike[str]
 _COMPARE = "Compare the model with the one that the values come from."
-_SHOWN = 4  # most names in a message; the others are only counted
+_SHOWN = 5  # most names in a message; the others are only counted
 
 
 class Attribute(str):
@@ -61,6 +65,62 @@ def damaged(
     return error.at(file, key, offset)
 
 
+def path_of(path: Any, what: str) -> Path:
+    """Return the path that a user gave. An empty one would be the current directory, and is more likely a mistake.
+
+    Raises:
+        UsageError: it is empty. WrongTypeError: it is no path, for example because arguments are in the wrong order.
+    """
+    if not isinstance(path, str | os.PathLike):
+        remedy = "Give the path as a str or a Path, in its place among the arguments."
+        refuse(what, "a path", f"a {type(path).__name__}", remedy, WrongTypeError)
+    if not os.fspath(path):
+        refuse(what, "a path", "an empty one", 'Give the path of a directory; "." is the current one.')
+    return Path(path)
+
+
+# --- Disks -------------------------------------------------------------------------------------------------
+
+_FULL = "Free space there, or choose a path on another disk."
+_DISK = {
+    errno.ENOSPC: ("the disk is full", _FULL),
+    errno.EDQUOT: ("the quota of this user is used up", _FULL),
+    errno.EIO: ("the disk failed", "Choose a path on another disk."),
+    errno.EFBIG: (
+        "the file is larger than this file system or user may have",
+        "Choose a path on another disk.",
+    ),
+    errno.EROFS: ("this file system is read-only", "Choose a path on another one."),
+    errno.EACCES: ("this user may not write there", "Change the permissions, or choose another path."),
+    errno.EPERM: ("this user may not write there", "Change the permissions, or choose another path."),
+    errno.ENOTDIR: ("a part of the path is a file", "Choose another path."),
+}
+
+
+def with_size(error: Exception, file: str | os.PathLike[str], nbytes: int) -> Exception:
+    """Return the error of the disk behind the error of a writer, with the file and the bytes to write. No error of a disk: return `error`.
+
+    A writer that fails may fail again while it closes the file. Python keeps the first error as the context of the second.
+    """
+    found: BaseException | None = error
+    while not isinstance(found, OSError) or (found is not error and found.errno not in _DISK):
+        if found is None:
+            return error
+        found = found.__cause__ or found.__context__
+    found.filename = found.filename or str(file)
+    vars(found)["nbytes"] = nbytes
+    return found
+
+
+def of_disk(error: OSError) -> tuple[str, str]:
+    """Say what a disk did not do, for `got`, and the remedy."""
+    why, remedy = _DISK.get(error.errno or 0, ("", "Mend this, and try again."))
+    nbytes = getattr(error, "nbytes", None)
+    size = "" if nbytes is None else f"; {nbytes:,} bytes are to be written there"
+    got = f"{error.strerror or error} ({error.filename or 'no file'}){f': {why}' if why else ''}{size}"
+    return got, f"What was there before is as it was. {remedy}"
+
+
 def told(error: BaseException) -> str:
     """Describe an error of Python, torch or the disk in one line."""
     return in_one_line(f"{type(error).__name__}: {error}")
@@ -70,3 +130,32 @@ def listed(names: Sequence[str]) -> str:
     """Return the first few names, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def on_one_side(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say which keys only the state dict has (`missing`), and which only the checkpoint: how many, and the first of them."""
+    sides = {"missing in the checkpoint": missing, "only in the checkpoint": unexpected}
+    return "; ".join(f"{len(names)} {side}: {listed(names)}" for side, names in sides.items() if names)
+
+
+def check_in_common(
+    what: str, left_out: str, strict: bool, common: bool, compare: str = "Compare them"
+) -> None:
+    """Raise an error if keys are left out and `strict` is set, or if no key is `common` to both sides. `compare` begins the remedy."""
+    if left_out and (strict or not common):
+        fresh = "a fresh optimizer has no state yet: hwfsdp.checkpoint.meta.init_optimizer_state"
+        remedy = f"{compare} ({fresh})"
+        remedy += (
+            ", or pass strict=False to load what both have." if common else ", and load under the saved keys."
+        )
+        expected = "the same keys in the state dict and in the checkpoint" if strict else "a key in common"
+        refuse(what, expected, left_out, remedy)
+
+
+def warn_left_out(left_out: str, path: object) -> None:
+    """Warn about keys that a load with strict=False has not loaded. `left_out` is the text of `on_one_side`; "" if there are none."""
+    if left_out:
+        text = f"load(strict=False) from {path}: expected the same keys on both sides; got {left_out}. "
+        warnings.warn(
+            text + "Entries of the state dict that are missing there keep their values.", stacklevel=3
+        )

@@ -68,7 +68,10 @@ def init_state_dict(
 ) -> StateDict:
     """Give memory to every tensor on the meta device, in place. The memory holds undefined values until the tensors are loaded.
 
-    There is no communication. Tensors stay the same objects, in the state dict and in every other place that holds them (Note [The
+    There is no communication. A tensor that is a slice of another one keeps its place in it: the memory of all of the other one is
+    allocated, even if only the slice is in the state dict. To get memory for the slice alone, put a clone of it into the state dict.
+
+    Tensors stay the same objects, in the state dict and in every other place that holds them (Note [The
     same objects]). Shapes, dtypes, strides, placements and `requires_grad` stay the same; gradients on the meta device are dropped.
     Tensors on other devices are not changed.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -89,12 +90,19 @@ def _items_of(value: Any) -> Parts:
 
 def attributes_of(value: Any) -> Parts:
     """Return the entries of the object's `__dict__`, and the values of its slots, except torch's own."""
-    classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
-    members = [(name, member) for kind in classes for name, member in vars(kind).items()]
-    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    attributes = getattr(value, "__dict__", None)
+    slots = _slots_of(type(value))  # type: ignore[arg-type]  # a class can be hashed
+    if not (slots or attributes):  # most tensors have neither
+        return []
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    found |= {name: part for name, part in getattr(value, "__dict__", {}).items() if name != IS_PARAMETER}
+    found |= {name: part for name, part in (attributes or {}).items() if name != IS_PARAMETER}
     return [((Attribute(name),), part) for name, part in found.items()]
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> list[str]:
+    members = [item for base in kind.__mro__ if base is not DTensor for item in vars(base).items()]
+    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> FSDPError:

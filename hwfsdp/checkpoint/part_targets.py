@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
-from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.messages import KeyPath, on_one_side, refuse
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.tensors import check_data, check_no_sum
@@ -116,8 +116,11 @@ def _check_places(path: KeyPath, entries: Mapping[str, Any], places: Mapping[str
     missing = [name for name in places if name not in entries]
     unknown = [name for name in entries if name not in places]
     if missing or unknown:
-        expected = "the entries that the model has"
-        refuse(path, expected, f"{missing} missing, {unknown} unknown", "Load into the model that was saved.")
+        got, remedy = (
+            on_one_side([*map(repr, missing)], [*map(repr, unknown)]),
+            "Load into the model that was saved.",
+        )
+        refuse(path, "the entries that the model has", got, remedy)
     names = [name for name, entry in entries.items() if _is_tensor(entry) or isinstance(places[name], Tensor)]
     plan = {(*path, name): _info(entries[name]) for name in names}
     held: dict[Any, Any] = {name: places[name] for name in names}

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import partition
 from hwfsdp.checkpoint.agreement import Agreement, check_alike
 from hwfsdp.checkpoint.archives import check_loadable, replaced
-from hwfsdp.checkpoint.messages import damaged, refuse, show, told
+from hwfsdp.checkpoint.messages import damaged, path_of, refuse, show, with_size
 from hwfsdp.checkpoint.part_files import check_part, check_replaceable, part_name, read
 from hwfsdp.checkpoint.part_targets import (
     Loading,
@@ -47,7 +47,8 @@ from hwfsdp.checkpoint.part_targets import (
     several,
     state_of,
 )
-from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.per_rank import PerRank
+from hwfsdp.checkpoint.traverse import containers_in, leaves_of
 from hwfsdp.errors import CheckpointError
 
 LARGE_BYTES = 256 * 2**20  # larger tensors are cut
@@ -79,7 +80,19 @@ def save(
         UnsupportedError: on all ranks, for a ShardedTensor.
         CheckpointError: on all ranks, if one rank could not write. An existing checkpoint stays as it was.
     """
-    target, agreement = Path(os.path.realpath(fname)), _agreement(group)
+    save_agreed(_agreement(group), fname, model, optimizer, others, group)
+
+
+def save_agreed(
+    agreement: Agreement,
+    fname: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any = None,
+    others: Mapping[Any, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Do the work of `save`, in an agreement that was made before."""
+    target = Path(os.path.realpath(path_of(fname, "save")))
     mine = _Save(agreement, group)
     remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
     same = partial(check_alike, remedy=remedy)
@@ -106,7 +119,7 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
         CheckpointError: a part is missing, stale, damaged, or of another save or version; a part holds a value that cannot be
             loaded safely; an entry is in two parts, or incomplete.
     """
-    contents = read(fname, nthreads, kwargs)
+    contents = read(path_of(fname, "load"), nthreads, kwargs)
     states = [optimizer["state"].values() for optimizer in contents.optimizers]
     dicts = [entry for state in states for entry in state if isinstance(entry, dict)]
     for entries in (*contents.models, *dicts):
@@ -151,6 +164,7 @@ def load_into(
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
     agreement, loading = _agreement(group), list[Loading]()
+    fname = path_of(fname, "load_into")
     with ExitStack() as held:
 
         def prepare() -> str | None:
@@ -184,7 +198,7 @@ class _Save:
 
     def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
         self.rank, self.ranks = agreement.rank, [0]
-        if dist.is_initialized():
+        if not agreement.alone:
             self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.models: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
@@ -221,13 +235,7 @@ class _Save:
             if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
                 expected = 'an optimizer\'s state dict, with "state" and "param_groups"'
                 refuse_kind(f"optimizer[{i}]", state, expected)
-        for key in self.others:
-            if key in partition.RESERVED:
-                expected = f"a key that the format does not use; it uses {list(partition.RESERVED)}"
-                refuse(f"others[{key!r}]", expected, repr(key), "Rename it.")
-        for path, value in leaves_of(self.others):
-            if isinstance(value, DTensor):
-                refuse_kind(show(path), value, "no DTensor among others, which are rank 0's alone")
+        self._check_others()
         for path, value in (*leaves_of(self.tree), *leaves_of(self.others)):
             if isinstance(value, Tensor):
                 check_tensor(path, value, self.ranks)
@@ -236,6 +244,19 @@ class _Save:
                 if not isinstance(name, str):
                     refuse_kind(show(("model", i, name)), name, "a name that is a str")
         check_loadable((), {**self.tree, **self.others})
+
+    def _check_others(self) -> None:
+        for key in self.others:
+            if key in partition.RESERVED:
+                expected = f"a key that the format does not use; it uses {list(partition.RESERVED)}"
+                refuse(f"others[{key!r}]", expected, repr(key), "Rename it.")
+        for path, value in leaves_of(self.others):
+            if isinstance(value, DTensor):
+                refuse_kind(show(path), value, "no DTensor among others, which are rank 0's alone")
+        for path, value in containers_in({**self.tree, "others": self.others}).items():
+            if isinstance(value, PerRank):
+                expected, remedy = "what rank 0 has for all", "Save it with checkpoint.save or dcp.save."
+                refuse(show(path).removeprefix("state_dict"), expected, "a PerRank", remedy)
 
     def part(self, save_id: str) -> dict[Any, Any]:
         """Make this rank's part. All ranks gather DTensors in it."""
@@ -259,8 +280,7 @@ class _Save:
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            remedy = "Nothing was changed: mend the cause, and do it again."
-            raise damaged(path, "a file that can be written", told(error), remedy=remedy) from error
+            raise with_size(error, path, partition.bytes_in(part)) from error
         finally:
             torch.serialization.set_crc32_options(with_crcs)
 

@@ -7,7 +7,8 @@ first, each to the rank with the fewest bytes so far. The result is the manifest
 Note [Replicas are compared]
     If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
     save, such as a forgotten reduction or weights from different seeds. A checkpoint with one rank's copy would hide this. So a
-    rank also sends checksums of parts that other ranks hold, too. If they differ, the error names the key and the ranks.
+    rank also sends checksums of parts that other ranks hold, too. If they differ, the error names the key and the ranks. Left out:
+    DTensors of which ranks hold stripes (Note [Stripes] in `layout.stripes`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import check_alike
-from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
+from hwfsdp.checkpoint.boxes import Box, find_fault, intersection, slices_of, whole, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, Chunk, Entry, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, refusal, refuse, show
+from hwfsdp.checkpoint.per_rank import find_per_rank, is_within
 from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, items_of, leaves_of
-from hwfsdp.checkpoint.values import dtype_named, encode
+from hwfsdp.checkpoint.values import advice_for, dtype_named, encode
 from hwfsdp.compat import is_shard
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+from hwfsdp.layout.stripes import are_striped, stripes_of
 
 
 @dataclass
@@ -37,16 +40,17 @@ class LocalParts:
 
     Attributes:
         description: everything that the leader needs to know, as JSON.
-        tensors: by path, for each tensor of which this rank has a part: the part and its box.
+        tensors: by path, for each tensor of which this rank has a part: the part, and the boxes that it is made of (`pieces_of`).
     """
 
     description: dict[str, Any]
-    tensors: dict[KeyPath, tuple[Tensor, Box]]
+    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]]
 
     def bytes_of(self, path: KeyPath, box: Box) -> memoryview:
-        """Return the bytes of a box that lies within this rank's part."""
-        part, outer = self.tensors[path]
-        return view_bytes(part[within(box, outer).slices])
+        """Return the bytes of a box that lies within a box of this rank's part."""
+        part, pieces = self.tensors[path]
+        outer, own = next(piece for piece in pieces if not box.numel or intersection(box, piece[0]))
+        return view_bytes(part[own.slices][within(box, outer).slices])
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -72,44 +76,79 @@ def box_of(tensor: Tensor) -> Box | None:
     return box if box.numel else None
 
 
+def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
+    """Return the boxes that this rank has: each in the whole tensor, and in this rank's part. Only stripes are more than one.
+
+    See Note [Stripes] in `layout.stripes`.
+    """
+    if not is_striped(tensor):
+        box = box_of(tensor)
+        return [] if box is None else [(box, whole(box.shape))]
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    stripes = stripes_of(tensor.shape, mesh.shape, tensor.placements, coordinate) if coordinate else []
+    return [(Box(offset, shape), Box(at, shape)) for shape, offset, at in stripes]
+
+
+def is_striped(tensor: Tensor) -> TypeGuard[DTensor]:
+    """True if a rank may have several boxes of the tensor."""
+    return isinstance(tensor, DTensor) and are_striped(tensor.device_mesh.shape, tensor.placements)
+
+
 # --- Describing --------------------------------------------------------------------------------------------
 
 
-def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
-    """Describe this rank's part of a state dict.
+def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> LocalParts:
+    """Describe this rank's part of a state dict. What is inside a `PerRank` is described apart, as "own".
 
     Raises:
         UsageError: a checkpoint cannot hold a key, value or tensor; the message names it.
         UnsupportedError: a tensor is not strided, or has no memory of its own.
     """
     if not isinstance(state_dict, Mapping):
-        refuse("save", "a state dict", type(state_dict).__name__, "Pass a dict.")
+        refuse("save", "a state dict or a module", type(state_dict).__name__, "Pass a dict.")
+    per_rank = find_per_rank(state_dict, rank)
     entries: list[dict[str, Any]] = []
-    tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
+    own: list[dict[str, Any]] = []
+    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]] = {}
     first: dict[Any, dict[str, Any]] = {}
     for path, value in leaves_of(state_dict):
         _check_keys(path)
         if items_of(value) is not None:  # a container without entries
             continue
+        is_own = is_within(path, per_rank)
+        entry: dict[str, Any] = {"path": path}
+        (own if is_own else entries).append(entry)
         if not isinstance(value, Tensor):
-            entries.append({"path": path, "value": _encoded(path, value)})
+            entry["value"] = _encoded(path, value)
             continue
+        if is_own:
+            _check_plain(path, value)
         check_data(path, value)
         check_kind(path, value)
-        part, box, memory = part_of(value), box_of(value), identity_of(value)
+        part, pieces, memory = part_of(value), pieces_of(value), identity_of(value)
+        box = pieces[0][0] if pieces else None
         dtype = str(value.dtype).removeprefix("torch.")
-        entry: dict[str, Any] = {"path": path, "dtype": dtype, "shape": list(value.shape), "box": box}
+        entry |= {"dtype": dtype, "shape": list(value.shape), "box": box}
+        if is_striped(value):
+            entry["stripes"] = [box for box, _ in pieces]
         if box is not None:
-            tensors[path] = part, box  # for an alias, too: on other ranks it may be a separate tensor
+            tensors[path] = part, pieces  # for an alias, too: on other ranks it may be a separate tensor
             if memory in first:
-                entry = {**first[memory], "path": path, "alias": first[memory]["path"]}
+                entry |= {**first[memory], "path": path, "alias": first[memory]["path"]}
             else:
                 first[memory] = entry
-                if _has_replicas(value, world_size):
+                if not is_own and not is_striped(value) and _has_replicas(value, world_size):
                     entry["crc32"] = zlib.crc32(view_bytes(part))
-        entries.append(entry)
     kinds = [[path, container_kind(tree)] for path, tree in containers_in(state_dict).items()]
-    return LocalParts({"containers": kinds, "entries": entries}, tensors)
+    own_kinds = [kind for kind in kinds if is_within(tuple(kind[0]), per_rank)]
+    shared = {"containers": [kind for kind in kinds if kind not in own_kinds], "entries": entries}
+    return LocalParts({**shared, "own": {"containers": own_kinds, "entries": own}}, tensors)
+
+
+def _check_plain(path: KeyPath, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        remedy = "Take it out of the PerRank: the parts of a DTensor belong to ranks already."
+        refuse(path, "a plain tensor in a PerRank", "a DTensor", remedy)
 
 
 def _check_keys(path: KeyPath) -> None:
@@ -128,8 +167,7 @@ def _encoded(path: KeyPath, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
         expected = "a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch"
-        remedy = "Leave it out, or save what it can be made from again."
-        raise refusal(path, expected, f"{type(value).__name__}: {got}", remedy) from None
+        raise refusal(path, expected, f"{type(value).__name__}: {got}", advice_for(value)) from None
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
@@ -164,7 +202,25 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
         same_as = _alias_of(by_rank)
         entries[path] = TensorEntry(path, dtype_named(first["dtype"]), tuple(first["shape"]), same_as=same_as)
         if same_as is None:
-            holders.update(_holders_of(path, by_rank))
+            # A rank with stripes counts as a rank for each stripe.
+            each = [
+                (rank, {**e, "box": box})
+                for rank, e in enumerate(by_rank)
+                for box in e.get("stripes", [e["box"]])
+            ]
+            found = _holders_of(path, [entry for _, entry in each])
+            holders.update({box: [each[n][0] for n in ranks] for box, ranks in found.items()})
+    for rank, description in enumerate(descriptions):
+        containers |= {tuple(path): kind for path, kind in description["own"]["containers"]}
+        for entry in description["own"]["entries"]:
+            path = tuple(entry["path"])
+            if "value" in entry:
+                entries[path] = ValueEntry(path, entry["value"])
+                continue
+            same_as, shape = tuple(entry.get("alias", ())) or None, tuple(entry["shape"])
+            entries[path] = TensorEntry(path, dtype_named(entry["dtype"]), shape, same_as=same_as)
+            if same_as is None and entry["box"] is not None:
+                holders[path, Box(*map(tuple, entry["box"]))] = [rank]
     return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
 
 
@@ -186,7 +242,8 @@ def _brief(entry: dict[str, Any]) -> str:
     return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
 
 
-_REMEDY = "Save what differs under keys of its own, for example gathered into a list, one for each rank."
+_REMEDY = "If it differs on purpose, wrap it in hwfsdp.checkpoint.PerRank, under the same key on all ranks. "
+_REMEDY += "Otherwise find out why the ranks differ."
 
 
 def _refuse(path: KeyPath, expected: str, got: str) -> None:

@@ -47,10 +47,11 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Current(NamedTuple):
-    """The save that counts: its directory, and the SHA-256 of its manifest. None: accept the manifest's own hash."""
+    """The save that counts: its directory, the SHA-256 of its manifest, and its id. None: accept what the manifest says."""
 
     folder: Path
     digest: str | None
+    save_id: str | None = None
 
 
 def find_saves(path: Path) -> list[str]:
@@ -74,15 +75,15 @@ def newest(path: Path) -> Path | None:
 
 
 def find_current(path: Path) -> Current:
-    """Find the save that counts. `path` may also be the directory of one save.
+    """Find the save that counts. `path` may also be the directory of one save, under any name, or a link to it.
 
     Raises:
         UsageError: there is no checkpoint. CheckpointError: `CURRENT` is damaged.
     """
-    if SAVE_ID.fullmatch(path.name) and not path.is_symlink() and (path / MANIFEST).exists():
-        return Current(path, None)
     file = path / CURRENT
     if not os.path.lexists(file):
+        if (path / MANIFEST).exists():
+            return Current(path, None)
         saves = find_saves(path)
         remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
         got = "one without the file CURRENT" if path.is_dir() else "a file" if path.exists() else "nothing"
@@ -97,7 +98,7 @@ def find_current(path: Path) -> Current:
         intact = None
     if not intact:
         raise damaged(file, "what a save writes", "something else", 0)
-    return Current(path / save_id, digest)
+    return Current(path / save_id, digest, save_id)
 
 
 def _current_bytes(save_id: str, digest: str) -> bytes:
@@ -113,32 +114,40 @@ def read_manifest(current: Current) -> Manifest:
     Raises:
         CheckpointError: the manifest is missing or damaged, or is not the one whose hash is in `CURRENT`.
     """
-    if current.folder.is_symlink() or not current.folder.is_dir():
-        got = "a symbolic link" if current.folder.is_symlink() else "none: it is missing"
-        raise damaged(current.folder, "the directory of the save that CURRENT names", got)
+    if not current.folder.is_dir():
+        expected = "the directory of the save that CURRENT names"
+        raise damaged(current.folder, expected, "none: it is missing")
     file = current.folder / MANIFEST
     manifest = from_bytes(blocks.read_small_file(file, LARGEST), file)
     if current.digest is not None and manifest.digest != current.digest:
         got = f"one with SHA-256 {manifest.digest[:12]}…"
         raise damaged(file, f"the manifest that CURRENT names, with {current.digest[:12]}…", got)
+    if current.save_id is not None and manifest.save_id != current.save_id:
+        raise damaged(file, f"the manifest of save {current.save_id}", f"that of {manifest.save_id}")
     return manifest
 
 
 def find_complete(path: Path) -> tuple[Path, Manifest]:
-    """Find the save that counts, and check that it has exactly the files of its manifest. Return its directory and its manifest.
+    """Find the save that counts, and check that it has the files of its manifest. Return its directory and its manifest.
 
     Raises:
-        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing, or is not in the manifest.
+        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing.
     """
     current = find_current(path)
     folder, manifest = current.folder, read_manifest(current)
-    expected = {MANIFEST, *map(name_of, range(len(manifest.files)))}
-    found = {entry.name for entry in folder.iterdir()}
-    for name in sorted(expected - found):
+    found = set(os.listdir(folder))
+    for name in sorted(_files_of(manifest) - found):
         raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
-    for name in sorted(found - expected):
-        raise damaged(folder / name, "only files that the manifest lists", "one that it does not")
     return folder, manifest
+
+
+def _files_of(manifest: Manifest) -> set[str]:
+    return {MANIFEST, *map(name_of, range(len(manifest.files)))}
+
+
+def unlisted(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return the names in the directory of a save that its manifest does not list: notes of a user, files of the system."""
+    return tuple(sorted(set(os.listdir(folder)) - _files_of(manifest)))
 
 
 # --- Writing -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
     to_bytes,
 )
-from hwfsdp.checkpoint.messages import refuse
+from hwfsdp.checkpoint.messages import refuse, with_size
 from hwfsdp.checkpoint.plan import LocalParts, describe, divide, shares_of
 
 
@@ -73,7 +73,7 @@ class _Saving:
         def describe_mine() -> Any:
             if isinstance(state_dict, Unstaged):
                 raise state_dict.error
-            self.parts = describe(state_dict, self.agreement.size)
+            self.parts = describe(state_dict, self.agreement.size, self.agreement.rank)
             return self.parts.description
 
         answer = self.agreement.step("planning", describe_mine, self.begin)
@@ -139,8 +139,15 @@ class _Saving:
             blocks.Extent(at, partial(self.parts.bytes_of, tuple(path), Box(*map(tuple, box))))
             for path, at, box in share
         ]
-        header = header_of(folder.name, rank)
-        return blocks.write_file(folder / name_of(rank), header, extents, self.agreement.check)
+        sizes = [
+            Box(*map(tuple, box)).numel * self.parts.tensors[tuple(path)][0].itemsize
+            for path, _, box in share
+        ]
+        file, header = folder / name_of(rank), header_of(folder.name, rank)
+        try:
+            return blocks.write_file(file, header, extents, self.agreement.check)
+        except OSError as error:
+            raise with_size(error, file, len(header) + sum(sizes)) from error
 
 
 def _make_directory(path: Path) -> None:

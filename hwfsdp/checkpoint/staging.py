@@ -38,8 +38,9 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -50,7 +51,7 @@ from torch.overrides import TorchFunctionMode
 
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.objects import attributes_of, culprit, objects_in
-from hwfsdp.checkpoint.state_dict import create_cpu_state_dict
+from hwfsdp.checkpoint.state_dict import cpu_room
 from hwfsdp.checkpoint.tensors import check_data
 from hwfsdp.checkpoint.views import Block, View, blocks_of, place_of, view_of
 from hwfsdp.compat import (
@@ -78,16 +79,20 @@ class StateDictStager:
             there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
             the staged dict until these processes are done: the stager cannot see that they use its memory.
+        pin_memory_min_bytes: buffers of fewer bytes are not pinned, because pinning would take longer than it saves.
     """
 
-    def __init__(self, pin_memory: bool = False, share_memory: bool = False) -> None:
+    def __init__(
+        self, pin_memory: bool = False, share_memory: bool = False, pin_memory_min_bytes: int = 5
+    ) -> None:
         if pin_memory and not torch.cuda.is_available():
             warnings.warn(
                 "StateDictStager(pin_memory=True): expected a CUDA device; got none. The memory is not pinned.",
                 stacklevel=2,
             )
             pin_memory = False
-        self._pin, self._share = pin_memory, share_memory
+        self.pin_memory, self.share_memory = pin_memory, share_memory
+        self.pin_memory_min_bytes = pin_memory_min_bytes
         self._pools: WeakKeyDictionary[Storage, list[Storage]] = WeakKeyDictionary()  # by source
         self._lock = threading.RLock()
 
@@ -102,13 +107,18 @@ class StateDictStager:
             self._pools.clear()
 
     @torch.no_grad()
-    def stage(self, state_dict: T) -> T:
+    def stage(self, state_dict: T, non_blocking: bool = False) -> T:
         """Return a copy on the CPU. Later changes to `state_dict` do not change the copy. It is complete on return.
 
         Everything is a deep copy: containers and objects of any class, which may share things and contain themselves.
         Tensors in any place keep shape, dtype and values, their class and their attributes. DTensors keep mesh and placements, and
         quantized tensors keep scales and zero points. Gradients and their history are not copied, and an `nn.Parameter` becomes a plain
-        tensor. Strides are the same, with the exceptions in Note [Views stay views].
+        tensor. Strides are the same, with the exceptions in Note [Views stay views]. A storage in the state dict stays the storage
+        of its tensors.
+
+        Args:
+            non_blocking: do not wait for copies from CUDA devices to pinned memory. The copy is complete when the present stream of
+                each device has done them.
 
         Raises:
             UsageError: an object cannot be copied, a tensor has no data (it is on the meta device, freed, or not initialized), or a
@@ -119,26 +129,32 @@ class StateDictStager:
         with self._lock:
             tensors = _checked_tensors_of(state_dict)
             staged, copies = self._lay_out({id(tensor): _memory_of(tensor) for tensor in tensors})
-            _run(copies, self._pin)
+            _run(copies, self.pin_memory, wait=not non_blocking)
             result: T = _rebuilt(state_dict, tensors, staged)
             self._move_others(result, tensors, staged)
         return result
 
     def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
         """Move the tensors that objects copied by themselves into staged memory (Note [A memo that answers tensors])."""
-        known = {storage_key(tensor) for tensor in staged.values()}
-        found = []
-        for path, value, _ in objects_in(result):
-            if isinstance(value, Tensor) and _storage_of(value) not in known:
-                _check(path, value)
-                found.append((path, value))
+        ours = {id(tensor) for tensor in staged.values()}
+        found = [
+            (path, v)
+            for path, v, _ in objects_in(result)
+            if isinstance(v, Tensor) and id(local_of(v)) not in ours
+        ]
+        known = {storage_key(tensor) for tensor in staged.values()} if found else set()
+        found = [(path, value) for path, value in found if _storage_of(value) not in known]
+        for path, value in found:
+            _check(path, value)
+        if not found:
+            return
         sources = {_storage_of(tensor) for tensor in tensors}
         for path, tensor in found:
             if tensor.numel() and _storage_of(tensor) in sources:
                 remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
                 refuse(path, "an object whose copy shares no tensor with it", "one that does", remedy)
         moved, copies = self._lay_out({id(tensor): _memory_of(tensor) for _, tensor in found})
-        _run(copies, self._pin)
+        _run(copies, self.pin_memory)
         for _, tensor in found:
             part = moved[id(tensor)]
             if isinstance(tensor, DTensor):
@@ -187,8 +203,7 @@ class StateDictStager:
                 free[pool[index].nbytes()].append(index)
         lent = [pool[free[size].pop()] if free[size] else None for size in sizes]
 
-        spares = Counter(sizes)
-        for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
+        for index in sorted((i for size in free for i in free[size][sizes.count(size) :]), reverse=True):
             del pool[index]
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 
@@ -200,19 +215,20 @@ class StateDictStager:
 
     def _allocate(self, size: int) -> Storage:
         """Make a buffer of `size` bytes, which no pool keeps."""
-        like = {"buffer": torch.empty(size, dtype=torch.uint8, device="meta")}
-        buffer: Tensor = create_cpu_state_dict(like, self._pin, self._share)["buffer"]
-        return buffer.untyped_storage()
+        pin = self.pin_memory and size >= self.pin_memory_min_bytes
+        return cpu_room((size,), torch.uint8, pin, self.share_memory).untyped_storage()
 
 
 # --- Find and check ----------------------------------------------------------------------------------------
 
 
 def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
-    """Return all tensors of the state dict, each once, in the order in which they are found."""
-    tensors = []
+    """Return all tensors of the state dict, each once, in the order in which they are found. `_Bytes` stand for its storages."""
+    tensors: list[Tensor] = []
     for path, value, certain in objects_in(state_dict):
-        if isinstance(value, Tensor):
+        if isinstance(value, Storage) and value.device.type != "meta" and value.nbytes():
+            tensors.append(_over(value, torch.uint8, 0, [value.nbytes()], [1]).as_subclass(_Bytes))
+        elif isinstance(value, Tensor):
             try:
                 _check(path, value)
                 tensors.append(value)
@@ -220,6 +236,10 @@ def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
                 if certain:
                     raise
     return tensors
+
+
+class _Bytes(Tensor):
+    """All bytes of a storage that is in the state dict by itself, and not only as the memory of tensors."""
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
@@ -288,6 +308,8 @@ class _Copy(NamedTuple):
 
 def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
     """Return the copy of the block into the buffer. `tensor` has the first view of the block, in the source."""
+    if len(block.views) == 1 and tensor.is_contiguous() and not any(block.views[0].lazy):
+        return _Copy(_over(buffer, tensor.dtype, 0, tensor.shape, tensor.stride()), tensor, waits=False)
     if not block.closed_up:
         shape, step = [block.nbytes], [1]
         target = _over(buffer, torch.uint8, 0, shape, step)
@@ -301,8 +323,8 @@ def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> 
     return _Copy(_over(buffer, view.dtype, 0, shape, step), elements, waits=any(view.lazy))
 
 
-def _run(copies: list[_Copy], pinned: bool) -> None:
-    """Make the copies and wait for them. Copies from CUDA to pinned memory are asynchronous."""
+def _run(copies: list[_Copy], pinned: bool, wait: bool = True) -> None:
+    """Make the copies. Those from CUDA to pinned memory are asynchronous; `wait` for them at the end."""
     devices = set()
     try:
         for target, source, waits in copies:
@@ -311,7 +333,7 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
                 devices.add(source.device)
             target.copy_(source, non_blocking=starts_only)
     finally:
-        for device in devices:
+        for device in devices if wait else ():
             torch.cuda.current_stream(device).synchronize()
 
 
@@ -339,6 +361,9 @@ def _dressed(part: Tensor, like: Tensor) -> Tensor:
 
 def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
     """Make a deep copy. `memo` is a memo of `copy.deepcopy` that has the copies of these tensors. Copy the tensors' attributes, too."""
+    for tensor in tensors:
+        if type(tensor) is _Bytes:
+            memo[id(tensor.untyped_storage())] = memo[id(tensor)].untyped_storage()
     try:
         with _KnownViews(tensors, memo):
             result = copy.deepcopy(value, memo)
@@ -358,7 +383,16 @@ class _KnownViews(TorchFunctionMode):
 
     def __init__(self, tensors: list[Tensor], memo: dict[int, Any]) -> None:
         super().__init__()
-        self.staged = {self.key_of(tensor): memo[id(tensor)] for tensor in tensors}
+        self.tensors, self.memo = tensors, memo
+
+    @cached_property
+    def staged(self) -> dict[Any, Tensor]:
+        """The staged tensors by the views that they are copies of. Few state dicts need this."""
+        return {
+            self.key_of(tensor): self.memo[id(tensor)]
+            for tensor in self.tensors
+            if type(tensor) is not _Bytes
+        }
 
     def key_of(self, tensor: Tensor) -> Any:
         storage = _storage_of(tensor)

@@ -30,6 +30,7 @@ import io
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -52,7 +53,8 @@ from hwfsdp.checkpoint.tensors import (
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import is_shard, is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError
-from hwfsdp.layout.extents import local_extent_of, unshard_strided
+from hwfsdp.layout.extents import LocalExtent, held_extent, slices_of, unshard_strided
+from hwfsdp.layout.stripes import are_striped, stripes_of
 
 # (tensor, pg, device, companion or None) → the replacement of the tensor
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
@@ -74,19 +76,21 @@ def iterate_state_dict(
     ranks_only: Sequence[int] = (),
     type_check: bool = True,
     non_blocking: bool = True,
-    cast: bool = False,
+    allow_cast: bool = False,
 ) -> Any:
     """Return the state dict with each tensor replaced by the result of the function for its kind.
+
+    The functions are called without gradients (`torch.no_grad`), so autograd does not record what they do.
 
     Args:
         pg, device: passed to the functions. `ranks_only` has ranks of `pg`.
         cpu_offload: move results to the CPU. It has no effect if there is a companion.
         companion_obj: a state dict of the same structure. Results are copied into its tensors, and the returned state dict has
-            these tensors. The functions also get them as their last argument.
+            these tensors. The functions also get them as their last argument. None in it stands for no companion there.
         ranks_only: if not empty, the other ranks call the functions, too, but return {} (None if `iter_object` is not a dict).
         type_check: refuse leaves other than tensors, int, float, str, bytes, BytesIO, torch.Size and None. Without this check,
             such leaves are deep copies.
-        non_blocking: for the copies into the companion. cast: these copies may change the dtype.
+        non_blocking: for the copies into the companion. allow_cast: these copies may change the dtype.
 
     Raises:
         UsageError: the type check refuses a leaf, or a container contains itself. No function was called yet.
@@ -97,15 +101,15 @@ def iterate_state_dict(
 
     def visit(path: KeyPath, value: Any, companion: Any) -> Any:
         if not isinstance(value, Tensor):
-            _check_pair(path, value, companion, cast)
+            _check_pair(path, value, companion, allow_cast)
             return value if isinstance(value, SIMPLE) else copy.deepcopy(value)
         function = dtensor_func if isinstance(value, DTensor) else tensor_func
         function = sharded_tensor_func if is_sharded_tensor(value) else function
         result = function(value, pg, device, None if companion is ABSENT else companion)
         if not kept:
             return None
-        if companion is not ABSENT:
-            return _copy_into(path, result, companion, non_blocking, cast)
+        if companion is not ABSENT and companion is not None:
+            return _copy_into(path, result, companion, non_blocking, allow_cast)
         return to_cpu(result) if cpu_offload and isinstance(result, Tensor) else result
 
     result = map_leaves(visit, iter_object, ABSENT if companion_obj is None else companion_obj)
@@ -190,7 +194,7 @@ def whole_of(tensor: DTensor, *_: Any) -> Tensor:
     if mesh.get_coordinate() is None or not cutting:
         return local
     # The first shard is the longest.
-    first = local_extent_of(tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim)
+    first = held_extent(tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim)
     padded = local.new_zeros(first.shape)
     padded[tuple(slice(n) for n in local.shape)] = local
     stacked = bytes_of(padded)
@@ -198,6 +202,12 @@ def whole_of(tensor: DTensor, *_: Any) -> Tensor:
         stacked = _gather_along(mesh, dim, stacked)
     sizes, placements = [mesh.size(dim) for dim in cutting], [tensor.placements[dim] for dim in cutting]
     shards = stacked.view(local.dtype).view(prod(sizes), *first.shape)
+    if are_striped(sizes, placements):
+        whole = shards.new_empty(tensor.shape)
+        for shard, at in zip(shards, product(*map(range, sizes))):
+            for shape, offset, own in stripes_of(tensor.shape, sizes, placements, at):
+                whole[slices_of(LocalExtent(shape, offset))] = shard[slices_of(LocalExtent(shape, own))]
+        return whole
     return unshard_strided(list(shards), tensor.shape, sizes, placements)
 
 
@@ -269,14 +279,15 @@ def create_cpu_state_dict(
         refuse("create_cpu_state_dict(pin_memory=True)", "a CUDA device", "none", remedy, StateError)
 
     def make(tensor: Tensor, *_: Any) -> Any:
-        return _in_other_memory(tensor, lambda part: _cpu_room(part, pin_memory, share_memory))
+        return _in_other_memory(tensor, lambda p: cpu_room(p.shape, p.dtype, pin_memory, share_memory))
 
     return iterate_state_dict(state_dict, make, make, make, type_check=False)
 
 
-def _cpu_room(like: Tensor, pin: bool, share: bool) -> Tensor:
-    pin = pin and like.numel() > 0
-    room = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin and not share)
+def cpu_room(shape: Sequence[int], dtype: torch.dtype, pin: bool, share: bool) -> Tensor:
+    """Return a new tensor on the CPU, with undefined values. `pin`, `share`: as in `create_cpu_state_dict`."""
+    pin = pin and prod(shape) > 0
+    room = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pin and not share)
     if share:
         room.share_memory_()
     if pin and share:
@@ -295,29 +306,30 @@ def copy_state_dict(
     non_blocking: bool = False,
     type_check: bool = True,
     *,
-    cast: bool = False,
+    allow_cast: bool = False,
 ) -> Any:
     """Copy the values of every tensor into the tensor at the same place in `copy_state_dict`.
 
     Args:
-        cast: the target may have another dtype; the values are converted to it.
+        allow_cast: the target may have another dtype; the values are converted to it.
 
     Returns:
         The containers and other leaves of `state_dict` with the tensors of `copy_state_dict`.
 
     Raises:
-        CompanionMismatch: keys, a shape, a placement or (without `cast`) a dtype differ. Nothing is broadcast or cut.
+        CompanionMismatch: keys, a shape, a placement or (without `allow_cast`) a dtype differ. Nothing is broadcast or cut.
         UsageError: for the reasons of `iterate_state_dict`, or for a tensor on the meta device. Nothing was copied then.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
-    map_leaves(partial(_check_pair, cast=cast), state_dict, copy_state_dict)
-    options: dict[str, Any] = {"type_check": type_check, "non_blocking": non_blocking, "cast": cast}
+    map_leaves(partial(_check_pair, allow_cast=allow_cast), state_dict, copy_state_dict)
+    options: dict[str, Any] = {"type_check": type_check, "non_blocking": non_blocking}
+    options["allow_cast"] = allow_cast
     return iterate_state_dict(state_dict, _same, _same, _same, companion_obj=copy_state_dict, **options)
 
 
-def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, cast: bool) -> Any:
-    _check_pair(path, value, target, cast)
+def _copy_into(path: KeyPath, value: Any, target: Any, non_blocking: bool, allow_cast: bool) -> Any:
+    _check_pair(path, value, target, allow_cast)
     if isinstance(value, Tensor):
         for to, source in zip(shards_in(target), shards_in(value)):
             local_of(to).copy_(local_of(source), non_blocking=non_blocking)
@@ -334,21 +346,31 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
         UsageError: a container contains itself.
     """
     try:
-        map_leaves(_check_pair, state_dict, compared_state_dict)
+        map_leaves(_check_alike, state_dict, compared_state_dict)
     except CompanionMismatch:
         return False
     return True
 
 
-def _check_pair(path: KeyPath, value: Any, other: Any, cast: bool = False) -> None:
-    """Raise an error if only one leaf is a tensor, or if two tensors differ in more than their values. With `cast`, dtypes may differ."""
-    if other is ABSENT:
-        return
-    mine, theirs = describe(value, with_dtype=not cast), describe(other, with_dtype=not cast)
-    if mine != theirs or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh):
+def _check_pair(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
+    """Raise an error if only one leaf is a tensor, or two tensors differ in more than their values. `allow_cast`: dtypes may differ."""
+    if (
+        other is not ABSENT and other is not None and value is not None
+    ):  # else there is nothing to copy, or no place for it
+        _check_alike(path, value, other, allow_cast)
+
+
+def _check_alike(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
+    """Raise an error for the differences that `_check_pair` names. None is a leaf without a tensor, like any other."""
+    mine, theirs = describe(value, with_dtype=not allow_cast), describe(other, with_dtype=not allow_cast)
+    if (
+        mine != theirs
+        or other is ABSENT
+        or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh)
+    ):
         got = theirs if mine != theirs else "one on another device mesh"
         remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
-        remedy += ", or pass cast=True." if describe(value, False) == describe(other, False) else "."
+        remedy += ", or pass allow_cast=True." if describe(value, False) == describe(other, False) else "."
         refuse(path, mine, got, remedy, CompanionMismatch)
 
 

@@ -43,12 +43,13 @@ from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, finish_saves, queue
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, name_of
-from hwfsdp.checkpoint.matching import Match, fill, match
-from hwfsdp.checkpoint.messages import KeyPath, show
+from hwfsdp.checkpoint.matching import COMPARE, Match, fill, match
+from hwfsdp.checkpoint.messages import KeyPath, check_in_common, path_of, show, warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.plan import shares_of
 from hwfsdp.checkpoint.reading import Readers, read_tensors
 from hwfsdp.checkpoint.saving import Target, save_agreed
+from hwfsdp.checkpoint.traverse import state_dict_of
 from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError
 
@@ -56,7 +57,7 @@ __all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", 
 
 
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: Mapping[Any, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -65,11 +66,15 @@ def save(
 ) -> str:
     """Write a state dict. A collective: every rank of the group calls it with the same keys.
 
+        save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}, "runs/checkpoint")
+        save(model, "runs/weights")
+
     It returns when everything is on the disk. Values of subclasses of int, float and str are saved as int, float and str.
 
     Args:
         state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int. The ranks
-            that have the parts of a DTensor write it. Anything else must be the same on all ranks, and one of them writes it.
+            that have the parts of a DTensor write it. Anything else must be the same on all ranks, and one of them writes it,
+            except what is in a `PerRank`, which every rank writes. A module stands for its state dict.
         path: a directory, on storage that all ranks see. The directory and its parents are made if they do not exist.
         overwrite: replace an existing checkpoint when the new save is complete.
         keep: the number of saves to keep in `path`, including this one; older ones are removed. A checkpoint may exist already if
@@ -87,11 +92,11 @@ def save(
     """
     agreement = Agreement(process_group, "save")
     queue.end_before(agreement)
-    return save_agreed(agreement, state_dict, Target(Path(path).absolute(), overwrite, keep))
+    return save_agreed(agreement, state_dict_of(state_dict), _target(path, overwrite, keep))
 
 
 def async_save(
-    state_dict: Mapping[Any, Any],
+    state_dict: Mapping[Any, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -112,7 +117,11 @@ def async_save(
     Raises:
         The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
     """
-    return queue.start(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
+    return queue.start(state_dict_of(state_dict), process_group, _target(path, overwrite, keep))
+
+
+def _target(path: str | os.PathLike[str], overwrite: bool, keep: int | None) -> Target:
+    return Target(path_of(path, "save").absolute(), overwrite, keep)
 
 
 def load(
@@ -127,6 +136,11 @@ def load(
 ) -> Any:
     """Fill a state dict, in place, with the values that were saved under the same keys. A collective over the group.
 
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
+        load(state, "runs/checkpoint")
+        optimizer.load_state_dict(state["optimizer"])
+        load(model, "runs/weights")
+
     Each rank reads what it needs. Of a DTensor, it reads its own part. The world size and the sharding may differ from the save.
     Values that are not tensors are replaced.
 
@@ -138,8 +152,8 @@ def load(
         state_dict: take it right before the load. If an optimizer has made no step yet, call `meta.init_optimizer_state` first.
             After the load, `optimizer.load_state_dict` applies values that are not tensors, for example the learning rate.
             It may also be a module, which stands for its state dict.
-        path: the path that `save` got, or the path of one save in it.
-        strict: the keys must be the same. Otherwise, keys on only one side are ignored.
+        path: the path that `save` got, or the path of one save in it, of a copy of one, or of a link to any of them.
+        strict: the keys must be the same. Otherwise, keys on only one side are left out, and a warning counts and names them.
         allow_cast: tensors may have another dtype, of the same or a wider kind. Values may lose precision, but no value becomes
             infinite, and no fraction or imaginary part is dropped.
         device, model: for tensors on the meta device; see `meta.init_state_dict`.
@@ -149,64 +163,75 @@ def load(
 
     Raises:
         UsageError: there is no checkpoint, or the state dict does not fit: a key, shape, rank or dtype differs, another kind of
-            value was saved for a tensor, or a tensor has no memory.
+            value was saved for a tensor, a tensor has no memory, no key is in common, or another number of ranks has saved a
+            `PerRank`.
         CheckpointError: something in the checkpoint is missing or damaged; it has file, key and offset. All ranks raise the same
             error, and the target is not changed.
     """
+    agreement = Agreement(process_group, "load")
+    options = {"strict": strict, "allow_cast": allow_cast, "rank": agreement.rank, "size": agreement.size}
     with NewMemory(state_dict, device, model) as target:
-        options = {"strict": strict, "allow_cast": allow_cast}
-        _load_current(Agreement(process_group, "load"), target, Path(path).absolute(), options)
+        left_out = _load_current(agreement, target, path_of(path, "load").absolute(), options)
+    warn_left_out(left_out, path)
     return state_dict
 
 
 # --- One load, step by step --------------------------------------------------------------------------------
 
 
-def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, bool]) -> None:
-    save_id, digest = _find(agreement, path)
+def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, Any]) -> str:
+    """Load the save that counts. Return which keys were left out, in words."""
+    within, digest = _find(agreement, path)
     while True:
-        folder = path if path.name == save_id else path / save_id
         try:
-            _load_save(agreement, target, saves.Current(folder, digest), options)
-            return
+            return _load_save(agreement, target, saves.Current(path / within, digest), options)
         except CheckpointError as error:
             if error.file is None:  # for example, a rank is lost
                 raise
-            before, (save_id, digest) = save_id, _find(agreement, path)
-            if save_id == before:
+            before, (within, digest) = within, _find(agreement, path)
+            if within == before:
                 raise
 
 
 def _find(agreement: Agreement, path: Path) -> list[Any]:
-    """Return the id of the save that counts, and the hash of its manifest, as the leader sees them."""
+    """Return where in `path` the save that counts is, and the hash of its manifest, as the leader sees them."""
 
     def choose(_: list[Any]) -> list[Any]:
         folder, manifest = saves.find_complete(path)
-        return [[folder.name, manifest.digest]] * agreement.size
+        return [[str(folder.relative_to(path)), manifest.digest]] * agreement.size
 
     found: list[Any] = agreement.step("finding", lambda: None, choose)
     return found
 
 
 def _load_save(
-    agreement: Agreement, target: NewMemory, current: saves.Current, options: dict[str, bool]
-) -> None:
+    agreement: Agreement, target: NewMemory, current: saves.Current, options: dict[str, Any]
+) -> str:
     matched: list[Match] = []
     parts: dict[KeyPath, Tensor] = {}
 
-    def match_mine() -> None:
+    def match_mine() -> list[Any]:
         manifest = saves.read_manifest(current)
         target.give()
         matched.append(match(target.state_dict, manifest, **options))
         target.check_loaded(manifest.entries)
         matched[0].fresh.update(target.paths)
+        return [matched[0].left_out, bool(matched[0].tensors or matched[0].values)]
+
+    def compare(found: list[Any]) -> list[str]:
+        """Return, for each rank, what to warn it of. What rank 0 says, too, is said once."""
+        nothing = not any(common for _, common in found)
+        check_in_common("load", found[0][0], not nothing and options["strict"], not nothing, COMPARE)
+        first = found[0][0]
+        return [first, *("" if left_out == first else left_out for left_out, _ in found[1:])]
 
     def read_mine() -> None:
         parts.update(read_tensors(matched[0], current.folder, agreement.check))
 
-    agreement.step("matching", match_mine)
+    left_out: str = agreement.step("matching", match_mine, compare)
     agreement.step("reading", read_mine)
     fill(target.state_dict, matched[0], parts)
+    return left_out
 
 
 # --- Without loading ---------------------------------------------------------------------------------------
@@ -221,6 +246,7 @@ class Inspection:
         path: the directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
         tensors: by key, as Python code would index the state dict. values: everything else, by the same kind of key.
         nbytes: the bytes of all files of the save, without the manifest. ranks: the number of ranks that wrote it.
+        unlisted: files in the directory of the save that are not part of it, such as notes. They change nothing.
     """
 
     path: Path
@@ -230,6 +256,7 @@ class Inspection:
     values: dict[str, Any]
     nbytes: int
     ranks: int
+    unlisted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parameters = sum(entry.nbytes for entry in self.tensors.values() if entry.same_as is None)
@@ -245,7 +272,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
     """
-    current = saves.find_current(Path(path).absolute())
+    current = saves.find_current(path_of(path, "inspect").absolute())
     return _inspection(current.folder, saves.read_manifest(current))
 
 
@@ -260,6 +287,7 @@ def _inspection(folder: Path, manifest: Manifest) -> Inspection:
         },
         nbytes=sum(manifest.files),
         ranks=len(manifest.files),
+        unlisted=saves.unlisted(folder, manifest),
     )
 
 
@@ -271,9 +299,9 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
 
     Raises:
         UsageError: there is no checkpoint.
-        CheckpointError: names the first thing that is missing, damaged, or does not belong there, with file, key and offset.
+        CheckpointError: names the first thing that is missing or damaged, with file, key and offset.
     """
-    folder, manifest = saves.find_complete(Path(path).absolute())
+    folder, manifest = saves.find_complete(path_of(path, "verify").absolute())
     for index, share in enumerate(shares_of(manifest)):
         _verify_file(folder, manifest, index, share)
     return _inspection(folder, manifest)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.messages import KeyPath, refuse
-from hwfsdp.checkpoint.views import view_of
+from hwfsdp.checkpoint.views import end_of
 from hwfsdp.compat import (
     device_types,
     group_of_sharded_tensor,
@@ -70,7 +70,7 @@ def check_data(path: KeyPath, tensor: Tensor) -> None:
         refuse(path, expected, f"{tuple(local.shape)}", remedy)
     wraps: bool = is_traceable_wrapper_subclass(local)  # then the tensor has no memory of its own
     if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
-        if local.untyped_storage().nbytes() < view_of(local).end:
+        if local.untyped_storage().nbytes() < end_of(local):
             _refuse_without_memory(path, "one whose memory was freed")
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.messages import show as show
@@ -61,6 +61,11 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
     return None
+
+
+def state_dict_of(given: Any) -> Any:
+    """Return the state dict of a module, which stands for it; anything else is returned as it is."""
+    return given.state_dict() if isinstance(given, nn.Module) else given
 
 
 def child_of(tree: Any, key: Any) -> Any:
@@ -119,7 +124,7 @@ def map_leaves(
 
     Args:
         companion: has the same keys. A mapping may have them in another order and be of another type, and a list may stand for a
-            tuple. For each leaf of `tree`, `fn` gets the companion's value at the same place.
+            tuple. For each leaf of `tree`, `fn` gets the companion's value at the same place; `ABSENT` below a None.
         by_path: the result of `fn` depends on the path. Then `fn` is called for every path, also for paths of empty containers, and
             one object at two paths becomes two results.
 
@@ -234,7 +239,7 @@ _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
     """Return the companion of each child."""
-    if companion is ABSENT:
+    if companion is ABSENT or companion is None:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
     if others is None or _kind(companion) != _kind(tree):

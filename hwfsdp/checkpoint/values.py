@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -81,6 +82,21 @@ def encode(value: Any) -> Any:
         if isinstance(value, kind):
             return {"type": kind.__name__, "value": write(value)}
     raise TypeError(type(value).__name__)
+
+
+def advice_for(value: Any) -> str:
+    """Say what to save in place of a value that a checkpoint cannot hold."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "Save torch.from_numpy(array), which shares the array's memory: a load fills the array, too."
+    if isinstance(value, np.generic):
+        return "Save value.item()."
+    if isinstance(value, enum.Enum):
+        return "Save its name, or its value."
+    if isinstance(value, set | frozenset):
+        return "Save a sorted list of it."
+    if callable(getattr(value, "state_dict", None)):
+        return "Save its state_dict()."
+    return "Leave it out, or save what it can be made from again."
 
 
 def decode(json_value: Any) -> Any:

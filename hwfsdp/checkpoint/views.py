@@ -57,14 +57,24 @@ class Block(NamedTuple):
 
 def view_of(tensor: Tensor) -> View:
     """Return the place of a tensor in its storage. The tensor has elements."""
-    shape, stride, size = tensor.shape, tensor.stride(), tensor.element_size()
-    begin = int(tensor.storage_offset())
-    end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-    return View(begin * size, end * size, shape, stride, tensor.dtype, (tensor.is_conj(), tensor.is_neg()))
+    begin, lazy = int(tensor.storage_offset()) * tensor.element_size(), (tensor.is_conj(), tensor.is_neg())
+    return View(begin, end_of(tensor), tensor.shape, tensor.stride(), tensor.dtype, lazy)
+
+
+def end_of(tensor: Tensor) -> int:
+    """Return the byte of its storage at which a tensor ends. The tensor has elements."""
+    end = int(tensor.storage_offset())
+    if tensor.is_contiguous():  # as most are: this is faster
+        end += tensor.numel()
+    else:
+        end += 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return end * tensor.element_size()
 
 
 def blocks_of(views: list[View]) -> list[Block]:
     """Find the views of one storage that are staged together (Note [Views stay views])."""
+    if len(views) == 1:
+        return [_close_up(views[0]) if any(views[0].lazy) else _block(views)]
     blocks = [_close_up(view) for view in views if any(view.lazy)]
     plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
     if len(plain) < 2:
@@ -124,9 +134,11 @@ def _width(view: View, pitch: int) -> int:
 
 
 def _block(views: list[View]) -> Block:
+    if len(views) == 1:
+        view, span = views[0], views[0].end - views[0].begin
+        has_holes = view.nbytes < span and not overlaps_itself(view)
+        return _close_up(view) if has_holes else Block(views, view.begin, span, closed_up=False)
     begin, end = min(view.begin for view in views), max(view.end for view in views)
-    if len(views) == 1 and views[0].nbytes < end - begin and not overlaps_itself(views[0]):
-        return _close_up(views[0])
     # torch counts offsets in elements. So the distance to each view must be a multiple of its element's size.
     begin -= begin % max(view.dtype.itemsize for view in views)
     return Block(views, begin, end - begin, closed_up=False)

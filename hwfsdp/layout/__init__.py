@@ -1,13 +1,19 @@
 """The part of a tensor that a rank holds: extents by placement, the table of a model, weights drawn row by row.
 
+    arguments    sizes and meshes among the arguments of operators
+    stripes      several boxes of a tensor that one rank holds
     extents      the part that a rank holds under the placements of a DTensor, even strided and uneven parts
     explain      a model's parameters as a table
     init_shards  the same weights for any number of ranks
     blueprint    a model sharded on paper
 
-You can import the names of `extents` from here, such as `hwfsdp.layout.local_extent_of`.
+You can import the names of `arguments` and `extents` from here, such as `hwfsdp.layout.local_extent_of`.
 """
 
+from hwfsdp.layout.arguments import (
+    normalize_to_torch_size as normalize_to_torch_size,
+    try_find_mesh_from_args as try_find_mesh_from_args,
+)
 from hwfsdp.layout.extents import (
     SHARDS as SHARDS,
     LocalExtent as LocalExtent,
@@ -22,11 +28,9 @@ from hwfsdp.layout.extents import (
     largest_shape as largest_shape,
     local_extent_of as local_extent_of,
     nested_extent as nested_extent,
-    normalize_to_torch_size as normalize_to_torch_size,
     orders_of_cuts as orders_of_cuts,
     shard_of as shard_of,
     shard_strided as shard_strided,
     slices_of as slices_of,
-    try_find_mesh_from_args as try_find_mesh_from_args,
     unshard_strided as unshard_strided,
 )

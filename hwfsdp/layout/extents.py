@@ -40,19 +40,19 @@ Note [Right to left]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, product
 from operator import mul
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hwfsdp.compat import StridedShard
-from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.errors import RuntimeRefusedError, UnsupportedError, UsageError
 from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.layout.stripes import are_striped, joined_extent, stripes_of
 
 SHARDS = (StridedShard, Shard)  # these cut; in some versions of torch, a strided shard is a `Shard`
 _PLACEMENTS = (*SHARDS, Replicate, Partial)
@@ -90,7 +90,7 @@ def explicit_order_placements(
 
 def _check_placements(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> None:
     if len(placements) != len(mesh_shape):
-        raise UsageError(
+        raise RuntimeRefusedError(
             "placements",
             expected=f"one for each dim of the mesh {tuple(mesh_shape)}",
             got=f"{len(placements)}: {list(placements)}",
@@ -136,7 +136,7 @@ def impossible_factor(
     mesh_shape: Sequence[int], mesh_dim: int, placement: Placement, pieces: Sequence[int]
 ) -> UsageError:
     """Make the error for a placement on `mesh_dim`. `pieces`: the numbers of pieces that cuts on its right do make, including 1."""
-    return UsageError(
+    return RuntimeRefusedError(
         f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
         expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
         got=f"{getattr(placement, 'split_factor', 1)}",
@@ -219,17 +219,29 @@ def _normalized(
     return normalized
 
 
+def held_extent(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> LocalExtent:
+    """Return what `local_extent_of` returns. If the rank holds stripes, return their joined shape, and the offset of the first one."""
+    extent_of = joined_extent if are_striped(mesh_shape, placements) else local_extent_of
+    return LocalExtent(*extent_of(global_shape, mesh_shape, placements, coordinate))
+
+
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank is not in the mesh.
 
-    With `skip_offset`, the offset is () as well.
+    If the rank holds stripes, it is their joined shape, and the offset of the first one (Note [Stripes] in `stripes`). With
+    `skip_offset`, the offset is () as well.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return LocalExtent((0,), ())
-    extent = local_extent_of(global_shape, mesh.shape, placements, coordinate)
+    extent = held_extent(global_shape, mesh.shape, placements, coordinate)
     return extent._replace(offset=()) if skip_offset else extent
 
 
@@ -308,40 +320,16 @@ def _local_shape_by_stride(
     return local_extent_of(shape, mesh.shape, placements, coordinate).shape
 
 
-def normalize_to_torch_size(
-    size: SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]],
-) -> torch.Size:
-    """Return a size as `torch.Size`. It may have any form that `torch.empty` takes: `3`, `(2, 3)`, `([2, 3],)`."""
-    sizes: Any = size if isinstance(size, Sized) else (size,)
-    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
-        (sizes,) = sizes
-    return torch.Size(sizes)
-
-
-def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
-    """Return the mesh of the first DTensor (or DTensor spec) in the arguments of an operator. Lists and tuples are searched, too.
-
-    Raises:
-        UsageError: there is no DTensor. The message names `op_call`.
-    """
-    for arg in args:
-        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            mesh = getattr(item, "device_mesh", None)
-            if isinstance(mesh, DeviceMesh):
-                return mesh
-    raise UsageError(
-        f"{op_call}",
-        expected="a DTensor among its arguments",
-        got=f"{[type(arg).__name__ for arg in args]}",
-        remedy="Distribute one of them over a mesh.",
-    )
-
-
 def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return this rank's part of a whole tensor, as a view. Outside the mesh, return an empty tensor [0]."""
+    """Return this rank's part of a whole tensor, as a view; stripes are copied. Outside the mesh, return an empty tensor [0]."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return tensor.new_empty(0)
+    if are_striped(mesh.shape, placements):
+        part = tensor.new_empty(held_extent(tensor.shape, mesh.shape, placements, coordinate).shape)
+        for shape, offset, at in stripes_of(tensor.shape, mesh.shape, placements, coordinate):
+            part[slices_of(LocalExtent(shape, at))] = tensor[slices_of(LocalExtent(shape, offset))]
+        return part
     return tensor[slices_of(local_extent_of(tensor.shape, mesh.shape, placements, coordinate))]
 
 

@@ -40,7 +40,8 @@ from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 #                  Raise UsageError: the ranks' parts of what is at `path` do not fit together.
 # hwfsdp.checkpoint.matching
 #     class      Match(manifest: Manifest, tensors: dict[KeyPath, Tensor] = …, values: dict[KeyPath, Any] = …,
-#                    fresh: set[KeyPath] = …)
+#                    fresh: set[KeyPath] = …, striped: dict[KeyPath, DTensor] = …, left_out: str = '',
+#                    common: bool = True)
 #                  The entries to read, and their places.
 #     class      Need(entry: TensorEntry, chunk: Chunk, box: Box, shared: Box)
 #                  The part of one saved chunk that this rank needs. All boxes count from the first element of

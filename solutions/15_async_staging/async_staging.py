@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hwfsdp.compat import is_referred_to_elsewhere
 #                  Make a buffer of `size` bytes, which no pool keeps.
 #     method     StateDictStager._add(pool: list[Storage], size: int) -> Storage
 #                  Make a buffer and keep it in the pool. Return it.
-#     method     StateDictStager.stage(state_dict: T) -> T
+#     method     StateDictStager.stage(state_dict: T, non_blocking: bool = False) -> T
 #                  Return a copy on the CPU. Later changes to `state_dict` do not change the copy. It is
 #                  complete on return.
 #     function   _over(storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int],
@@ -65,7 +65,7 @@ from hwfsdp.compat import is_referred_to_elsewhere
 #     function   save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str
 #                  Do the work of `store.save`, in an agreement that was made before.
 # hwfsdp.checkpoint.agreement
-#     class      Agreement(group: dist.ProcessGroup | None, what: str)
+#     class      Agreement(group: dist.ProcessGroup | None, what: str, *, alone: bool = False)
 #                  One call of a function that all ranks of a group call. `what` names the function in errors.
 # hwfsdp.checkpoint.background
 #     attribute  SaveHandle._agreement: Agreement
@@ -101,6 +101,7 @@ class StateDictStager:
             there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
             the staged dict until these processes are done: the stager cannot see that they use its memory.
+        pin_memory_min_bytes: buffers of fewer bytes are not pinned, because pinning would take longer than it saves.
     """
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
@@ -144,8 +145,7 @@ class StateDictStager:
                 free[pool[index].nbytes()].append(index)
         lent = [pool[free[size].pop()] if free[size] else None for size in sizes]
 
-        spares = Counter(sizes)
-        for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
+        for index in sorted((i for size in free for i in free[size][sizes.count(size) :]), reverse=True):
             del pool[index]
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 

@@ -17,6 +17,7 @@ from samples import Pair, Record, assert_same
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 
+from hwfsdp.checkpoint.distribute import distribute_state_dict
 from hwfsdp.checkpoint.state_dict import (
     check_state_dict_similarity,
     copy_state_dict,
@@ -24,7 +25,7 @@ from hwfsdp.checkpoint.state_dict import (
     iterate_state_dict,
     offload_state_dict_to_cpu,
 )
-from hwfsdp.checkpoint.traverse import CompanionMismatch
+from hwfsdp.checkpoint.traverse import CompanionMismatch, map_leaves
 from hwfsdp.errors import StateError, UsageError
 
 
@@ -73,7 +74,7 @@ def test_iterating_gives_the_same_as_torch() -> None:
         return tensor + tensor
 
     mine = iterate_state_dict(plain(), same, same, double)
-    assert_equal(mine, torchs._iterate_state_dict(plain(), same, same, double))
+    assert_same(mine, torchs._iterate_state_dict(plain(), same, same, double))
 
 
 def test_containers_are_new_and_tensors_are_not() -> None:
@@ -120,8 +121,8 @@ def test_without_the_type_check_other_leaves_are_deep_copies() -> None:
 def test_copying_gives_the_same_as_torch() -> None:
     mine, theirs = zeroed(plain()), zeroed(plain())
     result = copy_state_dict(plain(), mine)
-    assert_equal(result, torchs._copy_state_dict(plain(), theirs))
-    assert_equal(mine, theirs)
+    assert_same(result, torchs._copy_state_dict(plain(), theirs))
+    assert_same(mine, theirs)
     assert result["w"] is mine["w"]
 
 
@@ -130,7 +131,7 @@ def test_copying_into_room_made_for_it_keeps_values_types_and_views() -> None:
     state_dict = {**rich(), "view": base[::2], "overlapping": base[1:5], "expanded": base[:1].expand(3)}
     room = create_cpu_state_dict(state_dict)
     assert check_state_dict_similarity(state_dict, room)
-    assert_equal(copy_state_dict(state_dict, room), state_dict)
+    assert_same(copy_state_dict(state_dict, room), state_dict)
     assert room["expanded"].stride() == (1,)
 
 
@@ -163,16 +164,16 @@ def test_copy_casts_dtypes_if_asked_for_and_nothing_else(name: str) -> None:
     source, target = MISFITS[name]
     alike = isinstance(source, Tensor) and isinstance(target, Tensor) and source.shape == target.shape
     if alike and source.layout == target.layout and not source.is_complex():
-        with pytest.raises(CompanionMismatch, match="pass cast=True"):
+        with pytest.raises(CompanionMismatch, match="pass allow_cast=True"):
             copy_state_dict({"k": source}, {"k": target})
         expected = torchs._copy_state_dict({"k": source}, {"k": target.clone()})
         into = {"k": target.clone()}
-        assert copy_state_dict({"k": source}, into, cast=True)["k"] is into["k"]
-        assert_equal(into, expected)
+        assert copy_state_dict({"k": source}, into, allow_cast=True)["k"] is into["k"]
+        assert_same(into, expected)
     elif not (alike and source.is_complex()):
         with pytest.raises(CompanionMismatch) as info:
-            copy_state_dict({"k": source}, {"k": target}, cast=True)
-        assert "cast=True" not in str(info.value)
+            copy_state_dict({"k": source}, {"k": target}, allow_cast=True)
+        assert "allow_cast=True" not in str(info.value)
 
 
 @pytest.mark.parametrize("keys", [("a",), ("a", "b", "c"), ("a", "c")])
@@ -217,7 +218,7 @@ def test_values_and_container_classes_may_differ_and_nothing_is_overwritten() ->
     first, other = plain(), OrderedDict(reversed(zeroed(plain()).items()))
     other["nested"]["list"][2] = "other"
     assert check_state_dict_similarity(first, other)
-    assert_equal(first, plain())
+    assert_same(first, plain())
     assert not other["w"].any()
 
 
@@ -258,13 +259,13 @@ def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloading_from_a_device_gives_the_same_as_torch() -> None:
     on_device = {"w": torch.arange(4.0, device="cuda"), "n": [1, torch.ones(2)]}
-    assert_equal(offload_state_dict_to_cpu(on_device), torchs._offload_state_dict_to_cpu(on_device))
+    assert_same(offload_state_dict_to_cpu(on_device), torchs._offload_state_dict_to_cpu(on_device))
 
 
 def test_offloading_does_not_move_tensors_on_the_cpu() -> None:
     state_dict = rich()
     offloaded = offload_state_dict_to_cpu(state_dict)
-    assert_equal(offloaded, state_dict)
+    assert_same(offloaded, state_dict)
     assert offloaded["pair"].first is state_dict["pair"].first
 
 
@@ -273,3 +274,33 @@ def test_nothing_that_is_returned_has_a_gradient_history() -> None:
     weight = model.weight * 2
     room = create_cpu_state_dict({"w": weight})
     assert not copy_state_dict({"w": weight}, room)["w"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("state", "companion"),
+    [
+        ({"w": 1}, {"w": None}),
+        ({"w": None, "v": 1}, {"w": 1, "v": 1}),
+        ({"w": None, "v": [1, {"x": 1}]}, {"w": 3, "v": None}),
+        ({"a": {}, "v": 1}, {"a": None, "v": 1}),
+    ],
+)
+def test_none_stands_for_no_companion_as_with_torch(state: Any, companion: Any) -> None:
+    def tensors(tree: Any, value: float) -> Any:
+        return map_leaves(lambda _, leaf, __: torch.full((2,), value) if leaf == 1 else leaf, tree)
+
+    expected = torchs._copy_state_dict(tensors(state, 1), first := tensors(companion, 0))
+    assert_same(copy_state_dict(tensors(state, 1), second := tensors(companion, 0)), expected)
+    assert_same(second, first)
+
+
+@pytest.mark.parametrize("full", [1, None, "0-d"])
+def test_none_in_place_of_a_tensor_is_left_out_as_with_torch(full: Any) -> None:
+    value = torch.ones(3) if full == 1 else torch.tensor(2.0) if full else None
+    for place in (None, torch.zeros(3) if full != "0-d" else None):
+        results = []
+        for distribute in (torchs._distribute_state_dict, distribute_state_dict):
+            local = {"w": None if place is None else place.clone(), "v": torch.zeros(2)}
+            distribute({"w": value, "v": torch.ones(2)}, local, torch.device("cpu"))
+            results.append(local)
+        assert_same(*results)

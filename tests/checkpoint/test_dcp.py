@@ -328,13 +328,18 @@ def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
 def test_missing_and_unexpected_keys_are_named_and_left_out_only_on_request(tmp_path: Path) -> None:
     dcp.save({"a": numbered(2), "b": {"c": 1}}, tmp_path / "c")
     state: dict[str, Any] = {"a": torch.zeros(2), "d": 5}
-    with pytest.raises(UsageError, match="got 'd' missing in the checkpoint, 'b.c' only in the checkpoint"):
+    with pytest.raises(UsageError, match="1 missing in the checkpoint: 'd'; 1 only in the checkpoint: 'b.c'"):
         dcp.load(state, tmp_path / "c")
     assert not state["a"].any()
-    with pytest.raises(UsageError, match="got 'b.c' only in the checkpoint"):
+    with pytest.raises(UsageError, match="got 1 only in the checkpoint: 'b.c'"):
         dcp.load({"a": torch.zeros(2)}, tmp_path / "c")
-    dcp.load(state, tmp_path / "c", strict=False)
+    with pytest.warns(
+        UserWarning, match="got 1 missing in the checkpoint: 'd'; 1 only in the checkpoint: 'b.c'"
+    ):
+        dcp.load(state, tmp_path / "c", strict=False)
     assert_same(state, {"a": numbered(2), "d": 5})
+    with pytest.raises(UsageError, match="a key in common; got 1 missing .*: 'typo'; 2 only .*: 'a', 'b.c'"):
+        dcp.load({"typo": 1}, tmp_path / "c", strict=False)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +509,8 @@ def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path
         dcp.load({}, path)
     put_metadata(path, good)
     assert not hasattr(torchs.Metadata, "mine")
-    dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
+    with pytest.warns(UserWarning, match="1 only in the checkpoint"):
+        dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
     members = type(pickle.loads(f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR.".encode()))
     assert [member.value for member in members] == [0, 1, 2]
 

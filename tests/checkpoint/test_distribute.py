@@ -436,13 +436,13 @@ def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
         "plain meta": lambda: torch.empty(7, 3, dtype=torch.float64, device="meta"),
     }
     for name, place in make.items():
-        with pytest.raises(UsageError, match=r"; got shape \(7, 3\) and torch.float32. Pass cast=True"):
+        with pytest.raises(UsageError, match=r"; got shape \(7, 3\) and torch.float32. Pass allow_cast=True"):
             fill({name: whole}, {name: place()})
     local = {name: place() for name, place in make.items()}
-    fill({name: whole for name in make}, local, cast=True)
+    fill({name: whole for name in make}, local, allow_cast=True)
     assert_holds(local, {name: whole.to(place().dtype) for name, place in make.items()})
     with pytest.raises(UsageError, match=r"got shape \(7, 3\) and torch.float32. Compare the model"):
-        fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, cast=True)
+        fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, allow_cast=True)
 
 
 BOTH = [

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import resource
 import subprocess
 import sys
 import threading
@@ -26,8 +28,22 @@ import torch.distributed as dist
 from faults import CURRENT, error_of, exactly, folder_of, loaded_from, saves_in, state_dict_of, tripwire
 
 from hwfsdp import launch
-from hwfsdp.checkpoint import agreement, async_save, finish_saves, load, plan, save, saving
+from hwfsdp.checkpoint import (
+    agreement,
+    async_save,
+    dcp,
+    finish_saves,
+    inspect,
+    load,
+    parts,
+    plan,
+    save,
+    saving,
+    verify,
+)
 from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.convert import convert
+from hwfsdp.checkpoint.messages import of_disk, with_size
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
 
@@ -381,3 +397,68 @@ def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
     assert isinstance(error, FSDPError) and "state_dict['x']" in str(error)
     assert not (tmp_path / "c").exists()
     assert error_of(finish_saves) is None
+
+
+# --- Disks that do not take the bytes ----------------------------------------------------------------------
+
+WRITERS: dict[str, Callable[[Any, Path], Any]] = {
+    "store": lambda state, path: save(state, path, overwrite=True),
+    "parts": lambda state, path: parts.save(path, state),
+    "dcp": lambda state, path: dcp.save(state, path, overwrite=True),
+    "safetensors": lambda state, path: convert(state, path, to="safetensors", overwrite=True),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_disk_that_takes_no_more_is_named_with_the_bytes_and_the_old_checkpoint_stays(name, tmp_path):
+    old, new = {"w": torch.ones(1000)}, {"w": torch.ones(1_000_000)}
+    if name == "safetensors":
+        for source, state in (("old", old), ("new", new)):
+            save(state, tmp_path / source)
+        old, new = tmp_path / "old", tmp_path / "new"
+    WRITERS[name](old, tmp_path / "c.safetensors")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # the system refuses larger files, as a full disk does
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as info:
+            WRITERS[name](new, tmp_path / "c.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(info.value)
+    assert re.search(rf"File too large \({tmp_path}/.*4,000,\d\d\d bytes are to be written there", said), said
+    assert "What was there before is as it was. Choose a path on another disk." in said
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_full_disk_is_called_full_whatever_the_writer_says_in_its_place(tmp_path):
+    def fail() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 896 vs 790")
+
+    with pytest.raises(OSError) as info:
+        try:
+            fail()
+        except RuntimeError as error:
+            raise with_size(error, tmp_path / "f", 12) from error
+    got, remedy = of_disk(info.value)
+    assert (
+        got == f"No space left on device ({tmp_path}/f): the disk is full; 12 bytes are to be written there"
+    )
+    assert "Free space" in remedy
+    unrelated = RuntimeError("x")
+    unrelated.__context__ = FileNotFoundError(errno.ENOENT, "of somebody else")
+    assert with_size(unrelated, "f", 1) is unrelated
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "load", "verify", "inspect", "load_into"])
+@pytest.mark.parametrize("path", ["", {"w": 1}, None])
+def test_an_empty_path_is_not_the_current_folder(name, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = {"load": load, "load_into": lambda s, p: parts.load_into(p, s)}
+    more |= {name: lambda _, p, f=f: f(p) for name, f in (("verify", verify), ("inspect", inspect))}
+    with pytest.raises(UsageError, match="a path; got (an empty one|a dict|a NoneType)"):
+        (WRITERS | more)[name]({"w": torch.ones(1)} if name != "safetensors" else tmp_path, path)
+    assert not list(tmp_path.iterdir())

@@ -361,7 +361,7 @@ def a_misfit_on_one_rank_loads_nothing_on_any(directory: Path) -> None:
     parts.save(directory / "c", {"a": numbered(3), "b": numbered(30)})
     for bad, expected in (
         ({"a": torch.zeros(3), "b": torch.zeros(1)}, "['b']"),
-        ({"a": torch.zeros(3)}, "[] missing, ['b'] unknown"),
+        ({"a": torch.zeros(3)}, "got 1 only in the checkpoint: 'b'."),
         ({"a": torch.zeros(3), "b": 3}, "['b']"),
     ):
         place = bad if is_last() else {"a": torch.zeros(3), "b": torch.zeros(30)}
@@ -950,7 +950,7 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
     [
         ([nn.Linear(2, 2)] * 2, None, "load_into's model: expected 1, as were saved; got 2"),
         (None, [], "load_into's optimizer: expected 1, as were saved; got 0"),
-        (Remembering(2, 2), None, "got ['_extra_state'] missing, [] unknown"),
+        (Remembering(2, 2), None, "got 1 missing in the checkpoint: '_extra_state'."),
         (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
         (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected shape (2, 2) and torch.float64"),
         (5, None, "model[0]: expected a module"),

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from samples import Pair
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager as TorchStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -186,8 +187,8 @@ def homes(tree: Any) -> list[int]:
 def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, state_dict = training_state()
     stager, made = StateDictStager(), []
-    allocate = staging.create_cpu_state_dict
-    monkeypatch.setattr(staging, "create_cpu_state_dict", lambda *a: made.append(1) or allocate(*a))
+    allocate = staging.cpu_room
+    monkeypatch.setattr(staging, "cpu_room", lambda *a: made.append(1) or allocate(*a))
     previous = stager.stage(state_dict)
     known = {home for home in homes(previous)}
     for turn in range(5):  # the previous one is still being written
@@ -846,3 +847,25 @@ def test_a_copy_from_a_device_is_complete_on_return(pin: bool, share: bool) -> N
     nbytes = stager.nbytes
     stager.stage(source)
     assert stager.nbytes == nbytes
+
+
+@pytest.mark.parametrize("names", ["wsv", "svw", "vs", "s"])
+@pytest.mark.parametrize("share", [False, True])
+def test_a_storage_stays_the_storage_of_its_tensors_as_with_torch(names: str, share: bool) -> None:
+    whole = torch.arange(6.0)
+    entries: dict[str, Any] = {"w": whole, "s": whole.untyped_storage(), "v": whole[2:4], "t": whole[1:]}
+    state = {name: entries[name] for name in names}
+    for kind in (StateDictStager, TorchStager):
+        staged = kind(share_memory=share).stage(state)
+        assert staged["s"].tolist() == whole.untyped_storage().tolist()
+        assert kind is TorchStager or staged["s"].is_shared() == share
+        staged["s"].fill_(0)
+        assert not any(staged[name].count_nonzero() for name in names if name != "s"), kind
+    assert whole[3] == 3
+
+
+def test_the_arguments_of_torch_are_taken() -> None:
+    stager, original = (kind(False, False, 7) for kind in (StateDictStager, TorchStager))
+    for made in (stager, original):
+        assert (made.pin_memory, made.share_memory, made.pin_memory_min_bytes) == (False, False, 7)
+        assert made.stage({"w": torch.ones(2)}, non_blocking=True)["w"].tolist() == [1, 1]

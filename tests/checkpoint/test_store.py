@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,34 @@ def test_replicas_are_written_once_and_the_ranks_share_the_work(saved):
     sizes = [entry.stat().st_size for entry in found.path.glob("*.bin")]
     assert 0 <= sum(sizes) - (16 << 20) - 8000 <= 64 * 8 * len(sizes)
     assert max(sizes) - min(sizes) <= (1 << 20)
-    loaded = checkpoint.load({"cut": torch.zeros(4096, 1024)}, saved / "replicas", strict=False)["cut"]
+    with pytest.warns(
+        UserWarning, match="2 only in the checkpoint: state_dict.'plain'..0., state_dict.'plain'"
+    ):
+        loaded = checkpoint.load({"cut": torch.zeros(4096, 1024)}, saved / "replicas", strict=False)["cut"]
     assert torch.equal(loaded, torch.arange(4096 * 1024.0).view(4096, 1024))
+
+
+@pytest.mark.parametrize("where", ["c", "link", "copy", "c/save", "c/save/", "moved", "relative"])
+def test_a_save_loads_from_wherever_it_is_whatever_lies_beside_it(where, tmp_path, monkeypatch):
+    save_id = checkpoint.save({"w": torch.ones(3)}, tmp_path / "c")
+    folder = tmp_path / "c" / save_id
+    for name in ("notes.txt", ".DS_Store", ".nfs0000000000000001"):
+        (folder / name).touch()
+    (folder / "plots").mkdir()
+    monkeypatch.chdir(tmp_path)
+    if where == "moved":  # to another disk; a link takes its place
+        shutil.move(folder, tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+        where = "c"
+    elif where in ("link", "relative"):
+        Path(where).symlink_to(Path("c") / save_id if where == "relative" else folder)
+    elif where == "copy":
+        shutil.copytree(folder, tmp_path / "copy")
+    path = where.replace("save", save_id)
+    assert checkpoint.load({"w": torch.zeros(3)}, path)["w"].tolist() == [1, 1, 1]
+    found = checkpoint.verify(path)
+    assert found.unlisted == (".DS_Store", ".nfs0000000000000001", "notes.txt", "plots")
+    assert found.save_id == save_id
 
 
 # --- Saves beside and after each other ---------------------------------------------------------------------
