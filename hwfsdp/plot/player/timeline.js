@@ -214,7 +214,7 @@ class Timeline {
     const { looks, state } = this, place = this.placeInRow(row, event);
     const x = Math.max(this.x(event.start), this.left - 4), width = Math.max(1, Math.min(this.x(event.drawnEnd), this.right + 4) - x);
     const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
-    const isPale = event.depth === 0 && inner.some((each) => each.op === event.op);
+    const isPale = inner.some((each) => each.op === event.op);
     const isOther = state.group !== null && event.owner !== state.group;
     context.globalAlpha = isOther ? 0.25 : isPale ? 0.45 : 1;
     const alone = Math.min(width, this.x(event.log.joinedAt(event)) - x); // pixels for which it waits for another rank
