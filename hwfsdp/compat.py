@@ -408,15 +408,6 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         set_debug_level(before)
 
 
-COALESCING_MANAGER = "_coalescing_manager"  # its name in `torch.distributed` and in `distributed_c10d`
-
-
-def is_coalescing(group: object) -> bool:
-    """True inside torch's coalescing manager of this group (None: of all ranks), which runs the collectives of its block at the end."""
-    world: Any = dist.distributed_c10d._world
-    return bool(world.pg_coalesce_state) and (group or world.default_pg) in world.pg_coalesce_state
-
-
 def is_fake_work(work: dist.Work) -> bool:
     """True if the work belongs to a fake process group. It is done when it is issued, although its `is_completed` says no."""
     return type(work).__name__ == "FakeWork"

@@ -110,7 +110,8 @@ if (
         whose=list(logs),
     )
 else:
-    lifetimes = f"No lifetimes were recorded for {EXERCISE}."
+    known = "The log of a station does not name parameter groups" if yours.exercise.is_station else "There is no log yet"
+    lifetimes = f"{known}, so there is no such picture of exercise {EXERCISE}."
 lifetimes
 
 # %% [markdown]

@@ -17,7 +17,8 @@
 
     A recording
     hooks            hooks on all storages and optimizers
-    collectives      wrappers that log the collectives of torch.distributed, and functional ones
+    collectives      wrappers that log the collectives of torch.distributed
+    functional       wrappers that log functional collectives
     stream_clocks    the clock of each set of streams
     instrument       reports from the heart to a recording
     recording        puts the instruments in place, and removes them again

@@ -1,4 +1,4 @@
-"""Wrappers that log the collectives of `torch.distributed`, functional collectives, and the waits for both.
+"""Wrappers that log the collectives of `torch.distributed`, and the waits for them.
 
 A recording puts wrappers around the functions, and the wrappers log every call. `recording` lists the calls that they do not
 see.
@@ -9,10 +9,6 @@ Note [Streams of a collective]
     the stream has reached. So in the log it has a stream of its own, by its name or "other", and waits for the last
     event of compute. Compute waits for it at the end of the call, or with `async_op=True` when the program waits for its work. Calls
     that block and that have no stream by their name are events of compute itself.
-
-A functional collective returns its result at once, and a later wait completes it. DTensors use functional collectives for
-redistribution. Such a collective calls no function of `torch.distributed`, so its operator is wrapped. The event begins when
-Python calls the operator, and ends after the wait for its result.
 """
 
 from __future__ import annotations
@@ -22,17 +18,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hwfsdp.comm import history
-from hwfsdp.compat import COALESCING_MANAGER, functional_operators, is_coalescing, is_fake_work
+from hwfsdp.compat import is_fake_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
@@ -95,6 +89,7 @@ _WATCHED = {
     "irecv": _Collective("recv", "", "tensor", "tensor"),
 }
 _IN_BATCHES = ("isend", "irecv")
+_MANAGER = "_coalescing_manager"  # it has no public name
 
 
 @contextmanager
@@ -112,7 +107,7 @@ def watch_collectives() -> Iterator[None]:
         for name, collective in _WATCHED.items()
         if hasattr(dist, name)
     }
-    wrappers[COALESCING_MANAGER] = _watched_manager(getattr(dist, COALESCING_MANAGER))
+    wrappers[_MANAGER] = _watched_manager(getattr(dist, _MANAGER))
     wrappers["batch_isend_irecv"] = _watched_batch(dist.batch_isend_irecv)
     inside = {name: wrapper for name, wrapper in wrappers.items() if name not in _IN_BATCHES}
     operations = mock.patch.object(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__))
@@ -154,11 +149,8 @@ class _WatchedFunction:
         collective, arguments = self._collective, {**dict(zip(self._names, args)), **kwargs}
         if not self._needed <= arguments.keys():
             return self.original(*args, **kwargs)  # its error names the missing argument
-        if is_coalescing(arguments.get("group")):
-            if recorder.coalesced is not None:
-                recorder.coalesced.append((collective, arguments))
-            else:  # the program got the manager before the recording, so its end is not seen
-                _close_when_done(_begin(collective, arguments, recorder, is_async=False), None, recorder)
+        if recorder.coalesced and recorder.coalesced[0] is arguments.get("group"):
+            recorder.coalesced[1].append((collective, arguments))
             return self.original(*args, **kwargs)
         draft = _begin(collective, arguments, recorder, self._is_async or bool(arguments.get("async_op")))
         for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
@@ -218,8 +210,9 @@ def _watched_manager(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield managed
             return
         calls: list[tuple[_Collective, dict[str, Any]]] = []
+        group = args[0] if args else kwargs.get("group")
         with original(*args, **kwargs) as managed:
-            with events.holding(recorder, coalesced=calls):
+            with events.holding(recorder, coalesced=(group, calls)):
                 yield managed
             drafts = [_begin(*call, recorder, is_async=True) for call in calls]
         for draft in drafts:
@@ -229,13 +222,13 @@ def _watched_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder, is_async: bool) -> Draft:
-    draft = _begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder, is_async)
+    draft = begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder, is_async)
     draft.writes = recorder.identify(tensors_in(arguments.get(collective.writes)))
-    _describe(draft, tensors_in(arguments.get(collective.whole)))
+    describe(draft, tensors_in(arguments.get(collective.whole)))
     return draft
 
 
-def _begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
+def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
     """Begin a collective on its stream (Note [Streams of a collective])."""
     stream, after = recorder.stream, ()
     if not stream:
@@ -247,14 +240,16 @@ def _begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) 
     return draft
 
 
-def _describe(draft: Draft, whole: list[Tensor]) -> None:
+def describe(draft: Draft, whole: list[Tensor]) -> None:
     draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
     draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
-    if isinstance(work, dist.Work):
+    if isinstance(work, dist.Work) and getattr(
+        work, "get_future", None
+    ):  # else a coalescing manager will wait
         if not recorder.stream:  # the caller waits
             recorder.in_flight[work] = draft
         if is_fake_work(work):
@@ -291,71 +286,3 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
 
     with mock.patch.object(dist.Work, "wait", wait):
         yield
-
-
-# --- Functional collectives --------------------------------------------------------------------------------
-
-
-_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each has some of these variants
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "all_to_all_single": "all_to_all",
-}
-_VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
-
-
-@contextmanager
-def watch_operators(recorder: Recorder) -> Iterator[None]:
-    """Log functional collectives, as DTensors use them, when Python calls their operators."""
-    variants = product(_OPERATORS.items(), _VARIANTS)
-    logged: dict[str, Any] = {name + end: partial(_log_call, op) for (name, op), end in variants}
-    logged["wait_tensor"] = _log_wait
-    with ExitStack() as patches:
-        for namespace, (name, log) in product(functional_operators(), logged.items()):
-            if hasattr(namespace, name):
-                operator = _Operator(getattr(namespace, name), recorder, log)
-                patches.enter_context(mock.patch.object(namespace, name, operator))
-        yield
-
-
-class _Operator:
-    """A stand-in for an operator of torch, with the operator's overloads. While its recording is active, `logged` calls the operator."""
-
-    def __init__(self, original: Any, recorder: Recorder, logged: Callable[..., Any]) -> None:
-        self._original, self._recorder, self._logged = original, recorder, logged
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._recorder
-        is_watched = events.active() is recorder and not recorder.inside_collective
-        if not is_watched or torch.compiler.is_compiling():
-            return self._original(*args, **kwargs)
-        return self._logged(self._original, recorder, *args, **kwargs)
-
-
-def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-    """Call a functional collective. Its event begins with the call and ends after the wait for its result."""
-    given = tensors_in([*args, *kwargs.values()])
-    draft = _begin_on(op, given, recorder, is_async=True)
-    result = original(*args, **kwargs)
-    made = tensors_in(result)
-    draft.writes = recorder.identify(made)
-    _describe(draft, made if op == "all_gather" else given)
-    recorder.results |= dict.fromkeys(draft.writes, draft)
-    return result
-
-
-def _log_wait(original: Any, recorder: Recorder, tensor: Tensor) -> Any:
-    """Call the operator that waits for the result of a functional collective."""
-    (number,) = recorder.identify([tensor])
-    draft = recorder.results.pop(number, None)
-    if draft is None:
-        return original(tensor)
-    with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
-        result = original(tensor)
-        draft.close()
-    return result

@@ -46,9 +46,10 @@ from hwfsdp.core import observer
 from hwfsdp.errors import StateError
 from hwfsdp.observe import events
 from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset
-from hwfsdp.observe.collectives import watch_collectives, watch_operators, watch_works
+from hwfsdp.observe.collectives import watch_collectives, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Draft, Recorder
+from hwfsdp.observe.functional import watch_operators
 from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
 from hwfsdp.observe.instrument import Instrument
 from hwfsdp.observe.memory import Ledger
