@@ -110,7 +110,9 @@ if (
         whose=list(logs),
     )
 else:
-    known = "The log of a station does not name parameter groups" if yours.exercise.is_station else "There is no log yet"
+    known = "There is no log with parameter groups"
+    if yours.exercise.is_station:
+        known = "The log of a station does not name parameter groups"
     lifetimes = f"{known}, so there is no such picture of exercise {EXERCISE}."
 lifetimes
 

@@ -86,7 +86,7 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
     shown = [event for events in bands for event in events]
     lanes = _lanes_of(shown)
     missing = sum(map(_arrows_left_out, bands))
-    head = sheet.head(words.title, words.text, _keys_of(shown, missing), WIDTH)
+    head = sheet.head(words.title, words.text, _keys_of(bands, missing), WIDTH)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
     figure, drawn = head.figure(sheet.PAGE, bottom, LEFT), []
@@ -138,13 +138,16 @@ def _dependencies(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     return [(source, target) for source, target in pairs if source.stream != target.stream]
 
 
-def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
+def _keys_of(bands: Sequence[Sequence[Event]], missing: int) -> list[Artist]:
     """Return the keys of the legend: the ops that are drawn, and what an arrow means, or how many arrows are `missing`."""
+    events = [event for of_band in bands for event in of_band]
     drawn, exposed = {e.op for e in events}, any(e.op in COLLECTIVES for e in events)
     names = {"wait": "wait (exposed communication)"} if exposed else {}
     keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
-    outer = {span.event.op: None for span in draw(events).values() if _is_outer(span)}
-    keys += [sheet.key(style.Look(_pale(style.look_of_op(op))), f"{op} of an outer module") for op in outer]
+    outer = {span.event.op for of_band in bands for span in draw(of_band).values() if _is_outer(span)}
+    keys += [
+        sheet.key(style.Look(_pale(style.look_of_op(op))), f"{op} of an outer module") for op in sorted(outer)
+    ]
     arrow = sheet.line_key("waited for by", color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4)
     if not missing and not any(e.after for e in events):
         return [*keys]
@@ -158,8 +161,9 @@ def _height(lanes: _Lanes, span: Drawn) -> float:
 
 
 def _is_outer(span: Drawn) -> bool:
-    """True if the span contains others of its kind: `isPale` in the player's timeline.js."""
-    return any(inner.event.op == span.event.op for inner in span.inner)
+    """True for a forward or a backward around others of its kind: `isPale` in the player's timeline.js."""
+    op = span.event.op
+    return op in ("forward", "backward") and any(inner.event.op == op for inner in span.inner)
 
 
 def _pale(look: style.Look) -> str:

@@ -27,7 +27,8 @@ class Summary {
   runOf(log) {
     const absent = (log.worldSize ?? 0) - log.ranks.length;
     const ranks = absent > 0 ? `${log.ranks.length} of ${numberOf(log.worldSize, "rank")}` : numberOf(log.ranks.length, "rank");
-    const steps = numberOf(Math.max(1, log.steps.length), "step");
+    const micros = [...new Set(log.steps.map((step) => log.microBatches.get(step) ?? 1))];
+    const steps = `${numberOf(Math.max(1, log.steps.length), "step")}${micros.some((n) => n > 1) ? ` of ${micros.join(" and ")} micro-batches` : ""}`;
     const groups = log.groups.length && `${log.freedGroups} of ${numberOf(log.groups.length, "group")} freed after the forward`;
     return [ranks, steps, groups, log.torch && `torch ${log.torch}`, log.device].filter(Boolean).join(", ");
   }
