@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from figures import events_of
 from hwfsdp import UsageError
 from hwfsdp.observe.clocks import RankClock
-from hwfsdp.observe.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
+from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event, Sample
+from hwfsdp.observe.intervals import Interval, intersect, length, subtract, union
 from hwfsdp.observe.perfetto import to_trace
 
 # --- Intervals: the oracle is the set of the integers in them ----------------------------------------------

@@ -6,6 +6,7 @@
     events           the event log: each event with its time and its stream
     validate         checks of values read from a file
     clocks           clocks of ranks, and one time axis for all of them
+    intervals        sets of times
     accounting       the bytes of a step by closed forms, before the step runs
     run_info         the description of a run inside its log
 

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
 from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.observe.intervals import Interval, intersect, length, subtract, union
 from hwfsdp.observe.places import checksums
 from hwfsdp.observe.perfetto import from_trace, to_trace
 from hwfsdp.observe.races import Order, orders
 from hwfsdp.observe.run_info import read_about
 from hwfsdp.observe.validate import printable
-
-Interval = tuple[float, float]
 
 
 @dataclass
@@ -363,41 +362,6 @@ def blocked(events: Sequence[Event]) -> Blocked:
                 else:
                     beside += start < event.start_us
     return Blocked(union(found), bool(communicating(events)) and not beside and not any(pending.values()))
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the points that are in `a` and in `b`. Both are sorted and disjoint, as `union` returns them."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the points of `a` that are not in `b`. Both are sorted and disjoint, as `union` returns them."""
-    edges = [-inf, *(us for interval in b for us in interval), inf]
-    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def _mean(values: Sequence[float]) -> float:

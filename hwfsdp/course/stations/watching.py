@@ -15,8 +15,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 from hwfsdp.observe import events
-from hwfsdp.observe.eventlog import EventLog, Interval
+from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event, Sample
+from hwfsdp.observe.intervals import Interval
 from hwfsdp.train.models.gpt import Block
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock
