@@ -230,10 +230,11 @@ def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorde
 
 def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
     """Begin a collective on its stream (Note [Streams of a collective])."""
-    stream, after = recorder.stream, ()
+    stream = recorder.stream
+    after: tuple[int, ...] = ()
     if not stream:
         stream = op if op in OWN_STREAM else "other" if is_async else "compute"
-        after = recorder.over_on("compute") if stream != "compute" else after
+        after = recorder.over_on("compute") if stream != "compute" else ()
     draft = recorder.begin(op, stream, follows_stream=True, reads=reads, after=after)
     if not recorder.stream:
         draft.begin = draft.clock("compute")
