@@ -125,15 +125,21 @@ plot_timeline(serial.log, step=0)
 
 
 # %%
+def most_memory(run):
+    """In bytes, without activations, as the player below counts."""
+    return max(sum(s.bytes_by_kind.values()) for s in run.log.samples[0])
+
+
 def report(runs):
-    print(f"{'':<36}{'step':>9}{'waiting':>11}{'most memory':>15}")
+    print(f"{'':<36}{'step':>9}{'waiting':>11}{'most memory*':>15}")
     for name, run in runs.items():
         step = run.step_seconds * 1e3
         waiting = run.exposed_comm_fraction * step
         print(
             f"{name:<36}{step:6.1f} ms{waiting:8.1f} "
-            f"ms{run.peak_allocated_gib:11.2f} GiB"
+            f"ms{most_memory(run) / 2**30:11.2f} GiB"
         )
+    print("* of parameters, gradients and buffers, without activations")
 
 
 def took(op):

@@ -110,7 +110,10 @@ if (
         whose=list(logs),
     )
 else:
-    lifetimes = f"No lifetimes were recorded for {EXERCISE}."
+    known = "There is no log with parameter groups"
+    if yours.exercise.is_station:
+        known = "The log of a station does not name parameter groups"
+    lifetimes = f"{known}, so there is no such picture of exercise {EXERCISE}."
 lifetimes
 
 # %% [markdown]

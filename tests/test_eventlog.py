@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from figures import events_of
 from hwfsdp import UsageError
 from hwfsdp.observe.clocks import RankClock
-from hwfsdp.observe.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
+from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event, Sample
+from hwfsdp.observe.intervals import Interval, intersect, length, subtract, union
 from hwfsdp.observe.perfetto import to_trace
 
 # --- Intervals: the oracle is the set of the integers in them ----------------------------------------------
@@ -80,6 +81,7 @@ def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
         "step_us": 50,
         "exposed_comm_us": 12,
         "overlap_fraction": pytest.approx(23 / 35),
+        "blocking": False,
         "peak_bytes_by_kind": {"unsharded_param": 7, "x": 2},
     }
     assert log.summary() == alone | {
@@ -91,6 +93,33 @@ def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
         "skew_max_us": 0.0,
         "slowest_rank": None,
     }
+
+
+OUTER = ("forward", "compute", 0, 100)  # the module around the group, which is open all the time
+GATHERED = ("all_gather", "all_gather", 10, 20)
+WAITED = ("wait", "compute", 14, 20, {"after": (1,)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocking", "exposed"),
+    [
+        ([OUTER, GATHERED, WAITED, ("forward", "compute", 20, 30)], True, 10),
+        ([OUTER, GATHERED, ("forward", "compute", 12, 13), WAITED], False, 6),
+        ([OUTER, GATHERED, ("forward", "compute", 5, 12), WAITED], False, 6),
+        ([OUTER, GATHERED, ("copy_in", "copy", 12, 13), WAITED], True, 10),
+        ([OUTER, GATHERED], False, 0),  # nothing waits for it
+        ([OUTER, ("broadcast", "compute", 10, 20)], True, 10),
+        ([OUTER, GATHERED, ("all_gather", "all_gather", 20, 30), WAITED], False, 10),  # one more
+        ([OUTER], False, 0),
+    ],
+)
+def test_nothing_is_hidden_by_a_rank_that_waits_for_a_collective_as_soon_as_it_has_issued_it(
+    rows: list[tuple[Any, ...]], blocking: bool, exposed: float
+) -> None:
+    summary = EventLog(events_of(0, *rows)).summary()
+    assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking)
+    assert summary["exposed_comm_us"] == exposed
+    assert not blocking or summary["overlap_fraction"] == 0
 
 
 GATHER = ("all_gather", "all_gather", 0, 10)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -607,6 +608,18 @@ def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: di
     tab.key("ArrowDown")
     tab.key("ArrowDown")
     assert tab.run("[state.side, state.rank]") == [1, 0]
+
+
+def test_a_step_with_several_backwards_says_how_many_micro_batches_it_has(tab: Tab, tmp_path: Path) -> None:
+    backward = step().select("forward", "backward", "optimizer")
+    length = max(e.end_us for e in backward)
+    again = [replace(e, seq=e.seq + 10_000, start_us=e.start_us + length) for e in backward]
+    first = [e for e in backward if e.op != "optimizer"]  # the optimizer steps after the second micro-batch
+    make_page([("log", EventLog([*first, *again]))]).save(tmp_path / "micro.html")
+    tab.open((tmp_path / "micro.html").as_uri())
+    assert tab.run("[...state.log.microBatches]") == [[0, 2]]
+    assert tab.run("state.log.nameOfStep(0)") == "step 0, 2 micro-batches"
+    assert "1 step of 2 micro-batches" in tab.text("#facts")
 
 
 def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(

@@ -188,6 +188,34 @@ def test_arrows_that_would_hide_the_bars_are_counted_instead() -> None:
     assert legend_of(figure)[-1] == f"({edges} dependencies not drawn: too many)"
 
 
+def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_kind_are_pale() -> None:
+    copied = [
+        event(90, "copy_out", "compute", 99_000, 99_500),
+        event(91, "wait", "compute", 99_400, 99_400),  # it waits for nothing, and takes no time
+        event(92, "all_gather", "all_gather", 99_000, 99_500),
+        event(93, "all_gather", "all_gather", 99_100, 99_200),  # another one, in the time of the first
+    ]
+    log = EventLog([*training_log(ranks=1, groups=2, steps=1).events, *copied])
+    figure = plot_timeline(log)
+    keys = figure.legends[0].get_patches()
+    labels = {text: key.get_facecolor() for text, key in zip(legend_of(figure), keys, strict=False)}
+    assert labels.keys() >= {"forward of an outer module", "backward of an outer module", "copy_out"}
+    for place, bar in bars(figure).items():
+        [found] = log.select(rank=place[0], seq=place[1])
+        outer = " of an outer module" if found.owner == "GPT" and found.op != "optimizer" else ""
+        name = "wait (exposed communication)" if found.op == "wait" else found.op + outer
+        assert bar.get_facecolor() == labels[name]
+
+
+def test_no_rank_has_the_color_of_an_operation_or_of_a_kind_of_memory() -> None:
+    of_runs = {style.look_of_op(op).color for op in style.DRAWN_OPS} | {
+        style.look_of_kind(kind).color for kind in KINDS
+    }
+    of_ranks = [style.color_of(rank) for rank in range(4 * len(style.RANK_COLORS))]
+    assert len(set(of_ranks)) == len(of_ranks)
+    assert of_runs.isdisjoint(of_ranks)
+
+
 def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
     log = training_log(ranks=2, groups=2, steps=3)
     figure = plot_timeline(log)

@@ -79,8 +79,9 @@ def test_a_collective_reaches_from_its_call_to_the_wait_for_it_and_compute_takes
 
 def test_time_is_split_into_four_parts_that_add_up() -> None:
     events = [
-        event(0, "forward", "compute", 0, 600),
+        event(0, "forward", "compute", 0, 520),
         event(1, "all_gather", "all_gather", 500, 900),
+        event(3, "forward", "compute", 520, 600),
         event(2, "wait", "compute", 550, 600, after=(1,)),
     ]
     shares = shares_of(events, 0, 1000)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 import models
 import suites
@@ -296,3 +299,101 @@ def test_removing_any_necessary_wait_is_found_as_a_race(name: str) -> None:
         assert (races == []) == safe, (first, second)
         matter += [] if safe else [(events[first].stream, events[second].stream)]
     assert set(matter) >= {("all_gather", "compute"), ("copy", "all_gather"), ("compute", "reduce_scatter")}
+
+
+# --- Plain collectives of torch.distributed ----------------------------------------------------------------
+
+Works = Sequence[Any]  # with `wait`
+
+
+def peer() -> int:
+    return 1 - dist.get_rank()
+
+
+def coalesced(weight: Tensor, grad: Tensor, asynchronous: bool = True) -> Works:
+    manager = getattr(distributed_c10d, "_coalescing_manager")  # noqa: B009
+    with manager(async_ops=asynchronous) as managed:
+        for tensor in (grad, torch.ones(4)):
+            dist.all_reduce(tensor, async_op=asynchronous)
+    return [managed]
+
+
+def exchanged(weight: Tensor, grad: Tensor) -> Works:
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, weight, peer()), dist.P2POp(dist.irecv, grad, peer())]
+    )
+
+
+# Each returns works that the program must wait for before an optimizer reads the gradient and writes the weight.
+ASYNCHRONOUS: dict[str, Callable[[Tensor, Tensor], Works]] = {
+    "all_gather": lambda weight, grad: [dist.all_gather([grad, torch.ones(4)], weight, async_op=True)],
+    "reduce_scatter": lambda weight, grad: [
+        dist.reduce_scatter(grad, [torch.ones(4), torch.ones(4)], async_op=True)
+    ],
+    "all_reduce": lambda weight, grad: [dist.all_reduce(grad, async_op=True)],
+    "broadcast": lambda weight, grad: [dist.broadcast(grad, 0, async_op=True)],
+    "send and receive": lambda weight, grad: [dist.isend(weight, peer()), dist.irecv(grad, peer())],
+    "a batch": exchanged,
+    "coalesced": coalesced,
+}
+
+
+def blocking(weight: Tensor, grad: Tensor, group: dist.ProcessGroup) -> None:
+    """Call collectives that torch orders after the work before them, and that block the work after them."""
+    gathered, both = torch.zeros(8), torch.zeros(8)
+    dist.all_gather(list(gathered.split(4)), weight, group=group)
+    dist.all_reduce(gathered)
+    dist.broadcast(gathered, 0, group=group)
+    dist.all_to_all_single(both, gathered)
+    dist.reduce_scatter(grad, list(both.split(4)))
+    coalesced(weight, grad, asynchronous=False)
+    for call in (dist.send, dist.recv) if dist.get_rank() == 0 else (dist.recv, dist.send):
+        call(grad, peer())
+
+
+def races_between(program: Callable[[Tensor, Tensor], Works]) -> list[str]:
+    """Run optimizer step, program, optimizer step, and only then wait for the works of the program."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with record() as log:
+        optimizer.step()
+        works = program(weight.detach(), weight.grad)
+        optimizer.step()
+    for work in works:
+        work.wait()
+    return [race.sentence for race in find_races(log)]
+
+
+def races_of_plain_programs() -> dict[str, tuple[list[str], list[str]]]:
+    """Return the races of each program, if it waits for its works, and if it does not."""
+
+    def waited(program: Callable[[Tensor, Tensor], Works], weight: Tensor, grad: Tensor) -> Works:
+        for work in program(weight, grad):
+            work.wait()
+        return ()
+
+    found = {
+        name: (races_between(functools.partial(waited, program)), races_between(program))
+        for name, program in ASYNCHRONOUS.items()
+    }
+    group = dist.new_group([0, 1])
+    right = races_between(lambda weight, grad: blocking(weight, grad, group) or ())  # type: ignore[func-returns-value]
+    return {**found, "blocking": (right, [])}
+
+
+@functools.cache
+def plain_programs() -> list[dict[str, tuple[list[str], list[str]]]]:
+    return launch(races_of_plain_programs, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", [*ASYNCHRONOUS, "blocking"])
+def test_a_plain_collective_waits_for_compute_and_only_a_program_that_forgets_to_wait_has_races(
+    name: str,
+) -> None:
+    for found in plain_programs():
+        right, wrong = found[name]
+        assert right == []
+        assert name == "blocking" or any(
+            re.match(r"Rank \d, memory .*optimizer .* may", said) for said in wrong
+        )

@@ -117,7 +117,8 @@ def test_a_collective_is_seen_once_with_its_bytes_and_its_memory_however_it_is_c
         for way, log in zip(WAYS, found[name], strict=True):
             (event,) = log.collectives()
             assert (event.rank, event.op) == (rank, op)
-            assert event.stream == (op if op in ("all_gather", "reduce_scatter", "all_reduce") else "compute")
+            others = "other" if way.asynchronous else "compute"
+            assert event.stream == (op if op in ("all_gather", "reduce_scatter", "all_reduce") else others)
             assert event.dtype == str(way.dtype).removeprefix("torch.")
             assert event.bytes == blocks_in_whole * N * way.dtype.itemsize
             assert (event.reads == event.writes) == (name in ("all_reduce", "broadcast"))
@@ -283,7 +284,7 @@ def sent_in_all_ways() -> list[list[tuple[Any, ...]]]:
 
 def test_sends_and_receives_are_seen_once_each() -> None:
     for op, found in zip(("send", "recv"), on_ranks(sent_in_all_ways), strict=True):
-        assert found == [[(op, "float32", 4 * N, "compute"), (op, "int64", 8 * N, "compute")]] * 2
+        assert found == [[(op, "float32", 4 * N, "compute"), (op, "int64", 8 * N, "other")]] * 2
 
 
 def ring_ops(send: Any, receive: Any) -> tuple[list[P2POp], Tensor]:
@@ -493,6 +494,18 @@ def test_memory_is_numbered_not_addressed_and_a_flat_buffer_that_is_let_go_is_fr
         assert {e.writes for e in let_go if e.stream == "copy"} <= gathered
         numbers = {number for e in log.events for number in (*e.reads, *e.writes)}
         assert numbers == set(range(1, len(numbers) + 1))
+
+
+def test_samples_count_whole_parameters_from_their_allocation_on_also_in_the_first_forward() -> None:
+    """The log's allocations and frees of the memory that forwards read say how many bytes are alive."""
+    for rank, log in enumerate(on_ranks(two_backwards)):
+        whole, alive = {number for span in log.select("forward") for number in span.reads}, Counter[int]()
+        for event in log.events:
+            if event.op == "forward":
+                sampled = [s for s in log.samples[rank] if s.us <= event.start_us][-1]
+                assert sampled.bytes_by_kind["unsharded_param"] == alive.total() > 0
+            for number in {*event.writes} & whole if event.op in ("alloc", "free") else ():
+                alive[number] = event.bytes if event.op == "alloc" else 0
 
 
 def gradients_differ_if_recorded() -> bool:

@@ -566,9 +566,26 @@ def test_a_report_without_recorded_collectives_does_not_claim_that_there_are_no_
     found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
     said = describe(found, "t.json")
     assert found.groups_unseen and found.races is None
-    assert "It trained on 2 ranks. Collectives that C++ calls, as DistributedDataParallel does," in said
-    assert "nothing was seen" in said and "Whether there are races is not known" in said
+    assert (
+        "Collectives that C++ calls, as DistributedDataParallel does, are not seen: there may be more."
+        in said
+    )
+    assert "  none\n" in said and "Whether there are races is not known: no collective was seen." in said
     assert "No races" not in said and "0%" not in said and "begins a collective" not in said
+
+
+def test_a_report_on_another_library_lists_the_collectives_that_were_seen_and_does_not_deny_them() -> None:
+    events = [replace(e, code="train.py:7 step < train.py:9 <module>") for e in by_hand().events]
+    found = examine(EventLog(events, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
+    moved = {"all_gather": Traffic(1, 64), "reduce_scatter": Traffic(1, 32), "all_reduce": Traffic(1, 4)}
+    assert found.measured == {0: moved, 1: moved} and found.others == {}
+    said = " ".join(describe(found, "t.json").split())
+    for op, traffic in moved.items():
+        assert f"{op} {traffic.calls:,} {traffic.bytes:,} train.py:7 step" in said
+    assert "there may be more" in said and "Whose parameters they moved is not known" in said
+    assert not any(
+        denied in said.lower() for denied in ("nothing moved", "nothing was", "no collective", "none")
+    )
 
 
 def test_a_clean_report_counts_the_accesses_that_were_checked(logs: dict[str, EventLog]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hwfsdp.cli import training
 from hwfsdp.cli.options import answer
+from hwfsdp.observe.eventlog import WAITS_AT_ONCE
 from hwfsdp.observe.tables import lay_out
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
@@ -60,7 +61,7 @@ def _report(summary: dict[str, Any], out: Path) -> str:
         (f"losses and gradients, {ours} and FSDP2", verdict),
         ("largest loss difference to unsharded", f"{summary['largest_loss_difference_to_unsharded']:.1e}"),
         (f"step time, ms ({' / '.join(ms)})", " / ".join(f"{value:.0f}" for value in ms.values())),
-        ("communication hidden behind compute", f"{summary['overlap_fraction']:.0%}"),
+        ("communication hidden behind compute", _hidden(summary)),
     ]
     steps = summary["recorded_steps"]
     for op, expected in summary["expected_bytes_by_op"].items():
@@ -70,6 +71,8 @@ def _report(summary: dict[str, Any], out: Path) -> str:
     peak, closed = summary["peak_unsharded_bytes"], summary["expected_peak_unsharded_bytes"]
     rows.append(("peak unsharded parameters, B (measured / closed form)", f"{peak:,} / {closed:,}"))
     lines = lay_out(rows, left=2, indent="")
+    if summary["blocking"]:
+        lines.append(f"Nothing can be hidden: {WAITS_AT_ONCE}.")
     if ours != "hwfsdp":
         lines = [*_side_by_side(summary), "", *lines]
     files = "summary.json, loss.png, timeline.png, memory.png, trace.json"
@@ -77,6 +80,12 @@ def _report(summary: dict[str, Any], out: Path) -> str:
     return "\n".join(
         ["", *lines, "", f"Written to {out}/:", f"  {files}", "Play its steps in a browser:", f"  {player}"]
     )
+
+
+def _hidden(summary: dict[str, Any]) -> str:
+    """Say how much communication was hidden in the recorded steps; `timeline.png` says the same."""
+    hidden = "–" if summary["blocking"] else f"{summary['overlap_fraction']:.0%}"
+    return f"{hidden} ({summary['recorded_steps']} recorded steps)"
 
 
 def _side_by_side(summary: dict[str, Any]) -> list[str]:

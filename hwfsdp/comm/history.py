@@ -122,8 +122,9 @@ class Note:
         except BaseException:
             self.mark(State.FAILED)
             raise
-        self.mark(State.OPEN if isinstance(work, dist.Work) else State.DONE)
-        if isinstance(work, dist.Work):
+        is_open = isinstance(work, dist.Work) and getattr(work, "get_future", None) is not None
+        self.mark(State.OPEN if is_open else State.DONE)
+        if is_open:
             with suppress(RuntimeError):  # some works have no futures
                 work.get_future().add_done_callback(lambda _: self.mark(State.DONE))
         return work

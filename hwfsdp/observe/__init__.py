@@ -6,6 +6,7 @@
     events           the event log: each event with its time and its stream
     validate         checks of values read from a file
     clocks           clocks of ranks, and one time axis for all of them
+    intervals        sets of times
     accounting       the bytes of a step by closed forms, before the step runs
     run_info         the description of a run inside its log
 
@@ -17,7 +18,8 @@
 
     A recording
     hooks            hooks on all storages and optimizers
-    collectives      wrappers that log the collectives of torch.distributed, and functional ones
+    collectives      wrappers that log the collectives of torch.distributed
+    functional       wrappers that log functional collectives
     stream_clocks    the clock of each set of streams
     instrument       reports from the heart to a recording
     recording        puts the instruments in place, and removes them again

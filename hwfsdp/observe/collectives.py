@@ -1,11 +1,14 @@
-"""Wrappers that log the collectives of `torch.distributed`, functional collectives, and the waits for both.
+"""Wrappers that log the collectives of `torch.distributed`, and the waits for them.
 
 A recording puts wrappers around the functions, and the wrappers log every call. `recording` lists the calls that they do not
 see.
 
-A functional collective returns its result at once, and a later wait completes it. DTensors use functional collectives for
-redistribution. Such a collective calls no function of `torch.distributed`, so its operator is wrapped. The event begins when
-Python calls the operator, and ends after the wait for its result.
+Note [Streams of a collective]
+    FSDP calls its collectives on streams of its own (`core.streams`). The log has those streams. A collective that is called outside
+    of them belongs to torch's current stream, which the log calls compute. torch runs it beside this stream, from the point that
+    the stream has reached. So in the log it has a stream of its own, by its name or "other", and waits for the last
+    event of compute. Compute waits for it at the end of the call, or with `async_op=True` when the program waits for its work. Calls
+    that block and that have no stream by their name are events of compute itself.
 """
 
 from __future__ import annotations
@@ -15,21 +18,19 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hwfsdp.comm import history
-from hwfsdp.compat import functional_operators, is_fake_work
+from hwfsdp.compat import is_fake_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
-OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # all others run where Python calls them: compute
+OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # Note [Streams of a collective]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -88,6 +89,7 @@ _WATCHED = {
     "irecv": _Collective("recv", "", "tensor", "tensor"),
 }
 _IN_BATCHES = ("isend", "irecv")
+_MANAGER = "_coalescing_manager"  # it has no public name
 
 
 @contextmanager
@@ -105,6 +107,7 @@ def watch_collectives() -> Iterator[None]:
         for name, collective in _WATCHED.items()
         if hasattr(dist, name)
     }
+    wrappers[_MANAGER] = _watched_manager(getattr(dist, _MANAGER))
     wrappers["batch_isend_irecv"] = _watched_batch(dist.batch_isend_irecv)
     inside = {name: wrapper for name, wrapper in wrappers.items() if name not in _IN_BATCHES}
     operations = mock.patch.object(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__))
@@ -130,6 +133,7 @@ class _WatchedFunction:
         self.original, self._collective = original, collective
         self._names = list(inspect.signature(original).parameters)
         self._needed = {collective.whole} - {""}
+        self._is_async = original.__name__ in _IN_BATCHES
         functools.update_wrapper(self, original)
 
     def __eq__(self, other: object) -> bool:
@@ -145,10 +149,14 @@ class _WatchedFunction:
         collective, arguments = self._collective, {**dict(zip(self._names, args)), **kwargs}
         if not self._needed <= arguments.keys():
             return self.original(*args, **kwargs)  # its error names the missing argument
-        draft = _begin(collective, arguments, recorder)
+        if recorder.coalesced and recorder.coalesced[0] is arguments.get("group"):
+            recorder.coalesced[1].append((collective, arguments))
+            return self.original(*args, **kwargs)
+        draft = _begin(collective, arguments, recorder, self._is_async or bool(arguments.get("async_op")))
         for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
             if kind and isinstance(arguments.get(name), Tensor):
                 recorder.ledger.watch(arguments[name], kind)
+        recorder.sample()  # before the call, which may block until the collective ends
         recorder.inside_collective = True
         try:
             call = partial(self.original, *args, **kwargs)
@@ -156,7 +164,6 @@ class _WatchedFunction:
         finally:
             recorder.inside_collective = False
         _close_when_done(draft, work, recorder)
-        recorder.sample()
         return work
 
 
@@ -179,10 +186,11 @@ def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         if recorder is None:
             return original(p2p_op_list)
         drafts = [
-            _begin(_WATCHED[operation.op.__name__], {"tensor": operation.tensor}, recorder)
+            _begin(_WATCHED[operation.op.__name__], {"tensor": operation.tensor}, recorder, is_async=True)
             for operation in p2p_op_list
         ]
-        works = original(p2p_op_list)
+        with events.holding(recorder, inside_collective=True):
+            works = original(p2p_op_list)
         for number, draft in enumerate(drafts):  # NCCL makes one work of all
             _close_when_done(draft, works[min(number, len(works) - 1)], recorder)
         return works
@@ -190,27 +198,59 @@ def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return batch_isend_irecv
 
 
-def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder) -> Draft:
-    draft = _begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder)
+def _watched_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Log the collectives inside torch's coalescing manager when it ends, because then it runs them."""
+
+    @functools.wraps(original)
+    @contextmanager
+    def manager(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        recorder = events.active()
+        if recorder is None or recorder.inside_collective:
+            with original(*args, **kwargs) as managed:
+                yield managed
+            return
+        calls: list[tuple[_Collective, dict[str, Any]]] = []
+        group = args[0] if args else kwargs.get("group")
+        with original(*args, **kwargs) as managed:
+            with events.holding(recorder, coalesced=(group, calls)):
+                yield managed
+            drafts = [_begin(*call, recorder, is_async=True) for call in calls]
+        for draft in drafts:
+            _close_when_done(draft, managed.works[-1] if managed.works else None, recorder)
+
+    return manager
+
+
+def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder, is_async: bool) -> Draft:
+    draft = begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder, is_async)
     draft.writes = recorder.identify(tensors_in(arguments.get(collective.writes)))
-    _describe(draft, tensors_in(arguments.get(collective.whole)))
+    describe(draft, tensors_in(arguments.get(collective.whole)))
     return draft
 
 
-def _begin_on(op: str, reads: list[Tensor], recorder: Recorder) -> Draft:
-    """Begin a collective on the current stream. Outside of streams, some collectives have a stream of their own."""
-    stream = recorder.stream or (op if op in OWN_STREAM else "compute")
-    return recorder.begin(op, stream, follows_stream=True, reads=reads)
+def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
+    """Begin a collective on its stream (Note [Streams of a collective])."""
+    stream = recorder.stream
+    after: tuple[int, ...] = ()
+    if not stream:
+        stream = op if op in OWN_STREAM else "other" if is_async else "compute"
+        after = recorder.over_on("compute") if stream != "compute" else ()
+    draft = recorder.begin(op, stream, follows_stream=True, reads=reads, after=after)
+    if not recorder.stream:
+        draft.begin = draft.clock("compute")
+    return draft
 
 
-def _describe(draft: Draft, whole: list[Tensor]) -> None:
+def describe(draft: Draft, whole: list[Tensor]) -> None:
     draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
     draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
-    if isinstance(work, dist.Work):
+    if isinstance(work, dist.Work) and getattr(
+        work, "get_future", None
+    ):  # else a coalescing manager will wait
         if not recorder.stream:  # the caller waits
             recorder.in_flight[work] = draft
         if is_fake_work(work):
@@ -230,7 +270,7 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
 
 @contextmanager
 def watch_works(recorder: Recorder) -> Iterator[None]:
-    """Log waits for works that belong to no stream. A stream reports its own waits."""
+    """Log waits for works that belong to no stream, by the stream on which the program waits. A stream reports its own waits."""
     original = dist.Work.wait
 
     @functools.wraps(original)
@@ -238,76 +278,12 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
         draft = recorder.in_flight.get(work)
         if draft is None or events.active() is not recorder:
             return original(work, *args, **kwargs)
+        if recorder.stream not in ("", "compute"):
+            recorder.ordered_after(recorder.stream, draft.seq)
+            if not recorder.host_runs_stream:
+                return original(work, *args, **kwargs)
         with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
             return original(work, *args, **kwargs)
 
     with mock.patch.object(dist.Work, "wait", wait):
         yield
-
-
-# --- Functional collectives --------------------------------------------------------------------------------
-
-
-_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each has some of these variants
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "all_to_all_single": "all_to_all",
-}
-_VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
-
-
-@contextmanager
-def watch_operators(recorder: Recorder) -> Iterator[None]:
-    """Log functional collectives, as DTensors use them, when Python calls their operators."""
-    variants = product(_OPERATORS.items(), _VARIANTS)
-    logged: dict[str, Any] = {name + end: partial(_log_call, op) for (name, op), end in variants}
-    logged["wait_tensor"] = _log_wait
-    with ExitStack() as patches:
-        for namespace, (name, log) in product(functional_operators(), logged.items()):
-            if hasattr(namespace, name):
-                operator = _Operator(getattr(namespace, name), recorder, log)
-                patches.enter_context(mock.patch.object(namespace, name, operator))
-        yield
-
-
-class _Operator:
-    """A stand-in for an operator of torch, with the operator's overloads. While its recording is active, `logged` calls the operator."""
-
-    def __init__(self, original: Any, recorder: Recorder, logged: Callable[..., Any]) -> None:
-        self._original, self._recorder, self._logged = original, recorder, logged
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._recorder
-        is_watched = events.active() is recorder and not recorder.inside_collective
-        if not is_watched or torch.compiler.is_compiling():
-            return self._original(*args, **kwargs)
-        return self._logged(self._original, recorder, *args, **kwargs)
-
-
-def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-    """Call a functional collective. Its event begins with the call and ends after the wait for its result."""
-    given = tensors_in([*args, *kwargs.values()])
-    draft = _begin_on(op, given, recorder)
-    result = original(*args, **kwargs)
-    made = tensors_in(result)
-    draft.writes = recorder.identify(made)
-    _describe(draft, made if op == "all_gather" else given)
-    recorder.results |= dict.fromkeys(draft.writes, draft)
-    return result
-
-
-def _log_wait(original: Any, recorder: Recorder, tensor: Tensor) -> Any:
-    """Call the operator that waits for the result of a functional collective."""
-    (number,) = recorder.identify([tensor])
-    draft = recorder.results.pop(number, None)
-    if draft is None:
-        return original(tensor)
-    with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
-        result = original(tensor)
-        draft.close()
-    return result

@@ -13,11 +13,11 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.eventlog import EventLog, times_of_rank
+from hwfsdp.observe.eventlog import WAITS_AT_ONCE, EventLog, times_of_rank
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.tables import lay_out, ms, number_of, signed
 
-TIMES = ("step_us", "exposed_comm_us", "overlap_fraction")
+TIMES = ("step_us", "exposed_comm_us", "overlap_fraction", "blocking")
 
 
 class PerStep(NamedTuple):
@@ -218,9 +218,11 @@ def _times(found: Comparison) -> list[str]:
     for label, name in (("step", "step_us"), ("exposed communication", "exposed_comm_us")):
         a, b = found.times[name]
         rows.append([label, ms(a), ms(b), f"{b / a:.2f}" if a else "–"])
-    a, b = found.times["overlap_fraction"]
-    rows.append(["communication hidden", f"{a:.0%}", f"{b:.0%}", ""])
-    return ["Time of one step, mean", *lay_out(rows)]
+    pairs = zip(found.times["overlap_fraction"], found.times["blocking"], strict=True)
+    hidden = ["–" if blocking else f"{overlap:.0%}" for overlap, blocking in pairs]
+    rows.append(["communication hidden", *hidden, ""])
+    notes = [f"  Nothing can be hidden where {WAITS_AT_ONCE}."] if any(found.times["blocking"]) else []
+    return ["Time of one step, mean", *lay_out(rows), *notes]
 
 
 def _peaks(found: Comparison) -> list[str]:

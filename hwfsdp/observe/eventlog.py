@@ -9,7 +9,7 @@ import gzip
 import importlib
 import json
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
 from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.observe.intervals import Interval, intersect, length, subtract, union
 from hwfsdp.observe.places import checksums
 from hwfsdp.observe.perfetto import from_trace, to_trace
 from hwfsdp.observe.races import Order, orders
 from hwfsdp.observe.run_info import read_about
 from hwfsdp.observe.validate import printable
-
-Interval = tuple[float, float]
 
 
 @dataclass
@@ -109,9 +108,10 @@ class EventLog:
             bytes_by_op, count_by_op: bytes and number of the collectives of one rank, summed over the recording.
             exposed_comm_us: time per step in which a collective ran and this rank computed nothing.
             overlap_fraction: share of the collectives' time that compute hid; 0.0 if nothing was communicated.
+            blocking: True if every collective is waited for as soon as it is issued, so that compute can hide nothing.
             peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
             peak_bytes_by_kind: the most bytes that each kind of memory held at once.
-            by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
+            by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction, blocking and peak_bytes_by_kind.
             skew_us: mean time from the first rank's start of a collective to the last rank's start. skew_max_us: the longest
                 such time. Both are 0.0 for one rank, and None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
@@ -128,6 +128,8 @@ class EventLog:
             "count_by_op": {op: moved.calls for op, moved in traffic.items()},
             "exposed_comm_us": _mean([each["exposed_comm_us"] for each in by_rank.values()]),
             "overlap_fraction": _hidden(exposed, sum(t.communicated for t in times.values())),
+            "blocking": any(t.blocking for t in times.values())
+            and all(t.blocking or not t.communicated for t in times.values()),
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
             "peak_bytes_by_kind": peaks,
             "by_rank": by_rank,
@@ -139,6 +141,7 @@ class EventLog:
             "step_us": _mean(times.steps),
             "exposed_comm_us": _mean(times.exposed),
             "overlap_fraction": _hidden(sum(times.exposed), times.communicated),
+            "blocking": times.blocking,
             "peak_bytes_by_kind": _peaks(self.samples.get(rank, [])),
         }
 
@@ -225,6 +228,9 @@ class EventLog:
             ) from None
 
 
+WAITS_AT_ONCE = (
+    "each rank waits for a collective right after issuing it"  # why `summary` says "blocking"
+)
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file (RFC 1952)
 _UNREADABLE = (
     *(OSError, EOFError, zlib.error),  # no file, or an incomplete one
@@ -275,18 +281,20 @@ class StepsOfRank(NamedTuple):
     Attributes:
         steps: the time of each step. exposed: for each step, the part in which a collective ran and the rank computed nothing.
         communicated: the time in which collectives ran, in all steps together.
+        blocking: True if every collective was waited for as soon as it was issued (`blocked`).
     """
 
     steps: list[float]
     exposed: list[float]
     communicated: float
+    blocking: bool
 
 
 def times_of_rank(log: EventLog) -> StepsOfRank:
     """Return the times of the steps in one rank's log. Without optimizer steps, the whole log is one step."""
     events = log.events
     if not events:
-        return StepsOfRank([0.0], [0.0], 0.0)
+        return StepsOfRank([0.0], [0.0], 0.0, False)
     last: dict[int, float] = {}
     for event in log.select("optimizer"):
         last[event.step] = max(last.get(event.step, event.end_us), event.end_us)
@@ -298,7 +306,7 @@ def times_of_rank(log: EventLog) -> StepsOfRank:
     for start, end in intersect(subtract(communicated, computing(events)), list(pairwise(cuts))):
         exposed[bisect_right(cuts, start) - 1] += end - start
     steps = [end - start for start, end in pairwise([first, *ends])]
-    return StepsOfRank(steps, exposed, length(communicated))
+    return StepsOfRank(steps, exposed, length(communicated), blocked(events).always)
 
 
 def _hidden(exposed: float, communicated: float) -> float:
@@ -319,45 +327,41 @@ def communicating(events: Sequence[Event]) -> list[Interval]:
 
 
 def computing(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which a rank's compute stream computed, without its waits."""
+    """Return the intervals in which a rank's compute stream computed: without its waits, and not from a call that it waits for at once."""
+    busy = union((e.start_us, e.end_us) for e in events if e.stream == "compute" and e.op in COMPUTE_OPS)
+    return subtract(busy, blocked(events).intervals)
+
+
+class Blocked(NamedTuple):
+    """When collectives kept a rank's compute stream from computing; see `blocked`."""
+
+    intervals: list[Interval]
+    always: bool
+
+
+def blocked(events: Sequence[Event]) -> Blocked:
+    """Return when compute waited for collectives, and whether it always waited for them at once.
+
+    Compute waits at once if it neither begins nor ends anything from the start of a collective to the wait for it. Then a
+    module that is open all this time, such as the root, did not compute either: the time went into the call.
+    """
     on_compute = [e for e in events if e.stream == "compute"]
-    waits = union((e.start_us, e.end_us) for e in on_compute if e.op == "wait")
-    return subtract(union((e.start_us, e.end_us) for e in on_compute if e.op in COMPUTE_OPS), waits)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the points that are in `a` and in `b`. Both are sorted and disjoint, as `union` returns them."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the points of `a` that are not in `b`. Both are sorted and disjoint, as `union` returns them."""
-    edges = [-inf, *(us for interval in b for us in interval), inf]
-    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+    edges = sorted(us for e in on_compute if e.op in COMPUTE_OPS for us in (e.start_us, e.end_us))
+    found = [(e.start_us, e.end_us) for e in on_compute if e.op == "wait" or e.op in COLLECTIVES]
+    stream_of, pending = {e.seq: e.stream for e in events}, dict[str, list[Event]]()
+    beside = 0
+    for event in sorted(events, key=lambda e: e.seq):
+        if event.op in COLLECTIVES and event.stream != "compute":
+            pending.setdefault(event.stream, []).append(event)
+        for seq in event.after if event.op == "wait" else ():
+            awaited = pending.get(stream_of.get(seq, ""), [])
+            while awaited and awaited[0].seq <= seq:
+                start = awaited.pop(0).start_us
+                if bisect_left(edges, start) == bisect_right(edges, event.start_us):
+                    found.append((start, event.start_us))
+                else:
+                    beside += start < event.start_us
+    return Blocked(union(found), bool(communicating(events)) and not beside and not any(pending.values()))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -53,7 +53,14 @@ from weakref import WeakKeyDictionary
 from hwfsdp.observe.memory import Ledger
 from hwfsdp.observe.places import Places
 
-STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
+STREAMS = (
+    "compute",
+    "copy",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "other",
+)  # other: see `collectives`
 COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
     *("reduce", "gather", "scatter", "barrier"),
@@ -189,6 +196,7 @@ class Recorder:
     Attributes:
         owner, phase, stream, clock: the values for events that begin now and name no others; "" and None mean unknown.
         host_runs_stream: True if a collective that was called on `stream` and returned no work has ended.
+        coalesced: inside torch's coalescing manager, its group, and the collectives that it will run at its end; else None.
         ledger: watches memory, numbers storages for `Event.reads` and `writes`, and gives the samples.
         visited: one module of each `fully_shard` call, in the order in which they ran first. Each has the ids of its whole
             parameters, and the numbers of their storages.
@@ -210,6 +218,7 @@ class Recorder:
     clock: Clock | None = None
     host_runs_stream: bool = True
     inside_collective: bool = False
+    coalesced: tuple[Any, list[Any]] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
     groups: Collection[Any] = ()

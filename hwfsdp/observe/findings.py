@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from hwfsdp.observe.accounting import Strategy, strategy_traffic, unsharded_bytes
 from hwfsdp.observe.eventlog import EventLog, Traffic, TrafficByOp, traffic_of
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.places import INSIDE
 from hwfsdp.observe.races import find_races
 from hwfsdp.observe.run_info import About, GroupAbout, read_about
 
@@ -42,12 +43,18 @@ class Multiple(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """Mean times of one rank per step, in µs. `overlap`: share of the collectives' time that compute hid; None without collectives."""
+    """Mean times of one rank per step, in µs.
+
+    Attributes:
+        overlap: share of the collectives' time that compute hid; None without collectives.
+        blocking: True if every collective was waited for at once, so that compute could hide nothing.
+    """
 
     rank: int
     step_us: float
     exposed_comm_us: float
     overlap: float | None
+    blocking: bool
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,9 @@ class Findings:
     Attributes:
         about: the description of the run; None if the log has none.
         ranks, steps: the ranks and steps in the log. A step counts if an optimizer ended it.
-        measured: traffic of the parameter groups on the first rank, by step. others: traffic of all other collectives, in the
-            whole log.
+        measured: traffic of the parameter groups on the first rank, by step. In a run without parameter groups of hwfsdp, the
+            traffic of all collectives. others: traffic of all other collectives, in the whole log.
+        issued: for each op, the line that issued most of these collectives; without ops that name no line.
         ranks_agree: True if every rank moved the same in every step.
         expected: the closed form of one step; None if the groups are not known.
         strategies: the bytes that each strategy would move; empty if the groups are not known.
@@ -72,6 +80,7 @@ class Findings:
     steps: list[int]
     measured: dict[int, TrafficByOp]
     others: TrafficByOp
+    issued: dict[str, str]
     ranks_agree: bool
     expected: TrafficByOp | None
     strategies: list[StrategyTraffic]
@@ -82,8 +91,8 @@ class Findings:
 
     @property
     def groups_unseen(self) -> bool:
-        """True if several ranks trained without any parameter group of `fully_shard`. Then another library moves the gradients, such
-        as `DistributedDataParallel`. It calls its collectives from C++, and a recording does not see them."""
+        """True if several ranks trained without any parameter group of hwfsdp. Then another library moves the gradients. If it calls
+        its collectives from C++, as `DistributedDataParallel` does, a recording does not see them."""
         return bool(self.about and self.about.world_size > 1 and not self.about.groups and self.steps)
 
     @property
@@ -130,6 +139,7 @@ def examine(log: EventLog) -> Findings:
         sorted(measured),
         measured,
         _traffic(e for e in first.collectives() if e.owner not in owners),
+        _issued(first.collectives()),
         all(_by_step(part, owners) == measured for part in parts.values()),
         expect(groups) if groups else None,
         _strategies(groups, measured) if groups else [],
@@ -142,6 +152,8 @@ def examine(log: EventLog) -> Findings:
 
 def _owners(about: About | None, named: set[str]) -> set[str]:
     """Return the owners of the parameter groups' traffic. An implementation that names no owner has the owner ""."""
+    if about and not about.groups:
+        return named
     groups = {g.fqn for g in about.groups} if about else named - {""}
     return groups | {""} if about and about.groups and not groups & named else groups
 
@@ -164,9 +176,17 @@ def _traffic(events: Iterable[Event]) -> TrafficByOp:
     return dict(sorted(traffic_of(events).items()))
 
 
+def _issued(collectives: Iterable[Event]) -> dict[str, str]:
+    lines: dict[str, Counter[str]] = {}
+    for event in collectives:
+        if event.code:
+            lines.setdefault(event.op, Counter())[event.code.partition(INSIDE)[0]] += 1
+    return {op: counted.most_common(1)[0][0] for op, counted in lines.items()}
+
+
 def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
     hidden = summary["overlap_fraction"] if communicated else None
-    return RankTimes(rank, summary["step_us"], summary["exposed_comm_us"], hidden)
+    return RankTimes(rank, summary["step_us"], summary["exposed_comm_us"], hidden, summary["blocking"])
 
 
 # --- Closed forms ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hwfsdp.observe.eventlog import Traffic, TrafficByOp
+from hwfsdp.observe.eventlog import WAITS_AT_ONCE, Traffic, TrafficByOp
 from hwfsdp.observe.findings import Findings
 from hwfsdp.observe.tables import lay_out, ms, number_of
 from hwfsdp.observe.validate import printable
@@ -33,7 +33,9 @@ def _headline(findings: Findings, name: str) -> str:
     if about is None:
         return f"{text}. It does not describe its run, so there is no closed form to compare it with."
     if not about.groups:
-        return f"{text}, torch {about.torch}, {about.device}. No module ran that fully_shard was called on."
+        return (
+            f"{text}, torch {about.torch}, {about.device}. hwfsdp's fully_shard sharded no module that ran."
+        )
     grids = {(g.shards, g.replicas) for g in about.groups}
     over = " and ".join(
         f"over {shards}" + (f", {number_of(replicas, 'replica')}" if replicas > 1 else "")
@@ -46,6 +48,8 @@ def _headline(findings: Findings, name: str) -> str:
 def _traffic(findings: Findings) -> list[str]:
     if not findings.measured:
         return ["No step is in it."]
+    if findings.about is not None and not findings.about.groups:
+        return _ungrouped(findings)
     rows = [["", "calls", "closed form", "bytes", "closed form", ""]]
     step = findings.steps[-1]
     for op, moved, expected in _by_op(findings, step):
@@ -53,21 +57,39 @@ def _traffic(findings: Findings) -> list[str]:
         verdict = _verdict(moved, expected, findings)
         rows.append([op, f"{moved.calls:,}", calls, f"{moved.bytes:,}", nbytes, verdict])
     if len(rows) == 1:
-        rows.append(["nothing was seen" if findings.groups_unseen else "nothing moved", "", "", "", "", ""])
+        rows.append(["nothing moved", "", "", "", "", ""])
     title = "What parameter groups moved in one step (bytes are those of whole tensors)"
-    notes = [] if findings.same_every_step else _differing_steps(findings)
-    if not findings.ranks_agree:
-        notes.append("  Ranks did not move the same; this is the first one.")
+    notes = _notes(findings)
     if findings.others:
         others = ", ".join(f"{t.calls} × {op} ({t.bytes:,} bytes)" for op, t in findings.others.items())
         notes.append(f"  Besides, in the whole log, collectives of no parameter group: {others}.")
-    if findings.groups_unseen:
-        ranks = findings.about.world_size if findings.about else 0
-        notes.append(
-            f"  It trained on {ranks} ranks. Collectives that C++ calls, as DistributedDataParallel does,"
-        )
-        notes.append("  are not seen; what moved is not known.")
     return [title, *lay_out(rows), *notes]
+
+
+def _notes(findings: Findings) -> list[str]:
+    """Say whether steps and ranks differ."""
+    notes = [] if findings.same_every_step else _differing_steps(findings)
+    return (
+        notes if findings.ranks_agree else [*notes, "  Ranks did not move the same; this is the first one."]
+    )
+
+
+def _ungrouped(findings: Findings) -> list[str]:
+    """Say which collectives of a run without parameter groups of hwfsdp were seen, and what the recording cannot know."""
+    title = "Collectives seen in one step (bytes are those of whole tensors)"
+    moved = findings.measured[findings.steps[-1]]
+    rows = [["", "calls", "bytes", "most of them issued at"]]
+    rows += [
+        [op, f"{t.calls:,}", f"{t.bytes:,}", printable(findings.issued.get(op, ""))]
+        for op, t in moved.items()
+    ]
+    whose = "  Whose parameters they moved is not known, so there is no closed form."
+    lines = [*lay_out(rows), *_notes(findings), whose] if moved else ["  none"]
+    if findings.groups_unseen:
+        lines.append(
+            "  Collectives that C++ calls, as DistributedDataParallel does, are not seen: there may be more."
+        )
+    return [title, *lines]
 
 
 def _by_op(findings: Findings, step: int) -> list[tuple[str, Traffic, Traffic]]:
@@ -120,11 +142,13 @@ def _strategy_said(findings: Findings) -> str:
 
 def _times(findings: Findings) -> list[str]:
     rows = [["", "step", "exposed communication", "hidden"]]
-    for rank, step, exposed, overlap in findings.by_rank:
-        hidden = ["–", "–"] if overlap is None else [ms(exposed), f"{overlap:.0%}"]
+    for rank, step, exposed, overlap, blocking in findings.by_rank:
+        hidden = ["–", "–"] if overlap is None else [ms(exposed), "–" if blocking else f"{overlap:.0%}"]
         rows.append([f"rank {rank}", ms(step), *hidden])
     lines = ["Time of one step, mean", *lay_out(rows)]
-    if len(findings.ranks) > 1 and any(overlap is not None for *_, overlap in findings.by_rank):
+    if findings.summary["blocking"]:
+        lines.append(f"  Nothing can be hidden: {WAITS_AT_ONCE}.")
+    if len(findings.ranks) > 1 and any(each.overlap is not None for each in findings.by_rank):
         lines.append(f"  {_skew(findings.summary)}")
     return lines
 
@@ -148,7 +172,7 @@ def _memory(findings: Findings) -> list[str]:
 def _races(findings: Findings) -> list[str]:
     if findings.races is None:
         why = "no event says what memory it touches"
-        why = "nothing was seen of what moved" if findings.accesses else why
+        why = "no collective was seen" if findings.accesses else why
         return [f"Whether there are races is not known: {why}."]
     if not findings.races:
         accesses = f"{findings.accesses:,} recorded access{'' if findings.accesses == 1 else 'es'}"

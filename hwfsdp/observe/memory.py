@@ -10,6 +10,11 @@ Note [Sums kept up to date]
     resizes a storage, the ledger sees it when the storage is watched again, or at the next `bytes_by_kind`. Storages of
     parameters and gradients are watched again many times in a step.
 
+Note [Kinds found late]
+    A gather allocates a parameter's memory before the module that uses it shows the parameter to the ledger. So the ledger
+    keeps the resizes of storages that nobody watches yet. When such a storage is watched, its bytes are added to the sums that were
+    taken since each resize.
+
 This module also numbers storages (`Identities`), and knows which flat buffers still exist.
 """
 
@@ -85,6 +90,9 @@ class Ledger:
         self._watched: dict[int, _Ref] = {}  # by id of the storage
         self._sums = dict.fromkeys(KINDS, 0)
         self._dead: deque[_Ref] = deque()  # any thread that drops a storage appends to it
+        self._taken: list[dict[str, int]] = []  # the results of `sums`
+        # Note [Kinds found late]: by number of a storage, the number of sums taken before each resize, and the bytes after it
+        self._early: dict[int, list[tuple[int, int]]] = {}
         self._flats: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
 
     def watch(self, tensor: Tensor, kind: str) -> None:
@@ -98,6 +106,7 @@ class Ledger:
         if ref is None:
             ref = self._watched[key] = _Ref(storage, self._dead.append)
             ref.key, ref.number, ref.kind, ref.nbytes = key, self.identities.number(storage), kind, 0
+            self._backdate(kind, self._early.pop(ref.number, []))
         if ref.kind != kind:
             self._book(ref, 0)
             ref.kind = kind
@@ -107,9 +116,18 @@ class Ledger:
         """Note that the storage has `nbytes` bytes now, and count them if it is watched. Return its number."""
         ref = self._watched.get(id(storage))
         if ref is None or ref() is not storage:
-            return self.identities.number(storage)
+            number = self.identities.number(storage)
+            self._early.setdefault(number, []).append((len(self._taken), nbytes))
+            return number
         self._book(ref, nbytes)
         return ref.number
+
+    def _backdate(self, kind: str, sizes: list[tuple[int, int]]) -> None:
+        """Add the sizes that a storage had to the sums that were taken while it had them (Note [Kinds found late])."""
+        ends = [*(place for place, _ in sizes[1:]), len(self._taken)]
+        for (place, nbytes), end in zip(sizes, ends, strict=False):
+            for sums in self._taken[place:end]:
+                sums[kind] += nbytes
 
     def visit(self, module: nn.Module) -> None:
         """Watch every parameter that is registered in `module` now, and its gradient."""
@@ -131,9 +149,13 @@ class Ledger:
                     self.watch(value, "optimizer_state")
 
     def sums(self) -> dict[str, int]:
-        """Return the bytes alive by kind, from the sums (Note [Sums kept up to date]). Every kind is listed."""
+        """Return the bytes alive by kind, from the sums (Note [Sums kept up to date]). Every kind is listed.
+
+        The result may grow later (Note [Kinds found late]).
+        """
         self._bury()
-        return self._sums.copy()
+        self._taken.append(self._sums.copy())
+        return self._taken[-1]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes alive now, read from every storage. Every kind is listed, even without bytes."""

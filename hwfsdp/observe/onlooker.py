@@ -4,8 +4,8 @@ hwfsdp's own hooks tell a recording when a module computes, which of its paramet
 has. The hooks of this module report the same for any implementation, from outside. The implementation does not need to do
 anything for this. The recording itself sees collectives and resized memory.
 
-Left out: copies into and out of flat buffers, and whole parameters that no module has used since the recording began, such
-as parameters that were prefetched. So the peak of whole parameters is right from the second step on.
+Left out: copies into and out of flat buffers, and whole parameters that no module uses during the recording. A parameter that is
+made whole in new memory, not by resizing, counts from its first use on.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ A recording sees:
 
 A recording does not see:
 
-- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `history` misses them, too;
+- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `history` misses them, too.
+  If torch's coalescing manager was imported so, its collectives are logged when they are called, not when all of them run;
 - collectives that C++ calls: by DDP, in backwards of functional collectives, in compiled graphs;
 - collectives called on a process group itself, such as the messages of checkpoints;
-- the end of torch's coalescing manager: a collective inside it is logged when it is called, not when all of them run;
+- streams that a program takes from torch itself, and their waits: work on them counts as work of the compute stream;
 - waits other than `Work.wait`: polling, futures, a host that waits for a device;
 - memory that is allocated as a new tensor, such as activations, gradients and results of casts. The samples of memory contain
   the tensors that the ledger watches. Flat buffers are seen at their first copy-in;
@@ -45,9 +46,10 @@ from hwfsdp.core import observer
 from hwfsdp.errors import StateError
 from hwfsdp.observe import events
 from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset
-from hwfsdp.observe.collectives import watch_collectives, watch_operators, watch_works
+from hwfsdp.observe.collectives import watch_collectives, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Draft, Recorder
+from hwfsdp.observe.functional import watch_operators
 from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
 from hwfsdp.observe.instrument import Instrument
 from hwfsdp.observe.memory import Ledger

@@ -71,7 +71,13 @@ def register(kind: type[Stream], clock: Callable[[StreamSet], tuple[Clock, HostT
 
 
 register(HostStream, lambda streams: (events.host_clock, HostMark))
-register(DeviceStream, lambda streams: (lambda name: DeviceMark(getattr(streams, name).native), HostMark))
+register(
+    DeviceStream,
+    lambda streams: (
+        lambda name: DeviceMark(getattr(streams, "compute" if name == "other" else name).native),
+        HostMark,
+    ),
+)
 
 
 def clock_of(streams: StreamSet) -> Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hwfsdp.observe.validate import printable
 
@@ -38,3 +39,36 @@ def signed(number: float, text: str) -> str:
 def number_of(count: int, what: str) -> str:
     """Write a count with its noun: "1 rank", "2 ranks"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+class ByteUnit(NamedTuple):
+    """A unit of bytes: its name and how many bytes it has."""
+
+    name: str
+    nbytes: int
+
+
+_BYTE_UNITS = tuple(ByteUnit(name, 1024**i) for i, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
+
+
+def byte_unit(nbytes: float) -> ByteUnit:
+    """Return the largest unit that is not larger than `nbytes`. Below one byte, return bytes."""
+    return max((u for u in _BYTE_UNITS if u.nbytes <= nbytes), key=lambda u: u.nbytes, default=_BYTE_UNITS[0])
+
+
+def format_bytes(nbytes: int, like: int | None = None) -> str:
+    """Format bytes for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB". Bytes are exact; other units have three digits.
+
+    Args:
+        like: use the unit of this number of bytes, for example of the sum that `nbytes` is a part of.
+    """
+    unit = byte_unit(nbytes if like is None else like)
+    if unit.nbytes == 1:
+        return f"{nbytes} B"
+    return f"{three_digits(nbytes / unit.nbytes)} {unit.name}"
+
+
+def three_digits(value: float) -> str:
+    """Format with three digits: "1.50", "20.0", "300"."""
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"

@@ -175,12 +175,12 @@ def _draw_cell(
     x, y = at
     height, strip = _ROW * 0.86, _ROW * 0.24
     one = len(sources) == 1
-    face = style.mixed(style.SEVEN[sources[0]], style.WHITE, 0.35) if one else style.GREYS[0]
+    face = style.mixed(style.RANK_COLORS[sources[0]], style.WHITE, 0.35) if one else style.GREYS[0]
     drawn = {"edgecolor": style.GREYS[3], "clip_on": False}
     sheet.add_box(axes, at, (width, height), style.Look(face), gid, linewidth=0.8, **drawn)
     each = width / len(sources)
     for place, source in enumerate(sources):
-        look = style.Look(style.SEVEN[source], _HATCHES[source])
+        look = style.Look(style.RANK_COLORS[source], _HATCHES[source])
         sheet.add_box(
             axes, (x + place * each, y + height - strip), (each, strip), look, f"{gid} from {source}", **drawn
         )

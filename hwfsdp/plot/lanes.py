@@ -1,10 +1,10 @@
 """One rank's streams as a band of lanes: a row per stream, a bar per event, an arrow per dependency.
 
-A span may contain other spans. The outer span is pale and has the full height; inner spans are lower and have the full color.
-Where the pale span is not covered, the outer module works outside its inner modules. A wide bar shows the fqn of its parameter
-group, or as many of its last components as fit. A thin arrow goes from an event to an event of another stream that waited for it
-(`events`, Note [Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw their
-effects.
+A span may contain other spans, which are drawn lower. A forward or a backward that contains others of its kind is pale: where
+nothing covers it, the outer module works outside its inner modules. A wait or a copy inside a span does not make the span pale.
+A wide bar shows the fqn of its parameter group, or as many of its last components as fit. A thin arrow goes from an event to an
+event of another stream that waited for it (`events`, Note [Order without clocks]). Allocating and freeing take no time and are
+left out; `memory` and `lifetimes` draw their effects.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
     shown = [event for events in bands for event in events]
     lanes = _lanes_of(shown)
     missing = sum(map(_arrows_left_out, bands))
-    head = sheet.head(words.title, words.text, _keys_of(shown, missing), WIDTH)
+    head = sheet.head(words.title, words.text, _keys_of(bands, missing), WIDTH)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
     figure, drawn = head.figure(sheet.PAGE, bottom, LEFT), []
@@ -138,11 +138,16 @@ def _dependencies(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     return [(source, target) for source, target in pairs if source.stream != target.stream]
 
 
-def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
+def _keys_of(bands: Sequence[Sequence[Event]], missing: int) -> list[Artist]:
     """Return the keys of the legend: the ops that are drawn, and what an arrow means, or how many arrows are `missing`."""
+    events = [event for of_band in bands for event in of_band]
     drawn, exposed = {e.op for e in events}, any(e.op in COLLECTIVES for e in events)
     names = {"wait": "wait (exposed communication)"} if exposed else {}
     keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
+    outer = {span.event.op for of_band in bands for span in draw(of_band).values() if _is_outer(span)}
+    keys += [
+        sheet.key(style.Look(_pale(style.look_of_op(op))), f"{op} of an outer module") for op in sorted(outer)
+    ]
     arrow = sheet.line_key("waited for by", color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4)
     if not missing and not any(e.after for e in events):
         return [*keys]
@@ -155,10 +160,20 @@ def _height(lanes: _Lanes, span: Drawn) -> float:
     return lanes.rows[span.event.stream].height * _INNER**span.depth
 
 
+def _is_outer(span: Drawn) -> bool:
+    """True for a forward or a backward around others of its kind: `isPale` in the player's timeline.js."""
+    op = span.event.op
+    return op in ("forward", "backward") and any(inner.event.op == op for inner in span.inner)
+
+
+def _pale(look: style.Look) -> str:
+    return style.mixed(look.color, style.WHITE, _PALE)
+
+
 def _draw_span(axes: Axes, lanes: _Lanes, span: Drawn) -> None:
     event, height = span.event, _height(lanes, span)
     look = style.look_of_op(event.op)
-    face = style.mixed(look.color, style.WHITE, _PALE) if span.inner else look.color
+    face = _pale(look) if _is_outer(span) else look.color
     corner = span.start / 1e3, lanes.rows[event.stream].middle - height / 2
     size, gid = ((span.end - span.start) / 1e3, height), f"rank {event.rank} seq {event.seq}"
     sheet.add_box(axes, corner, size, look, gid, facecolor=face, zorder=2.0 + 0.1 * span.depth)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length
+from hwfsdp.observe.eventlog import EventLog, communicating, computing
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.intervals import intersect, length
 from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps

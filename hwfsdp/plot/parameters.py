@@ -143,7 +143,7 @@ def _add(axes: Axes, x: float, y: float, width: float, look: style.Look, gid: st
 def _draw_share(axes: Axes, left: float, y: float, share: float, fqn: str) -> None:
     width = max(_SHARE * share, 0.01)
     axes.add_patch(
-        Rectangle((left, y + 0.06), width, _LINE - 0.12, facecolor=style.ORANGE, gid=f"{fqn} share")
+        Rectangle((left, y + 0.06), width, _LINE - 0.12, facecolor=style.YELLOW, gid=f"{fqn} share")
     )
     text = f"{share:.1%}" if share >= 0.0005 or not share else "< 0.1%"
     sheet.say(axes, left + width + 0.06, y + _LINE / 2, text)

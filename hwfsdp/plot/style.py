@@ -1,6 +1,6 @@
-"""The common style of all pictures: colors, hatches, units of bytes.
+"""The common style of all pictures: colors and hatches.
 
-A color means the same in every picture:
+A color means the same in every picture of a run, of its memory, and of what moves:
 
     blue        compute: forward pale, backward dark
     yellow      parameters
@@ -10,9 +10,13 @@ A color means the same in every picture:
     vermilion   a reduction of gradients: the collective, a group's gradients on their way, the buffer that it empties
     grey        copies; pale green: other communication
 
+Ranks, groups of ranks, and what they hold have seven other colors (`RANK_COLORS`), which no operation has. Where a picture compares a
+few things, such as runs or dtypes, its colors only tell them apart, and its legend names them.
+
 Whole parameters and gradients are plain; a rank's part of them is hatched. Hatches also distinguish areas that would print in the
 same grey. The palette comes from Okabe and Ito. People with any common kind of color vision can tell its eight colors apart
-(M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys are ours.
+(M. Okabe and K. Ito, "Color Universal Design", 2008, https://jfly.uni-koeln.de/color/). The greys and the colors of ranks are ours; the
+first four ranks are dark and pale in turn, so that they also differ in print.
 """
 
 from __future__ import annotations
@@ -26,12 +30,18 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import text_to_path
 
+from hwfsdp.observe.tables import ByteUnit as ByteUnit  # noqa: F401
+from hwfsdp.observe.tables import byte_unit as byte_unit  # noqa: F401
+from hwfsdp.observe.tables import format_bytes as format_bytes  # noqa: F401
+from hwfsdp.observe.tables import three_digits
+
 BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 PALE_GREEN = "#99D8C7"
 GREYS = ("#F4F4F4", "#D9D9D9", "#8C8C8C", "#4D4D4D")  # from background to text
-SEVEN = (SKY_BLUE, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)  # of ranks and groups, by their number
+# of ranks and groups, by their number: indigo, lime, wine, lavender, moss, sand, brown
+RANK_COLORS = ("#332288", "#B5CC6A", "#882255", "#C3B1E6", "#3F5E12", "#D9C7B0", "#8A6B4F")
 
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.0, 7.5  # points
 POINTS_PER_INCH = 72.0
@@ -86,7 +96,7 @@ def look_of_kind(kind: str) -> Look:
 
 def color_of(number: int) -> str:
     """Return the color of a rank or a group: one of seven colors, then the same colors paler."""
-    return mixed(SEVEN[number % len(SEVEN)], WHITE, min(0.75, 0.3 * (number // len(SEVEN))))
+    return mixed(RANK_COLORS[number % len(RANK_COLORS)], WHITE, min(0.75, 0.3 * (number // len(RANK_COLORS))))
 
 
 def filled(look: Look, edge: str = "") -> dict[str, Any]:
@@ -121,41 +131,9 @@ def text_width(text: str, size: float) -> float:
     return float(width)
 
 
-class ByteUnit(NamedTuple):
-    """A unit of bytes: its name and how many bytes it has."""
-
-    name: str
-    nbytes: int
-
-
-_BYTE_UNITS = tuple(ByteUnit(name, 1024**i) for i, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
-
-
-def byte_unit(nbytes: float) -> ByteUnit:
-    """Return the largest unit that is not larger than `nbytes`. Below one byte, return bytes."""
-    return max((u for u in _BYTE_UNITS if u.nbytes <= nbytes), key=lambda u: u.nbytes, default=_BYTE_UNITS[0])
-
-
-def format_bytes(nbytes: int, like: int | None = None) -> str:
-    """Format bytes for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB". Bytes are exact; other units have three digits.
-
-    Args:
-        like: use the unit of this number of bytes, for example of the sum that `nbytes` is a part of.
-    """
-    unit = byte_unit(nbytes if like is None else like)
-    if unit.nbytes == 1:
-        return f"{nbytes} B"
-    return f"{_three_digits(nbytes / unit.nbytes)} {unit.name}"
-
-
 def format_ms(us: float) -> str:
     """Format microseconds as milliseconds for a reader: "0.25 ms", "12.5 ms", "1250 ms"."""
-    return f"{_three_digits(us / 1e3)} ms"
-
-
-def _three_digits(value: float) -> str:
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f}"
+    return f"{three_digits(us / 1e3)} ms"
 
 
 def draw_label(

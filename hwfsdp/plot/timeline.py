@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
-from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.eventlog import WAITS_AT_ONCE, EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
@@ -45,7 +45,7 @@ def plot_timeline(
     """
     events = _selected(log, start_us, end_us, step)
     ranks = by_rank(events)
-    words = Words(title or _title(events), _subtitle(events), "ms since the recording began")
+    words = Words(title or _title(events), _subtitle(events, log), "ms since the recording began")
     gaps = [0.0, *[_GAP] * (len(ranks) - 1)]
     figure, bands = draw_bands(words, list(ranks.values()), gaps)
     for axes, (rank, of_rank) in zip(bands, ranks.items(), strict=True):
@@ -97,9 +97,13 @@ def _title(events: Sequence[Event]) -> str:
     return f"Streams of {who}, {name_of_steps(list(events))}"
 
 
-def _subtitle(events: Sequence[Event]) -> str:
-    log = EventLog(list(events))
+def _subtitle(events: Sequence[Event], log: EventLog) -> str:
+    """Say how long the shown time is, and how much communication was hidden in all recorded steps, as other reports on the log do."""
     length = style.format_ms(max(e.end_us for e in events) - min(e.start_us for e in events))
+    summary = log.summary()
     if not log.collectives():
         return f"{length} shown, without communication"
-    return f"{length} shown; compute hid {log.summary()['overlap_fraction']:.0%} of the communication"
+    if summary["blocking"]:
+        return f"{length} shown; compute can hide nothing, because {WAITS_AT_ONCE}"
+    hidden = f"compute hid {summary['overlap_fraction']:.0%} of the communication"
+    return f"{length} shown; in {name_of_steps(log.events)}, {hidden}"

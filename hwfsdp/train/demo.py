@@ -37,7 +37,7 @@ from hwfsdp.train.loop import (
 from hwfsdp.train.models import GPT
 
 RECORDED_STEPS = 2
-_MEASURED = ("bytes_by_op", "count_by_op", "overlap_fraction", "exposed_comm_us")
+_MEASURED = ("bytes_by_op", "count_by_op", "overlap_fraction", "blocking", "exposed_comm_us")
 THEIRS, WHOLE = "FSDP2", "unsharded"
 # Relative tolerance for losses and norms: rounding in a demo stays below it, a mistake exceeds it.
 ROUNDING = 1e-3

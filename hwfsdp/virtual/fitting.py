@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hwfsdp.observe.tables import format_bytes
 from hwfsdp.virtual.allocator import ACTIVATION
 from hwfsdp.virtual.devices import GIB
 from hwfsdp.virtual.run import Simulation
@@ -43,17 +44,18 @@ Try = Callable[[Choice], Simulation]
 
 def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) -> str:
     """Say in one sentence how much memory is missing, and name settings that would fit."""
-    over = simulation.peak_allocated_gib - simulation.memory_gib
+    peak, usable = simulation.peak_allocated_gib, simulation.memory_gib
+    needs, has, over = (format_bytes(round(gib * GIB)) for gib in (peak, usable, peak - usable))
     text = (
-        f"{simulation.target} on {simulation.gpus} × {simulation.device.name} needs {simulation.peak_allocated_gib:.1f} GiB "
-        f"of each GPU's {simulation.memory_gib:.1f}, {over:.1f} too many; "
+        f"{simulation.target} on {simulation.gpus} × {simulation.device.name} needs {needs} "
+        f"of each GPU's {has}, {over} too many; "
     )
     found = find_fitting(simulation, chosen, simulate_with)
     if found is None:
         why = "what does not shrink is too large (shorter sequences would help)"
         return f"{text}nor would {_MOST} GPUs do: {why}"
     choice, fitting = found
-    return text + f"{choice.flags} would fit, with {fitting.peak_allocated_gib:.1f} GiB"
+    return text + f"{choice.flags} would fit, with {format_bytes(round(fitting.peak_allocated_gib * GIB))}"
 
 
 def find_fitting(

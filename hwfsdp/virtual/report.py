@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from hwfsdp.observe.tables import lay_out
+
+from hwfsdp.observe.tables import format_bytes, lay_out
 from hwfsdp.virtual.devices import GIB, Device
 from hwfsdp.virtual.run import LIMITS, Simulation
 
@@ -14,7 +15,10 @@ def report(found: Simulation) -> str:
     plan, summary = found.plan, found.log.summary()
     where = f"{found.gpus} × {found.device.name}" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
     rate, mfu = found.tokens_per_second_per_gpu, found.mfu
-    memory = f"{found.peak_memory_gib:.1f} of {found.memory_gib:.1f} GiB reserved, {found.peak_allocated_gib:.1f} GiB alive"
+    reserved, usable, alive = map(
+        _of_gib, (found.peak_memory_gib, found.memory_gib, found.peak_allocated_gib)
+    )
+    memory = f"{reserved} of {usable} reserved, {alive} alive"
     speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many tokens it has"
     rows = [
         ("step", f"{found.step_seconds:.4g} s"),
@@ -24,11 +28,15 @@ def report(found: Simulation) -> str:
         ("memory", memory if found.fits else f"{memory}: does NOT fit"),
     ]
     largest_first = sorted(found.peak_by_kind.items(), key=lambda item: -item[1])
-    rows += [(f"  {kind}", f"{nbytes / GIB:.2f} GiB") for kind, nbytes in largest_first]
+    rows += [(f"  {kind}", format_bytes(nbytes)) for kind, nbytes in largest_first]
     for op, count in summary["count_by_op"].items():
-        rows.append((op, f"{count} in a step, {summary['bytes_by_op'][op] / GIB:.2f} GiB"))
+        rows.append((op, f"{count} in a step, {format_bytes(summary['bytes_by_op'][op])}"))
     head = f"{found.target} on {where}; per GPU {plan.batch} × {plan.seq} tokens, checkpointing: {plan.checkpoint}"
     return "\n".join([head, "", *lay_out(rows, left=2, indent=""), "", *_footer(found.device)])
+
+
+def _of_gib(gib: float) -> str:
+    return format_bytes(round(gib * GIB))
 
 
 def _footer(device: Device) -> list[str]:
@@ -41,7 +49,7 @@ def _footer(device: Device) -> list[str]:
 
 def sweep_report(found: Sequence[Simulation]) -> str:
     """Return a sweep as text, with one line for each number of GPUs."""
-    head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "GiB", "fits")
+    head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "memory", "fits")
     lines = lay_out([head, *map(_row, found)], left=0, indent="")
     first = found[0]
     title = f"{first.target} on {first.device.name}; per GPU {first.plan.batch} × {first.plan.seq} tokens, "
@@ -52,6 +60,6 @@ def sweep_report(found: Sequence[Simulation]) -> str:
 def _row(s: Simulation) -> tuple[str, ...]:
     rate = f"{s.tokens_per_second_per_gpu:,.0f}" if s.tokens_per_second_per_gpu else "-"
     mfu = f"{s.mfu:.1%}" if s.mfu else "-"
-    exposed, memory = f"{s.exposed_comm_fraction:.1%}", f"{s.peak_memory_gib:.1f}"
+    exposed, memory = f"{s.exposed_comm_fraction:.1%}", _of_gib(s.peak_memory_gib)
     gpus, nodes, seconds = f"{s.gpus:,}", str(s.nodes), f"{s.step_seconds:.3f}"
     return (gpus, nodes, rate, seconds, mfu, exposed, memory, "yes" if s.fits else "NO")

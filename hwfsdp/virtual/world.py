@@ -185,20 +185,21 @@ class Meter(compat.DispatchMode):
     @contextmanager
     def _stream_of(self, kind: str) -> Iterator[None]:
         """Run a collective that the user calls on a stream of its own, too. The compute stream waits for it."""
-        clock = self.world.clock
-        if clock.current != "compute" or kind not in clock.ends:
+        clock, recorder = self.world.clock, events.active()
+        draft = recorder.drafts[-1] if recorder and recorder.drafts else None
+        stream = draft.stream if draft and draft.op == kind else kind
+        if clock.current != "compute" or stream == "compute" or stream not in clock.ends:
             yield
             return
-        clock.wait(kind, clock.ends["compute"])
-        recorder = events.active()
-        if recorder and recorder.drafts and recorder.drafts[-1].op == kind:
-            recorder.drafts[-1].begin = recorder.mark(kind)  # the stream's time, not the host's
-        clock.current = kind
+        clock.wait(stream, clock.ends["compute"])
+        if recorder and draft and draft.op == kind:
+            draft.begin = recorder.mark(stream)  # the stream's time, not the host's
+        clock.current = stream
         try:
             yield
         finally:
             clock.current = "compute"
-            clock.wait("compute", clock.ends[kind])
+            clock.wait("compute", clock.ends[stream])
 
 
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

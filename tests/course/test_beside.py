@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hwfsdp import EventLog
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.course import beside, checking
 from hwfsdp.course.beside import LOGS, STATIONS, record_reference, write_page
@@ -21,9 +23,14 @@ from hwfsdp.course.manifest import find_course
 from hwfsdp.course.report import Style, shown
 from hwfsdp.course.run import Run
 from hwfsdp.course.stations import machines
+from hwfsdp.course.stations.clocked import GPU
 from hwfsdp.course.stations.stages import stage
+from hwfsdp.course.stations.watching import Watch
 from hwfsdp.course.submission import Source, find_source
 from hwfsdp.course.verdict import CheckResult, Finding, Grade, Seen
+from hwfsdp.observe.events import Event
+from hwfsdp.virtual.allocator import Allocator
+from hwfsdp.virtual.clock import Clock
 
 COURSE = find_course(Path(__file__))
 REFERENCE: dict[str, Any] = json.loads(gzip.decompress(LOGS.read_bytes()))
@@ -170,6 +177,29 @@ def test_the_file_of_the_station_before_is_shown_at_a_gather_that_nothing_hides(
     assert max(sum(sample.bytes_by_kind.values()) for sample in log.samples[0]) < 4e8
     assert {e.owner for e in log.select("forward", "backward")} == {"", *"01234"}
     assert find_source(station, tmp_path).path.name in gather.code
+
+
+def test_the_spans_of_a_learners_file_belong_to_the_step_whose_optimizer_ends_them() -> None:
+    watch, times = Watch(), (0, 20, 30, 60)
+    watch.spans = [
+        Event(0, n, "forward", "compute", "0", start_us=us, dur_us=5) for n, us in enumerate(times)
+    ]
+    ends = [
+        Event(0, n, "optimizer", "compute", step=n, start_us=us, dur_us=5) for n, us in enumerate((10, 40))
+    ]
+    shown = watch.log_of(EventLog(ends), [("forward", 0)])
+    assert [e.step for e in shown.select("forward")] == [0, 1, 1, 2]
+
+
+def test_memory_of_a_simulated_gpu_is_sampled_when_compute_gets_there_not_when_the_host_does() -> None:
+    watch, clock, allocator, kept = Watch(), Clock(GPU), Allocator(), []
+    with watch.looking():
+        for _ in range(3):
+            kept.append(torch.zeros(8))
+            allocator.see(kept[-1].untyped_storage())
+            clock.run(100.0)
+    assert [sample.us for sample in watch.samples] == [GPU.launch_us + us for us in (100, 200, 300)]
+    assert [sum(sample.bytes_by_kind.values()) for sample in watch.samples] == [32, 64, 96]
 
 
 def test_too_many_reductions_are_shown_where_the_third_one_joins_two(monkeypatch: pytest.MonkeyPatch) -> None:

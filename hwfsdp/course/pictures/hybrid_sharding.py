@@ -61,7 +61,7 @@ def _draw_grid(axes: Axes) -> None:
         x, y = 4.9 * shard, 4.0 * replica
         box(axes, (x, y), style.GREYS[0], size=(3.0, 2.2), edgecolor=style.GREYS[2], linewidth=1.0)
         say(axes, (x + 1.5, y + 0.4), f"rank {rank}", larger, ha="center", color=style.BLACK)
-        color, rows = ((style.SKY_BLUE, "rows 0 and 1"), (style.BLUE, "rows 2 and 3"))[shard]
+        color, rows = ((style.color_of(0), "rows 0 and 1"), (style.color_of(1), "rows 2 and 3"))[shard]
         box(axes, (x + 0.25, y + 0.8), color, rows, size=(2.5, 1.1), edgecolor="none")
     for place in range(2):
         y = 4.0 * place + 1.1

@@ -30,8 +30,9 @@ from hwfsdp.course.stations.facts import attempt_together
 from hwfsdp.course.stations.sharders import HOMEWORK, Shard, learners_shard
 from hwfsdp.course.stations.watching import Watch
 from hwfsdp.observe import events
-from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union
+from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES
+from hwfsdp.observe.intervals import Interval, intersect, length, union
 from hwfsdp.train.models.gpt import Block, GPTConfig
 from hwfsdp.virtual import world
 from hwfsdp.virtual.clock import Clock, virtual_streams

@@ -15,8 +15,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 from hwfsdp.observe import events
-from hwfsdp.observe.eventlog import EventLog, Interval
+from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event, Sample
+from hwfsdp.observe.intervals import Interval
 from hwfsdp.train.models.gpt import Block
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock
@@ -31,7 +32,8 @@ class Watch:
     Attributes:
         kernels: when compute was busy, in µs.
         spans: an event for consecutive kernels of one unit, or between units, numbered from 0.
-        samples: bytes alive whenever a kernel was issued, where they differ.
+        samples: bytes alive after each kernel, in the order of issue, where they differ. Their times are those at which the
+            compute stream gets there, as in every log of virtual streams: the host of a GPU runs far ahead.
         marks: (number of the first event, op, unit) of each span, also of those without kernels.
     """
 
@@ -69,7 +71,7 @@ class Watch:
             if us and clock.current == "compute":
                 self._note(clock.ends["compute"] - us, clock.ends["compute"])
             if self._allocator is not None:
-                self._sample(clock.host, self._allocator.allocated)
+                self._sample(clock.now("compute"), self._allocator.allocated)
 
         def watched_see(allocator: Allocator, *args: Any, **kwargs: Any) -> None:
             self._allocator = allocator
@@ -117,7 +119,10 @@ class Watch:
             if e.op in _KEPT
         ]
         free = max((e.seq for e in log.events), default=-1) + 1  # the first unused event number
-        found += [each.changed(seq=free + each.seq) for each in self.spans]
+        ends = sorted((e.end_us, e.step) for e in log.events if e.op == "optimizer")
+        for each in self.spans:
+            step = next((step for end, step in ends if each.start_us < end), ends[-1][1] + 1 if ends else 0)
+            found.append(each.changed(seq=free + each.seq, step=step))
         found.sort(key=lambda e: (e.start_us, e.seq))
         numbers = {e.seq: number for number, e in enumerate(found)}
         return EventLog([_renumbered(e, numbers) for e in found], {0: list(self.samples)})

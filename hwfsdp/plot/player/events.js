@@ -34,6 +34,7 @@ class Log {
     this.samples = new Map(Object.entries(packed.samples).map(([rank, found]) => [Number(rank), found]));
     this.peaks = new Map(this.ranks.map((rank) => [rank, this.findPeak(rank)]));
     this.states = this.unpackStates(packed.states);
+    this.microBatches = this.countBackwards();
     this.steps = [...new Set(this.events.filter((e) => e.op === "optimizer").map((e) => e.step))].sort((a, b) => a - b);
   }
 
@@ -197,6 +198,23 @@ class Log {
       if (owner === null || drawn[i].owner === owner) return drawn[i];
     }
     return null;
+  }
+
+  /** By step, how many backwards the first rank has in it: of the unit with the most, without backwards inside others. */
+  countBackwards() {
+    const counts = new Map(), drawn = this.ranks.length ? this.byRank.get(this.ranks[0]).drawn : [];
+    for (const { op, depth, owner, step } of drawn) {
+      if (op !== "backward" || depth || !owner) continue;
+      const ofStep = counts.get(step) ?? new Map();
+      counts.set(step, ofStep.set(owner, (ofStep.get(owner) ?? 0) + 1));
+    }
+    return new Map([...counts].map(([step, ofStep]) => [step, Math.max(...ofStep.values())]));
+  }
+
+  /** "step 1", or "step 1, 2 micro-batches". */
+  nameOfStep(step) {
+    const micros = this.microBatches.get(step) ?? 1;
+    return micros > 1 ? `step ${step}, ${micros} micro-batches` : `step ${step}`;
   }
 
   /** Ends of a rank's optimizer steps, but for the last: [{us, step}]. */

@@ -27,7 +27,8 @@ class Summary {
   runOf(log) {
     const absent = (log.worldSize ?? 0) - log.ranks.length;
     const ranks = absent > 0 ? `${log.ranks.length} of ${numberOf(log.worldSize, "rank")}` : numberOf(log.ranks.length, "rank");
-    const steps = numberOf(Math.max(1, log.steps.length), "step");
+    const micros = [...new Set(log.steps.map((step) => log.microBatches.get(step) ?? 1))];
+    const steps = `${numberOf(Math.max(1, log.steps.length), "step")}${micros.some((n) => n > 1) ? ` of ${micros.join(" and ")} micro-batches` : ""}`;
     const groups = log.groups.length && `${log.freedGroups} of ${numberOf(log.groups.length, "group")} freed after the forward`;
     return [ranks, steps, groups, log.torch && `torch ${log.torch}`, log.device].filter(Boolean).join(", ");
   }
@@ -41,12 +42,12 @@ class Summary {
     const [log] = this.state.logs, { summary } = log, peak = this.peakOf(log);
     const number = (value, name, title, times = []) => make("div", { class: "number", title }, make("b", {}, value),
       make("span", {}, times.length > 1 ? `${name} (${rangeText(times)})` : name));
-    const hidden = Object.keys(summary.count_by_op).length ? percentText(summary.overlap_fraction) : "–";
+    const hidden = Object.keys(summary.count_by_op).length && !summary.blocking ? percentText(summary.overlap_fraction) : "–";
     return [
       make("div", { class: "title" }, make("h1", {}, log.name), make("div", { class: "soft" }, this.runOf(log))),
       number(msText(summary.step_us), "a step", "Mean of the ranks and steps", log.times.step_us),
       number(msText(summary.exposed_comm_us), "communication while nothing computes", "Exposed communication: communication of a step while the rank computes nothing; mean of the ranks", log.times.exposed_comm_us),
-      number(hidden, "of communication hidden behind compute", "The part of the communication that runs beside compute; mean of the ranks"),
+      number(hidden, summary.blocking ? "hidden behind compute: each rank waits for every collective at once" : "of communication hidden behind compute", "The part of the communication that runs beside compute; mean of the ranks"),
       ...(peak ? [number(bytesText(peak.total), `peak memory of a rank${countsAll(log) ? "" : ", without activations"}`, countsAll(log) ? "All that is alive" : "Parameters, gradients, optimizer state, buffers; no activations")] : []),
     ];
   }
@@ -213,7 +214,7 @@ class Summary {
   tablesOf(log, side) {
     const { summary } = log, name = this.state.logs.length > 1 ? `${"AB"[side]}: ` : "";
     const ranks = Object.entries(summary.by_rank).map(([rank, found]) =>
-      [`rank ${rank}`, msText(found.step_us), msText(found.exposed_comm_us), percentText(found.overlap_fraction)]);
+      [`rank ${rank}`, msText(found.step_us), msText(found.exposed_comm_us), found.blocking ? "–" : percentText(found.overlap_fraction)]);
     const ops = Object.entries(summary.count_by_op).map(([op, count]) => [op, countText(count), countText(summary.bytes_by_op[op])]);
     const kinds = Object.entries(summary.peak_bytes_by_kind).filter(([, bytes]) => bytes)
       .sort((a, b) => b[1] - a[1]).map(([kind, bytes]) => [kind, countText(bytes), KIND_WORDS[kind] ?? ""]);

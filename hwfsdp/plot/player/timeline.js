@@ -214,7 +214,7 @@ class Timeline {
     const { looks, state } = this, place = this.placeInRow(row, event);
     const x = Math.max(this.x(event.start), this.left - 4), width = Math.max(1, Math.min(this.x(event.drawnEnd), this.right + 4) - x);
     const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
-    const isPale = event.depth === 0 && inner.some((each) => each.op === event.op);
+    const isPale = isOfModule(event.op) && inner.some((each) => each.op === event.op);
     const isOther = state.group !== null && event.owner !== state.group;
     context.globalAlpha = isOther ? 0.25 : isPale ? 0.45 : 1;
     const alone = Math.min(width, this.x(event.log.joinedAt(event)) - x); // pixels for which it waits for another rank
@@ -339,7 +339,7 @@ class Timeline {
   /** The beginnings of a rank's steps, by default of the chosen rank: [{us, label}]. */
   stepsOf(log, rank = this.state.ranks[this.state.logs.indexOf(log)]) {
     const ends = log.stepEnds(rank);
-    return log.steps.map((step, i) => ({ us: i ? ends[i - 1]?.us : 0, label: `step ${step}` })).filter(({ us }) => us !== undefined);
+    return log.steps.map((step, i) => ({ us: i ? ends[i - 1]?.us : 0, label: log.nameOfStep(step) })).filter(({ us }) => us !== undefined);
   }
 
   /** A flag on each side's first event that the other one does not have. */
