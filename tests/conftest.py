@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.launcher.fork_server import import_ahead
+from older_torch import why_left_out
 
 settings.register_profile(
     "deterministic",
@@ -45,6 +46,13 @@ def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> A
     from commands import said_by
 
     return functools.partial(said_by, capsys, request.module.VERB)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that an older torch leaves out."""
+    for item in items:
+        if why := why_left_out(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_configure(config: pytest.Config) -> None:

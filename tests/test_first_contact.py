@@ -210,8 +210,8 @@ GONE = json.dumps({"argv": ["/gone/python"], "display_name": "Python 3", "langua
 @pytest.mark.parametrize(
     ("look", "variable", "file", "text", "told"),
     [
-        ("torch", "PYTHONPATH", "torch/version.py", OLD, "broken: .*2.13 to 2.15 → .*2.13.0"),
-        ("torch", "PYTHONPATH", "torch/version.py", NEW, "note: .*2.13 to 2.15 → .*2.13.0"),
+        ("torch", "PYTHONPATH", "torch/version.py", OLD, "broken: .*2.11 to 2.15 → .*2.13.0"),
+        ("torch", "PYTHONPATH", "torch/version.py", NEW, "note: .*2.11 to 2.15 → .*2.13.0"),
         ("matplotlib", "PYTHONPATH", "matplotlib.py", FAILS, "note: .*not here.* → .*make setup"),
         ("notebooks", "PYTHONPATH", "jupyter_client.py", FAILS, "note: .*not here.* → make setup"),
         ("notebooks", "PYTHONPATH", "ipykernel.py", FAILS, "note: .*not here.* → make setup"),

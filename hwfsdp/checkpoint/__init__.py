@@ -52,6 +52,10 @@ from typing import TYPE_CHECKING
 from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
+    from . import agreement, archives, background, blocks, boxes, commands, convert, dcp, dcp_metadata
+    from . import distribute, links, manifest, matching, messages, meta, objects, optimizer_state, part_files
+    from . import part_targets, partition, parts, plan, reading, saves, saving, staging, state_dict, store
+    from . import tensors, traverse, values, views
     from hwfsdp.checkpoint.staging import StateDictStager as StateDictStager
     from hwfsdp.checkpoint.store import Inspection as Inspection
     from hwfsdp.checkpoint.store import SaveHandle as SaveHandle
@@ -66,4 +70,5 @@ _HOME = {"StateDictStager": "staging"} | dict.fromkeys(
     ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"], "store"
 )
 __all__ = sorted(_HOME)
-__getattr__, __dir__ = lazy_door(__name__, _HOME)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_door(__name__, _HOME)

@@ -31,8 +31,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -45,6 +43,7 @@ from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.reading import read_tensors
 from hwfsdp.checkpoint.traverse import leaves_of, unflatten_state_dict
 from hwfsdp.checkpoint.values import decode
+from hwfsdp.extras import needed_by
 
 _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
@@ -184,6 +183,8 @@ def _with_int_keys(tree: Any) -> Any:
 
 
 def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
+    with needed_by("safetensors files"):
+        import safetensors
     try:
         with safetensors.safe_open(str(source), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
@@ -220,6 +221,8 @@ def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    with needed_by("safetensors files"):
+        from safetensors.torch import save_file
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
     description = describe(state, 1).description  # raises for values that JSON and dense tensors cannot hold
@@ -243,7 +246,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
     header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        safetensors.torch.save_file(tensors, draft, {"format": "pt", _HEADER: header})
+        save_file(tensors, draft, {"format": "pt", _HEADER: header})
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, target)

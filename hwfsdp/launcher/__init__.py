@@ -3,6 +3,7 @@
     fork_server  the process from which ranks are forked; it starts before it is needed
     preload      the modules that this process imports before it forks
     messages     the messages from ranks to their caller
+    pickling     functions and values for another process
     worker       the process of each rank
     caller       the ranks of one call, as their caller sees them
     ranks        the public function: launch

@@ -22,13 +22,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from hwfsdp import collectives, compat
 from hwfsdp.comm import history
 from hwfsdp.errors import CollectiveError, UsageError
+from hwfsdp.launcher import pickling
 
 stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
 
@@ -117,7 +117,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
         result = fn(*args, **kwargs)
         finish_saves()
         sys.stdout.flush()
-        send(("return", cloudpickle.dumps(result)))
+        send(("return", pickling.dumps(result)))
     except BaseException as error:  # pytest's failures do not derive from Exception
         sys.stdout.flush()
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
@@ -140,7 +140,7 @@ def _described(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        return cloudpickle.dumps(error)  # type: ignore[no-any-return]
+        return pickling.dumps(error)
     except Exception:
         return None  # some exceptions cannot be pickled; the traceback arrives as text
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
+from hwfsdp.plot.parts import Axes, Figure
 
 _BOTTOM, _ROW, _LEFT = 0.55, 0.42, 0.9  # inches
 _LOOKS = {

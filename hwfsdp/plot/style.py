@@ -20,11 +20,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.font_manager import FontProperties
-from matplotlib.patheffects import withStroke
-from matplotlib.textpath import text_to_path
+from hwfsdp.plot.parts import Axes, FontProperties, text_to_path, to_hex, to_rgb, withStroke
 
 BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
