@@ -48,13 +48,6 @@ def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> A
     return functools.partial(said_by, capsys, request.module.VERB)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that an older torch leaves out."""
-    for item in items:
-        if why := why_left_out(item.nodeid):
-            item.add_marker(pytest.mark.skip(reason=why))
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start if torch's names already mean hwfsdp's: every oracle would then be hwfsdp itself."""
     torchs = sys.modules.get("torch.distributed.fsdp")  # None if its names cannot have been replaced yet
@@ -78,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         of_file[item.path] += seconds.get(item.nodeid, 0.0)
     items.sort(key=lambda item: -of_file[item.path])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Skip a test that an older torch leaves out."""
+    if why := why_left_out(item.nodeid):
+        item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
