@@ -46,6 +46,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
     exercises = folder / "tree" / "exercises"
     (exercises / "my_fsdp.py.1").touch()
+    gone = folder / "tree" / "build" / "lib" / "hwfsdp" / "gone.py"  # a module that an earlier build copied, deleted since
+    gone.parent.mkdir(parents=True)
+    gone.touch()
     (exercises / "__pycache__").mkdir()
     (exercises / "__pycache__" / "my_fsdp.cpython-311.pyc").touch()
     trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
