@@ -46,9 +46,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
     exercises = folder / "tree" / "exercises"
     (exercises / "my_fsdp.py.1").touch()
-    gone = folder / "tree" / "build" / "lib" / "hwfsdp" / "gone.py"  # a module that an earlier build copied, deleted since
-    gone.parent.mkdir(parents=True)
-    gone.touch()
     (exercises / "__pycache__").mkdir()
     (exercises / "__pycache__" / "my_fsdp.cpython-311.pyc").touch()
     trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
@@ -97,6 +94,20 @@ def run(command: str, folder: Path, *args: str) -> str:
 
 
 # --- Contents ----------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_the_source_no_longer_has_is_not_built(tmp_path: Path) -> None:
+    tree, gone = tmp_path / "tree", tmp_path / "lib" / "hwfsdp" / "gone.py"
+    for folder in ("hwfsdp", "exercises"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=NOT_COPIED)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    gone.parent.mkdir(parents=True)
+    gone.touch()  # by an earlier build
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert gone.with_name("__init__.py").exists() and not gone.exists()
 
 
 @pytest.mark.long
