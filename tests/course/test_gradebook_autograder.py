@@ -121,7 +121,7 @@ def test_the_workflow_is_started_by_staff_alone_and_pastes_no_input_into_a_scrip
 
 
 def test_the_workflow_installs_no_second_copy_of_the_package(workflow: dict[object, Any]) -> None:
-    assert steps(workflow)["Install"]["run"].endswith(" --editable .")
+    assert steps(workflow)["Install"]["run"].endswith(' --editable ".[course]"')
     assert "working-directory" not in str(workflow)
 
 
