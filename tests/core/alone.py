@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-
 OF_HWFSDP = ("doors", "releases")  # modules that `import hwfsdp` loads
 
 
