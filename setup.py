@@ -19,11 +19,12 @@ class BuildWithCourse(build_py):
     """Build the package, then add the course."""
 
     def run(self) -> None:
+        built = Path(self.build_lib, "hwfsdp")
+        if not self.editable_mode:
+            shutil.rmtree(built, ignore_errors=True)  # of an earlier build, with modules that may be gone
         super().run()
         if not self.editable_mode:
-            carried = Path(self.build_lib, "hwfsdp", "_course")
-            shutil.rmtree(carried, ignore_errors=True)  # from an earlier build
-            shutil.copytree("exercises", carried / "exercises", ignore=NOT_GIVEN)
+            shutil.copytree("exercises", built / "_course" / "exercises", ignore=NOT_GIVEN)
 
 
 setup(cmdclass={"build_py": BuildWithCourse})

@@ -20,6 +20,7 @@ from benchmarks.contenders import FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Sh
 from benchmarks.records import Record, Spread, ratio
 from benchmarks.timing import Action, Samples, timed
 from hwfsdp.comm import shared_memory
+from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from hwfsdp.observe.accounting import GroupSizes
 
 Collective = Callable[[], None]
@@ -36,12 +37,12 @@ class Transport(NamedTuple):
 def _gather(numel: int) -> Collective:
     whole = torch.zeros(numel)
     part = whole.view(dist.get_world_size(), -1)[dist.get_rank()]
-    return lambda: _done(dist.all_gather_single(whole, part, None, False))
+    return lambda: _done(all_gather_single(whole, part, None, False))
 
 
 def _reduce(numel: int) -> Collective:
     whole, part = torch.zeros(numel), torch.zeros(numel // dist.get_world_size())
-    return lambda: _done(dist.reduce_scatter_single(part, whole, dist.ReduceOp.AVG, None, False))
+    return lambda: _done(reduce_scatter_single(part, whole, dist.ReduceOp.AVG, None, False))
 
 
 def _done(work: dist.Work | None) -> None:
@@ -53,13 +54,13 @@ def _shared_gather(numel: int) -> Collective:
     whole = shared_memory.allocate((numel,), torch.float32)
     part = whole.view(dist.get_world_size(), -1)[dist.get_rank()]
     group = shared_memory.over(None, whole.device)
-    return lambda: _done(dist.all_gather_single(whole, part, group, False))
+    return lambda: _done(all_gather_single(whole, part, group, False))
 
 
 def _shared_reduce(numel: int) -> Collective:
     whole, part = shared_memory.allocate((numel,), torch.float32), torch.zeros(numel // dist.get_world_size())
     group = shared_memory.over(None, whole.device)
-    return lambda: _done(dist.reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, False))
+    return lambda: _done(reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, False))
 
 
 TRANSPORTS: dict[str, Transport] = {

@@ -26,6 +26,8 @@ Modules beside the folders:
 
     doors         names of a package, loaded when first asked for
     errors        the errors of the package
+    extras        packages that only parts of this one need
+    releases      the releases of torch that the package supports
     compat        private API of torch, for all folders except core
     streams       for schedules outside the package
     collectives   kinds of all-gather and reduce-scatter; each call is noted for error messages
@@ -39,8 +41,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hwfsdp.doors import lazy_door
+from hwfsdp.releases import warn_of_other_torch
 
 if TYPE_CHECKING:
+    from . import checkpoint, cli, collectives, comm, compat, core, course, doors, errors, extras, features
+    from . import launcher, layout, observe, optim, plot, releases, streams, train, virtual
     from hwfsdp.core.context import FSDPCommContext as FSDPCommContext
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
@@ -101,4 +106,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
 
 __all__ = sorted(_HOME)
 
-__getattr__, __dir__ = lazy_door(__name__, _HOME)
+warn_of_other_torch()
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_door(__name__, _HOME)

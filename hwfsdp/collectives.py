@@ -22,7 +22,7 @@ from hwfsdp import compat
 from hwfsdp.comm import divergence, history, shared_memory
 from hwfsdp.comm.pairing import Member, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
-from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.compat import all_gather_single, no_autograd, reduce_scatter_single
 from hwfsdp.core.observer import moment
 from hwfsdp.core.ranks import Axis, Transport
 from hwfsdp.core.streams import Stream, StreamEvent, Work
@@ -66,10 +66,7 @@ class BackendAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        work: Work | None = dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        return work
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class BackendReduceScatter(ReduceScatter):
@@ -78,10 +75,7 @@ class BackendReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        work: Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op, group=group, async_op=async_op
-        )
-        return work
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class Readable(Buffers):
@@ -118,10 +112,7 @@ class DefaultAllGather(Readable, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
         group = self._over(group, input_tensor.device)
-        work: Work | None = dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        return work
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class DefaultReduceScatter(Readable, ReduceScatter):
@@ -135,10 +126,7 @@ class DefaultReduceScatter(Readable, ReduceScatter):
     ) -> Work | None:
         if shared_memory.adds(op):
             group = self._over(group, input_tensor.device)
-        work: Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op, group=group, async_op=async_op
-        )
-        return work
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class RingAllGather(AllGather):
@@ -383,7 +371,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
     issuing = Issuing("all_gather", owner, note)
     with moment("all_gather", _Owner(owner)), no_autograd(), stream.run():
         with issuing:
-            work = dist.all_gather_single(whole, part, group=group, async_op=stream.is_host)
+            work = all_gather_single(whole, part, group, stream.is_host)
         stream.add(issuing.follow(work, stream.is_host))
         return stream.record()
 
@@ -402,9 +390,7 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
     issuing = Issuing("reduce_scatter", owner, note)
     with moment("reduce_scatter", _Owner(owner)), no_autograd(), stream.run():
         with issuing:
-            work = dist.reduce_scatter_single(
-                part, whole, dist.ReduceOp.AVG, group=group, async_op=stream.is_host
-            )
+            work = reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, stream.is_host)
         stream.add(issuing.follow(work, stream.is_host))
         return stream.record()
 

@@ -1,6 +1,6 @@
 """Private API of torch. Only this module, and `core.compat` for the heart, use private API.
 
-Supported: torch 2.13 to 2.15. Everything else in this package uses documented API.
+Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hwfsdp.core.compat import address_of as address_of
-from hwfsdp.core.compat import dtensor as dtensor
-from hwfsdp.core.compat import local_of as local_of
+from hwfsdp.core.compat import address_of as address_of, all_gather_single as all_gather_single
+from hwfsdp.core.compat import call_after_backward as call_after_backward
+from hwfsdp.core.compat import dtensor as dtensor, local_of as local_of
+from hwfsdp.core.compat import reduce_scatter_single as reduce_scatter_single
 from hwfsdp.core.compat import register_parameter as register_parameter
-from hwfsdp.core.compat import replace_local as replace_local
-from hwfsdp.core.compat import wrap_like as wrap_like
+from hwfsdp.core.compat import replace_local as replace_local, wrap_like as wrap_like
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -63,6 +63,14 @@ class UnsupportedError(FSDPError, NotImplementedError):
     """A valid request that this package does not implement. The message names the alternative. The call changed nothing."""
 
 
+class MissingPackageError(FSDPError, ImportError):
+    """A package that only this part of hwfsdp needs is not installed. `name`: its module."""
+
+    def __init__(self, subject: str, *, expected: str, got: str, remedy: str, name: str) -> None:
+        super().__init__(subject, expected=expected, got=got, remedy=remedy)
+        self.name = name
+
+
 class CollectiveError(FSDPError, RuntimeError):
     """A collective that failed on this rank.
 

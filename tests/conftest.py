@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.launcher.fork_server import import_ahead
+from older_torch import why_left_out
 
 settings.register_profile(
     "deterministic",
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         of_file[item.path] += seconds.get(item.nodeid, 0.0)
     items.sort(key=lambda item: -of_file[item.path])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Skip a test that an older torch leaves out."""
+    if why := why_left_out(item.nodeid):
+        item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 import hwfsdp
 import models
 from hwfsdp import launch
+from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from hwfsdp.core import compat
 from oracles import (
     BF16_FP32,
@@ -253,14 +254,14 @@ class Transport:
 
             def __call__(self, output_tensor, input_tensor, group, async_op=False):
                 calls.append(("all_gather", output_tensor.numel(), input_tensor.numel(), group.size()))
-                dist.all_gather_single(output_tensor, input_tensor, group=group)
+                all_gather_single(output_tensor, input_tensor, group, False)
 
         class CountingReduceScatter(api.ReduceScatter):
             kind = "reduce_scatter"
 
             def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
                 calls.append(("reduce_scatter", output_tensor.numel(), input_tensor.numel(), group.size()))
-                dist.reduce_scatter_single(output_tensor, input_tensor, op, group=group)
+                reduce_scatter_single(output_tensor, input_tensor, op, group, False)
 
         CountingAllGather.allocate = CountingReduceScatter.allocate = allocate
         CountingAllGather.__abstractmethods__ = CountingReduceScatter.__abstractmethods__ = frozenset()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import hwfsdp
+from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from hwfsdp.core.compat import local_of
 from oracles import Library, ours, theirs
 from together import Together
@@ -33,7 +33,7 @@ class OneBuffer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class Doubled:
@@ -43,7 +43,7 @@ class Doubled:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
-        dist.reduce_scatter_single(output_tensor, input_tensor, op, group=group)
+        reduce_scatter_single(output_tensor, input_tensor, op, group, False)
         output_tensor.mul_(2)
 
 

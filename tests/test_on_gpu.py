@@ -6,7 +6,6 @@ The parts test their own findings. Here they run once on the CPU, so that the fi
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,17 +70,6 @@ def test_a_python_without_a_gpu_is_refused_in_one_line_with_the_way_to_try_it_ou
     said = capsys.readouterr()
     assert "own lacks torch" in said.out
     assert said.err.count("\n") == 1 and "make gpu DRY=1" in said.err
-
-
-@pytest.mark.parametrize(
-    ("release", "is_older"), [("2.11.0+cu130", True), ("2.13.0", False), ("2.15.0a0+git", False)]
-)
-def test_torch_below_2_13_gets_the_names_that_it_lacks(
-    release: str, is_older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = start.environment(python(tmp_path, "own", {**SEES, "torch": release}))
-    folders = found["PYTHONPATH"].split(os.pathsep)
-    assert [folder.endswith("older") for folder in folders[:1]] == [is_older] and str(ROOT) in folders
 
 
 @pytest.mark.parametrize(

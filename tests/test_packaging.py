@@ -96,6 +96,20 @@ def run(command: str, folder: Path, *args: str) -> str:
 # --- Contents ----------------------------------------------------------------------------------------------
 
 
+def test_a_module_that_the_source_no_longer_has_is_not_built(tmp_path: Path) -> None:
+    tree, gone = tmp_path / "tree", tmp_path / "lib" / "hwfsdp" / "gone.py"
+    for folder in ("hwfsdp", "exercises"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=NOT_COPIED)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    gone.parent.mkdir(parents=True)
+    gone.touch()  # by an earlier build
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert gone.with_name("__init__.py").exists() and not gone.exists()
+
+
 @pytest.mark.long
 def test_the_wheel_has_the_package_its_types_and_the_course_without_solutions(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)

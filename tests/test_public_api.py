@@ -20,8 +20,10 @@ from torch.distributed.tensor import _utils as torch_layout
 import hwfsdp
 from hwfsdp.checkpoint.traverse import traverse_state_dict
 
-# torch has these since 2.15; hwfsdp has them with every torch
-NEW_METHODS = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
+# torch has these since 2.13 and since 2.15; hwfsdp has them with every torch
+NEW_METHODS = {"reset_iter_state", "set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"}
+NEW_METHODS |= {"set_separate_reduce_scatter_group", "set_symm_mem_for_comm"}
+NEW_METHODS |= {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
 
@@ -51,7 +53,8 @@ def test_fully_shard_takes_torchs_arguments_in_the_same_order() -> None:
     ours = inspect.signature(hwfsdp.fully_shard).parameters
     theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters
     assert [*ours][: len(theirs)] == [*theirs]
-    assert [*ours][len(theirs) :] == ["module_fqn", "comm_ctx"]
+    since_2_13 = {"dp_mesh_dims"} - {*theirs}
+    assert [*ours][len(theirs) :] == [*since_2_13, "module_fqn", "comm_ctx"]
     for name in [*theirs][1:]:
         assert ours[name].kind == theirs[name].kind
         if name not in ("mp_policy", "offload_policy"):  # our classes, with the same fields

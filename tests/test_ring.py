@@ -17,6 +17,7 @@ from torch import Tensor
 from hwfsdp import launch, record
 from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.comm.ring import exchange, ring_all_gather, ring_reduce_scatter
+from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from hwfsdp.observe.accounting import on_the_wire
 
 CASES = [*product((1, 5), (torch.float32, torch.float64, torch.int64))]  # elements of a block, dtype
@@ -46,7 +47,7 @@ def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
     group, world_size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     block = integers(n, dtype)
     expected, beside, in_place, selected = (torch.full((world_size * n,), -99, dtype=dtype) for _ in range(4))
-    dist.all_gather_single(expected, block, group, async_op=False)
+    all_gather_single(expected, block, group, False)
     given = block.clone()
     with one_block_per_step(block):
         ring_all_gather(beside, given, group)
@@ -62,14 +63,14 @@ def reduce_in_all_ways(n: int, dtype: torch.dtype) -> None:
     group, world_size = dist.group.WORLD, dist.get_world_size()
     whole = integers(world_size * n, dtype)
     total, mean, summed, averaged, selected = (torch.full((n,), -99, dtype=dtype) for _ in range(5))
-    dist.reduce_scatter_single(total, whole, SUM, group, async_op=False)
+    reduce_scatter_single(total, whole, SUM, group, False)
     given = whole.clone()
     with one_block_per_step(summed):
         ring_reduce_scatter(summed, given, group, mean=False)
     assert RingReduceScatter()(selected, whole, group, SUM, async_op=True) is None, "it blocks the host"
     assert torch.equal(summed, total) and torch.equal(selected, total)
     if dtype.is_floating_point:
-        dist.reduce_scatter_single(mean, whole, MEAN, group, async_op=False)
+        reduce_scatter_single(mean, whole, MEAN, group, False)
         ring_reduce_scatter(averaged, given, group, mean=True)
         RingReduceScatter()(selected, whole, group, MEAN)
         assert torch.allclose(averaged, mean, rtol=1e-6) and torch.equal(averaged, total / world_size)

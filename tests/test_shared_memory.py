@@ -25,6 +25,7 @@ from hwfsdp import fully_shard, launch
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
 from hwfsdp.comm import shared_memory
 from hwfsdp.comm.shared_memory import SharedMemoryGroup
+from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from suites import long
 from together import Together, run_all
 
@@ -43,12 +44,12 @@ def random(length: int, dtype: torch.dtype) -> Tensor:
 
 def gather(output: Tensor, input: Tensor, group: Group) -> dist.Work:
     """Issue an all-gather in shared memory."""
-    return issued(dist.all_gather_single(output, input, shared(group), True))
+    return issued(all_gather_single(output, input, shared(group), True))
 
 
 def reduce(output: Tensor, input: Tensor, op: Any, group: Group) -> dist.Work:
     """Issue a reduce-scatter in shared memory."""
-    return issued(dist.reduce_scatter_single(output, input, op, shared(group), True))
+    return issued(reduce_scatter_single(output, input, op, shared(group), True))
 
 
 def shared(group: Group) -> SharedMemoryGroup:
@@ -86,7 +87,7 @@ def unequal_reductions() -> list[str]:
                 whole = random(world_size * length, dtype)
                 got, expected = torch.empty(length, dtype=dtype), torch.empty(length, dtype=dtype)
                 if length:
-                    dist.reduce_scatter_single(expected, whole.clone(), op, None, False)
+                    reduce_scatter_single(expected, whole.clone(), op, None, False)
                 reduce(got, whole, op, group).wait()
                 if not torch.equal(got, expected):
                     wrong.append(f"{length} of {dtype} by {op}")
@@ -102,7 +103,7 @@ def unequal_gathers() -> list[str]:
             part = random(length, torch.float64).mul(100).to(dtype)
             expected = torch.empty(world_size * length, dtype=dtype)
             if length:
-                dist.all_gather_single(expected, part.clone(), None, False)
+                all_gather_single(expected, part.clone(), None, False)
             in_place = shared_memory.allocate((world_size * length,), dtype).fill_(1)
             own = in_place.narrow(0, rank * length, length)
             own.copy_(part)

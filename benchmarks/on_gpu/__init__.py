@@ -14,5 +14,4 @@ To read, in this order:
     speed     one case beside FSDP2
     small     the step that compute-sanitizer watches
     same      offloaded, compiled and other cases beside FSDP2
-    older     two names for torch below 2.13
 """

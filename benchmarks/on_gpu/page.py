@@ -24,8 +24,7 @@ ABOUT = """# On a GPU
 [the other ranks are pretended](#how-one-gpu-shows-what-many-do). Each part takes at most ten minutes.
 
 The command needs a Python whose torch supports the GPU. It tries the Python of `make setup`, then the Python that started it. If neither
-Python has such a torch, `make setup` installs one. The installation needs a package registry. If torch
-is older than 2.13, `make gpu` gives two collectives their newer names, so that hwfsdp runs.
+Python has such a torch, `make setup` installs one. The installation needs a package registry.
 
 ```sh
 make gpu                        # all parts

@@ -66,8 +66,6 @@ def worlds(device: str, out: Path) -> list[Step]:
     """Run tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/pretended.py`)."""
     environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device, "HWFSDP_PATIENCE": "4"}
     bits = "not changed and not elements" if device == "cuda" else "uneven or bf16"
-    if is_older():  # than the FSDP2 in which these two cases no longer fail
-        bits += " and not structured and not output"
     return [
         *files_of(["test_overlap.py", "test_memory_bounds.py"], "-p", "pretended", environ=environ),
         *files_of(["test_parity.py"], "-p", "pretended", "-m", "not long", "-k", bits, environ=environ),
@@ -110,11 +108,8 @@ def commands(device: str, out: Path) -> list[Step]:
     )
     if device == "cpu" or gpus() > 1:
         several = Step("two ranks", [*hwfsdp, "train", "--ranks", "2", "--steps", "3", "--device", device])
-    doctor = Step("doctor", [*hwfsdp, "doctor"])
-    if is_older():
-        doctor = Step("doctor", [], why="It refuses this torch, which is older than the supported releases.")
     return [
-        doctor,
+        Step("doctor", [*hwfsdp, "doctor"]),
         Step("train", [*hwfsdp, "train", *train]),
         Step("train, bf16, saved", [*hwfsdp, "train", *train, "--param-dtype", "bfloat16", *saved]),
         Step("trace", [*hwfsdp, *trace]),
@@ -141,13 +136,6 @@ def sanitizer(device: str, out: Path) -> list[Step]:
         plain,
         *(Step(tool, [*watched, tool, *more, *step], environ) for tool, more in SANITIZERS.items()),
     ]
-
-
-def is_older() -> bool:
-    """True if torch is older than the releases that hwfsdp supports."""
-    import torch
-
-    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def gpus() -> int:

@@ -50,12 +50,10 @@ def chosen(dry: bool) -> str | None:
     return None
 
 
-def environment(python: str) -> dict[str, str]:
-    """Return environment variables that put the package into Python's path, and for torch below 2.13 the names that the package needs."""
-    release = tuple(map(int, str(asked(python)["torch"]).split(".")[:2]))
-    older = [str(ROOT / "benchmarks" / "on_gpu" / "older")] if release < (2, 13) else []
+def environment() -> dict[str, str]:
+    """Return environment variables that put the package into Python's path."""
     behind = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*older, str(ROOT), str(ROOT / "tests"), *behind])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +73,7 @@ def main(arguments: list[str]) -> int:
         print("Run make setup, or try all of it out on the CPU: make gpu DRY=1.", file=sys.stderr)
         return 2
     command = [python, "-m", "benchmarks.on_gpu", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(python)).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
 if __name__ == "__main__":

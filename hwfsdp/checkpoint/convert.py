@@ -34,8 +34,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -52,6 +50,7 @@ from hwfsdp.checkpoint.saving import Target, save_agreed
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, unflatten_state_dict
 from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError
+from hwfsdp.extras import needed_by
 
 _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
@@ -223,6 +222,8 @@ def _with_int_keys(tree: Any) -> Any:
 
 
 def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
+    with needed_by("safetensors files"):
+        import safetensors
     try:
         with safetensors.safe_open(str(source), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
@@ -268,6 +269,9 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    with needed_by("safetensors files"):
+        import safetensors
+        from safetensors.torch import save_file
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
     description = describe(state, 1).description  # raises for values that JSON and dense tensors cannot hold
@@ -291,7 +295,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
     header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        safetensors.torch.save_file(tensors, draft, {"format": "pt", _HEADER: header})
+        save_file(tensors, draft, {"format": "pt", _HEADER: header})
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, target)

@@ -51,7 +51,14 @@ from hwfsdp.checkpoint.tensors import (
     shards_in,
 )
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
-from hwfsdp.compat import is_shard, is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
+from hwfsdp.compat import (
+    all_gather_single,
+    is_shard,
+    is_sharded_tensor,
+    local_of,
+    sharded_tensor_like,
+    wrap_like,
+)
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import LocalExtent, held_extent, slices_of, unshard_strided
 from hwfsdp.layout.stripes import are_striped, stripes_of
@@ -217,7 +224,7 @@ def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
     received = mine.new_empty(mesh.size(dim) * mine.numel())
     if not received.numel():
         return received
-    dist.all_gather_single(received, mine, group)
+    all_gather_single(received, mine, group, False)
     along = mesh.mesh[tuple(slice(None) if i == dim else c for i, c in enumerate(coordinate))].tolist()
     order = [dist.get_process_group_ranks(group).index(rank) for rank in along]
     if order == sorted(order):

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,8 @@ from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError
 
 __all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
+
+S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
 
 
 def save(
@@ -125,7 +127,7 @@ def _target(path: str | os.PathLike[str], overwrite: bool, keep: int | None) -> 
 
 
 def load(
-    state_dict: Any,
+    state_dict: S,
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
@@ -133,7 +135,7 @@ def load(
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Any:
+) -> S:
     """Fill a state dict, in place, with the values that were saved under the same keys. A collective over the group.
 
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}

@@ -21,6 +21,7 @@ from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.views import end_of
 from hwfsdp.compat import (
+    all_gather_single,
     device_types,
     group_of_sharded_tensor,
     is_sharded_tensor,
@@ -203,7 +204,7 @@ def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device 
         padded[: packed.numel()] = packed
     received = padded.new_empty(len(ranks) * longest)
     if longest:
-        dist.all_gather_single(received, padded, group)
+        all_gather_single(received, padded, group, False)
 
     whole = torch.empty(metadata.size, dtype=dtype, device=way)
     for rank, part in zip(ranks, received.view(len(ranks), longest)):

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
+from hwfsdp.releases import NEWEST, OLDEST, REMEDY, SUPPORTED, release_of
 
-OLDEST, NEWEST = (2, 13), (2, 15)  # releases of torch that are supported
 SECONDS = 120.0  # for the ranks to start and reach each other
 _PATIENCE = 20.0  # seconds for other programs and for loopback
 _PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # gloo adds the place in its own source in this form
@@ -37,7 +37,7 @@ _ANOTHER_BUILD = (
     'make setup TORCH_SPEC=torch TORCH_ARGS="--index-url …", with the index that '
     "https://pytorch.org/get-started/locally/ names"
 )
-_DEV = 'make setup, or: pip install "hwfsdp[dev]"'
+_DEV = "make setup, or in a clone of hwfsdp: pip install -e '.[notebooks]'"
 
 
 class Look(NamedTuple):
@@ -93,16 +93,19 @@ def look_at_torch() -> Look:
     try:
         import torch.version
 
-        release = tuple(map(int, torch.version.__version__.split(".")[:2]))
+        release = release_of(torch.version.__version__)
         build = torch_build()
     except Exception as error:  # a broken build can raise anything
         says = f"cannot be imported: {type(error).__name__}: {in_one_line(str(error))}"
         return Look("torch", "broken", says, "Install it again: make setup, or: pip install torch")
-    range_ = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if OLDEST <= release <= NEWEST:
-        return Look("torch", "ok", f"{build}; {range_} are supported")
-    remedy = f"If something fails, install a release from {range_}: make setup TORCH_SPEC=torch==2.13.0"
-    return Look("torch", "broken" if release < OLDEST else "note", f"{build}; supported are {range_}", remedy)
+        return Look("torch", "ok", f"{build}; {SUPPORTED} are supported")
+    remedy = (
+        f"If something fails, install a supported release: make setup TORCH_SPEC=torch==2.13.0, or: {REMEDY}"
+    )
+    return Look(
+        "torch", "broken" if release < OLDEST else "note", f"{build}; supported are {SUPPORTED}", remedy
+    )
 
 
 def torch_build() -> str:

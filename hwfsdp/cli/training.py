@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from functools import partial
 from typing import Any
 
 from hwfsdp.train.data import draw_batch, load_text
@@ -28,18 +29,19 @@ def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
 
 def progress(args: argparse.Namespace, label: str) -> Callable[[int, float, float], None]:
     """Make a function that shows progress: it rewrites one line on a terminal, prints every tenth step elsewhere, nothing for JSON."""
-    steps = args.steps
+    return partial(_ignore if args.json else _show, label, args.steps)
 
-    def show(step: int, loss: float, grad_norm: float) -> None:
-        line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
-        if args.json:
-            return
-        if sys.stdout.isatty():
-            print(f"\r{line}", end="\n" if step == steps else "", flush=True)
-        elif step == 1 or step % 10 == 0 or step == steps:
-            print(line, flush=True)
 
-    return show
+def _show(label: str, steps: int, step: int, loss: float, grad_norm: float) -> None:
+    line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
+    if sys.stdout.isatty():
+        print(f"\r{line}", end="\n" if step == steps else "", flush=True)
+    elif step == 1 or step % 10 == 0 or step == steps:
+        print(line, flush=True)
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:

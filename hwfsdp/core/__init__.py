@@ -42,20 +42,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hwfsdp.core.context import FSDPCommContext as FSDPCommContext
     from hwfsdp.core.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from hwfsdp.core.wrap import FSDPModule as FSDPModule
-    from hwfsdp.core.wrap import fully_shard as fully_shard
+    from hwfsdp.core.wrap import FSDPModule as FSDPModule, fully_shard as fully_shard
 
-_HOME = {  # a module is imported at its first use, so `sharding` works without torch
-    "FSDPCommContext": "context",
-    "FSDPModule": "wrap",
-    "MixedPrecisionPolicy": "precision",
-    "fully_shard": "wrap",
-}
+# A module is imported at its first use, so `sharding` works without torch.
+_HOME = {"FSDPCommContext": "context", "MixedPrecisionPolicy": "precision"}
+_HOME |= dict.fromkeys(["FSDPModule", "fully_shard"], "wrap")
 
 __all__ = sorted(_HOME)
 
+if not TYPE_CHECKING:  # a type checker would accept every name
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,7 +1,7 @@
 """Private parts of torch that the heart needs. No other module of the heart uses private parts of torch, except
 `wrap`: its class overrides `nn.Module._apply`.
 
-Supported: torch 2.13 to 2.15.
+Supported: torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,25 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _NOTHING = nullcontext()
+
+# --- Collectives -------------------------------------------------------------------------------------------
+
+Work = dist.Work | None
+
+# torch 2.13 gave them these names. Since then, torch warns of the older names.
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: Any, async_op: bool) -> Work:
+    """Call `torch.distributed.all_gather_single`, or in torch 2.11 and 2.12 `all_gather_into_tensor`."""
+    gather: Callable[..., Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool) -> Work:
+    """Call `torch.distributed.reduce_scatter_single`, or in torch 2.11 and 2.12 `reduce_scatter_tensor`."""
+    scatter: Callable[..., Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, input, op, group=group, async_op=async_op)
+
 
 # --- Autograd ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 
+from hwfsdp.core.compat import all_gather_single, reduce_scatter_single
 from hwfsdp.core.errors import StateError, UsageError
 from hwfsdp.core.streams import Work
 
@@ -131,12 +132,8 @@ class Transport:
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
         """Fill `whole` [W * n] with every rank's `part` [n], in rank order. This rank's `part` is a view of its place in `whole`."""
-        work: Work | None = dist.all_gather_single(whole, part, group=self.ranks.group, async_op=async_op)
-        return work
+        return all_gather_single(whole, part, self.ranks.group, async_op)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
         """Set `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""
-        work: Work | None = dist.reduce_scatter_single(
-            part, whole, operation, group=self.ranks.group, async_op=async_op
-        )
-        return work
+        return reduce_scatter_single(part, whole, operation, self.ranks.group, async_op)

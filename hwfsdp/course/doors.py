@@ -37,7 +37,8 @@ from typing import Any, NamedTuple, NoReturn
 from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.course.overlay import SUBMITTED
 from hwfsdp.course.rules import ATTRIBUTES, BOUND, CLOSED, FRAMES, HOMEWORK_MAY, INSTRUMENTS, LOCKS
-from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, STREAMS, is_below, is_stream
+from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, STREAMS
+from hwfsdp.course.rules import answer_questions, is_below, is_stream, same_setattr
 from hwfsdp.course.trust import ROOTS, codes_in
 
 Refuse = Callable[[str], NoReturn]
@@ -63,7 +64,7 @@ class Doors:
         self._refuse, self._alone = refuse, alone
         self._came_in: dict[int, types.CodeType] = {}
         # random names that a learner cannot guess
-        self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
+        self._look, self._touch, self._hold, self._same = (f"<{secrets.token_hex(8)}>" for _ in range(4))
         self._closed: dict[int, str] = {}
         self._kinds_closed: set[type] = set()  # types of closed objects
         # by module and attribute name: attributes that passed the checks
@@ -74,9 +75,8 @@ class Doors:
 
     def close(self) -> None:
         """Remember the identity of each object that is closed by name. Call this when the package is loaded."""
-        closed = list(_closed_objects())
-        self._closed = {id(value): name for name, value in closed}
-        self._kinds_closed = {type(value) for _, value in closed}
+        self._closed = {id(value): name for name, value in _closed_objects()}
+        self._kinds_closed = {type(value) for _, value in _closed_objects()}
 
     def came_in(self, code: types.CodeType) -> bool:
         """True if this object compiled the code. See Note [Code that has not come in by the door]."""
@@ -193,7 +193,7 @@ class Doors:
         else:
             tree = ast.fix_missing_locations(source)
         marked = _Marked((self._look, self._touch, self._hold), tree, self._refuse)
-        code = compile(marked.visit(tree), path, mode, dont_inherit=True)
+        code = compile(marked.visit(answer_questions(tree, self._same)), path, mode, dont_inherit=True)
         for each in codes_in(code):
             self._came_in[id(each)] = each
             if found := BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
@@ -254,7 +254,7 @@ class Doors:
         return {
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
             **{"globals": all_names, "locals": local_names, "__import__": self._import},
-            **{self._look: self.look, self._touch: self.touch, self._hold: _Held},
+            **{self._look: self.look, self._touch: self.touch, self._hold: _Held, self._same: same_setattr},
             # looked up at each call: a probe replaces it by the function of another process
             "hash": lambda value, /: builtins.hash(value),
         }

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwfsdp.extras import needed_by
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -16,7 +18,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def template(path: Path, **names: Any) -> jinja2.Template:
     """Return a template. It and its neighbors may use these names besides the values that they get."""
-    import jinja2
+    with needed_by("the course's pages"):
+        import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(path.parent),

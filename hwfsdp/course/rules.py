@@ -85,7 +85,8 @@ def check_rules(path: str | Path, text: str) -> None:
 
 def find_digging(text: str) -> Use | None:
     """Return the first use of something that no answer needs; None if there is none. The text must be valid Python."""
-    found = [use for node in ast.walk(ast.parse(text)) if (use := _use_of(node)) is not None]
+    tree = answer_questions(ast.parse(text), "answer")
+    found = [use for node in ast.walk(tree) if (use := _use_of(node)) is not None]
     return min(found, key=lambda use: use.line, default=None)
 
 
@@ -104,6 +105,63 @@ def is_stream(kind: type) -> bool:
     """True if this is the class of a stream, or of a stream's event, on any device."""
     streams = [each.__name__ for each in kind.__mro__ if each.__module__ == STREAMS]
     return "Stream" in streams or "StreamEvent" in streams
+
+
+# --- A question that an answer may ask ----------------------------------------------------------------------
+
+# The homework's skeleton was published with a function that asks whether a module has a `__setattr__` of its own:
+#
+#     getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+#
+# The answer is a bool, and the methods do not leave the comparison. So it is open, although the names in it are closed.
+
+
+def answer_questions(tree: ast.AST, function: str) -> ast.AST:
+    """Replace each such comparison by a call of a function of this name, which is `same_setattr`."""
+    answered: ast.AST = _Answered(function).visit(tree)
+    return answered
+
+
+def same_setattr(a: object, a_function: bool, b: object, b_function: bool) -> bool:
+    """True if `a.__setattr__` is `b.__setattr__`. The flags ask for the function of a method (`__func__`)."""
+    first, second = (getattr(value, "__setattr__") for value in (a, b))
+    first = getattr(first, "__func__", None) if a_function else first
+    return first is (getattr(second, "__func__", None) if b_function else second)
+
+
+class _Answered(ast.NodeTransformer):
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        sides = [_setattr_of(each) for each in (node.left, *node.comparators)]
+        if None in sides or len(sides) > 2 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        asked = ast.Call(
+            ast.Name(self._function, ast.Load()), [part for side in sides for part in side or ()], []
+        )
+        found = asked if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), asked)
+        return ast.fix_missing_locations(ast.copy_location(found, node))
+
+
+def _setattr_of(side: ast.expr) -> tuple[ast.expr, ast.Constant] | None:
+    """Return the object whose `__setattr__` is compared, and whether `__func__` of it is."""
+    of_function = True
+    if isinstance(side, ast.Attribute) and side.attr == "__func__":
+        side = side.value
+    elif isinstance(side, ast.Call) and ast.unparse(side).endswith((", '__func__', None)", ", '__func__')")):
+        if ast.unparse(side.func) != "getattr" or len(side.args) < 2:
+            return None
+        side = side.args[0]
+    else:
+        of_function = False
+    if not isinstance(side, ast.Attribute) or side.attr != "__setattr__":
+        return None
+    return side.value, ast.Constant(of_function)
+
+
+# --- Uses --------------------------------------------------------------------------------------------------
 
 
 def _use_of(node: ast.AST) -> Use | None:

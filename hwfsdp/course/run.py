@@ -38,7 +38,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -52,7 +51,7 @@ from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.processes import nothing_left_behind
 from hwfsdp.course.refusals import unusable
 from hwfsdp.errors import RankError, UsageError
-from hwfsdp.launcher import caller, ranks, worker
+from hwfsdp.launcher import caller, pickling, ranks, worker
 from hwfsdp.launcher.fork_server import import_ahead
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.observe import collectives
@@ -351,7 +350,7 @@ def _launch(order: _Order, world_size: int, seconds: float, write: Callable[[str
             order = replace(order, confinement=confinement)
         try:
             with nothing_left_behind(folder) as watch:
-                call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+                call = pickling.dumps((_run_on_rank, (order,), {}))
                 more: dict[str, Any] = {"environ": _environment(folder), "prepare": prepare}
                 packed = ranks.run_ranks(call, world_size, seconds, "cpu", write=write, unpickle=None, **more)
         except RankError as error:

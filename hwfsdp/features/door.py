@@ -5,8 +5,8 @@ It does the same as the heart's `fully_shard` (`core.wrap`), but with parts that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,11 +23,44 @@ from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy
 from hwfsdp.features.call import Call, absent, ask, state_class
 from hwfsdp.features.module import FSDPModule
 
-M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+M = TypeVar("M", bound=nn.Module)
+
+
+# torch's declares these two, too
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: precision.MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    module_fqn: str | None = ...,
+    comm_ctx: FSDPCommContext | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: precision.MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    module_fqn: str | None = ...,
+    comm_ctx: FSDPCommContext | None = ...,
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
-    module: M,
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -38,11 +71,11 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     module_fqn: str | None = None,
     comm_ctx: FSDPCommContext | None = None,
-) -> M:
+) -> Any:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
     The last two arguments are ours. All other arguments, their defaults and their effects are the same as in
-    `torch.distributed.fsdp.fully_shard` of the installed torch (2.13 to 2.15).
+    `torch.distributed.fsdp.fully_shard` of the installed torch (2.11 to 2.15).
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,
@@ -94,7 +127,7 @@ def fully_shard(
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
-    modules: list[Any] = [*cast(Any, module)] if several else [module]
+    modules: list[Any] = [*module] if several else [module]
     call = Call(
         modules,
         mesh,

@@ -169,11 +169,11 @@ class SteeredModule(MethodsOfState):
 
     # --- order ---
 
-    def set_modules_to_forward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[wrap.FSDPModule]) -> None:
         """Set the modules to gather during this module's forward, instead of the learned one."""
         self._state().forward_prefetch = states_of(modules, "set_modules_to_forward_prefetch")
 
-    def set_modules_to_backward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[wrap.FSDPModule]) -> None:
         """Set the modules to gather during this module's backward, instead of the previous one in the order."""
         self._state().backward_prefetch = states_of(modules, "set_modules_to_backward_prefetch")
 

@@ -3,7 +3,8 @@
     fork_server  the process from which ranks are forked; it starts before it is needed
     preload      the modules that this process imports before it forks
     messages     the messages from ranks to their caller
-    script       the caller's own functions and classes on a rank; pickling
+    pickling     functions and values for another process
+    script       the caller's own functions and classes on a rank
     arguments    the arguments of launch: checked and pickled
     worker       the process of each rank
     caller       the ranks of one call, as their caller sees them

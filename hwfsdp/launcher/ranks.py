@@ -25,12 +25,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
-import cloudpickle
 import torch.distributed as dist
 
 from hwfsdp.errors import UsageError
+from hwfsdp.launcher import pickling
 from hwfsdp.launcher.arguments import check_arguments, pickle_call
 from hwfsdp.launcher.caller import Caller, Rank, end_ranks, start_ranks
 from hwfsdp.launcher.script import Script, find_script, for_the_same_script, refuse_import
@@ -49,10 +49,34 @@ COLLECTIVE_TIMEOUT = 300.0  # seconds, if `launch` gets no timeout; gloo's own d
 # ranks that hang where they are before their collectives give up.
 _ASKED_FIRST = 10.0
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _running: list[list[Rank]] = []  # the ranks of each call that is running
 
 
+# Type checkers compare the arguments with the parameters of `fn`. They cannot if `timeout` or `device` is among them, because no
+# signature can say this.
+@overload
 def launch(
+    fn: Callable[..., R],
+    world_size: int,
+    *args: Any,
+    timeout: float | None,
+    device: str = ...,
+    **kwargs: Any,
+) -> list[R]: ...
+
+
+@overload
+def launch(fn: Callable[..., R], world_size: int, *args: Any, device: str, **kwargs: Any) -> list[R]: ...
+
+
+@overload
+def launch(fn: Callable[P, R], world_size: int, *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+
+
+def launch(  # type: ignore[misc]  # `fn` may have a parameter `timeout` or `device`: it never gets a value
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
@@ -114,7 +138,7 @@ def run_ranks(
     """Launch ranks like `launch`, for callers that must not trust their ranks (see `messages`).
 
     Args:
-        call: the function, its arguments and keywords, pickled by `cloudpickle.dumps`.
+        call: the function, its arguments and keywords, pickled by `pickling.dumps`.
         write: called with the text that ranks print.
         unpickle: called with the pickled results of ranks; their exceptions are unpickled, too. None: nothing from a rank is
             unpickled. Then results stay pickled bytes, and errors are text.
@@ -127,7 +151,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
         limit = timeout + _ASKED_FIRST if timeout else COLLECTIVE_TIMEOUT
         threads = max(1, (os.cpu_count() or 1) // world_size)
-        first, isatty = None if prepare is None else cloudpickle.dumps(prepare), sys.stdout.isatty()
+        first, isatty = None if prepare is None else pickling.dumps(prepare), sys.stdout.isatty()
         task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first, script)
         ranks = start_ranks(task)
         _running.append(ranks)

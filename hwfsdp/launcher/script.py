@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import multiprocessing as mp
 import os
+import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from hwfsdp.errors import StateError
+from hwfsdp.launcher import pickling
+from hwfsdp.launcher.pickling import cloudpickle
 
 _AS_IMPORTED = "__mp_main__"  # multiprocessing's name for a script that a spawned process imports
 
@@ -153,6 +154,8 @@ def for_the_same_script(value: Any) -> bytes:
 
 
 def _dumps(value: Any, is_known: Callable[[str], bool] | None) -> bytes:
+    if cloudpickle is None:
+        return pickling.dumps(value)  # as names, which ranks look up (Note [Names that were not sent])
     with io.BytesIO() as file:
         _Pickler(file, is_known).dump(value)
         return file.getvalue()
@@ -168,8 +171,11 @@ def _make_code(file: str, make: Callable[..., CodeType], *arguments: Any) -> Cod
     return make(*arguments).replace(co_filename=file)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+_Base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
+
+
+class _Pickler(_Base):  # type: ignore[misc]
+    dispatch_table = ChainMap({CodeType: _reduce_code}, getattr(_Base, "dispatch_table", {}))
 
     def __init__(self, file: io.BytesIO, is_known: Callable[[str], bool] | None) -> None:
         super().__init__(file)

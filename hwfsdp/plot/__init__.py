@@ -1,6 +1,7 @@
 """Figures of a log, of a layout, of a table: one module per picture.
 
     What all share
+    parts       what pictures are made of: classes of matplotlib and Pillow
     style       colors, hatches, units of bytes
     sheet       one page: places in inches, a head of title, text and keys, names that fit
     choice      the events that a picture shows
@@ -33,6 +34,14 @@ Every function returns a `matplotlib.figure.Figure` and does nothing else: it op
 state of pyplot. `figure.savefig(path)` writes the figure. A notebook shows it as the value of a cell, after `%matplotlib inline`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from hwfsdp.doors import lazy_door
 
-__getattr__, __dir__ = lazy_door(__name__, {})
+if TYPE_CHECKING:
+    from . import cartoon, choice, comparison, export, grid, issued, lanes, lifetimes, loss, memory, meshmap
+    from . import overlap, parameters, parts, player, scaling, sheet, states, style, timeline, traffic
+else:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_door(__name__, {})

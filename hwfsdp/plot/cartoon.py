@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 MOST_RANKS, MOST_ELEMENTS = 7, 24
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -17,6 +15,7 @@ from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen
 from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
+from hwfsdp.plot.parts import Axes, Figure
 
 _CAPTION = 0.28  # inches
 

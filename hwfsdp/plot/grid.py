@@ -16,9 +16,6 @@ from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
@@ -26,6 +23,7 @@ from hwfsdp.compat import is_shard
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.extents import LocalExtent, local_extent_of
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, Patch, Rectangle
 
 MOST_RANKS = 64
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
 
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes
 
 ROWS = {"all_gather": 0, "forward": 1, "backward": 1, "reduce_scatter": 2}  # from above
 _NAMES = ("all_gather", "compute", "reduce_scatter")

@@ -13,14 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch
 
 from hwfsdp.observe.events import COLLECTIVES, STREAMS, Event
 from hwfsdp.observe.perfetto import Drawn, draw
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Artist, Axes, FancyArrowPatch, Figure
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
 LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches

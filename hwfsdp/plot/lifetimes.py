@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -21,6 +18,7 @@ from hwfsdp.observe.events import Event
 from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
+from hwfsdp.plot.parts import Artist, Axes, Figure
 
 _MOST_FOR_NAMES, _BOTTOM, _ROW = 2.2, 0.55, 0.26  # inches
 _LOOKS = {

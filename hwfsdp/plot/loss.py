@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, ConstrainedLayoutEngine, Figure, MaxNLocator
 
 Curve = Sequence[float]
 

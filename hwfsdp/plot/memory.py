@@ -23,16 +23,12 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, Line2D, Patch, withStroke
 
 STAY = ("sharded_param", "optimizer_state", "sharded_grad")
 COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer")

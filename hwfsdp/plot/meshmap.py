@@ -11,12 +11,10 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, FancyBboxPatch, Figure
 
 MOST_RANKS = 256
 ROLES = {  # usual name of an axis → what its ranks do together

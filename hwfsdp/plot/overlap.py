@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.observe.eventlog import EventLog, communicating, computing
 from hwfsdp.observe.events import Event
@@ -20,6 +18,7 @@ from hwfsdp.observe.intervals import intersect, length
 from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
+from hwfsdp.plot.parts import Axes, Figure
 
 _BOTTOM, _ROW, _LEFT = 0.55, 0.42, 0.9  # inches
 _LOOKS = {

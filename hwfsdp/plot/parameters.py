@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold, name_within_group
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, Patch, Rectangle
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
 _MOST_FOR_NAMES = 2.2  # inches

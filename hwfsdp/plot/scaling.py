@@ -12,13 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, Line2D, withStroke
 
 if TYPE_CHECKING:
     from hwfsdp.virtual.run import Simulation

@@ -19,14 +19,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
-from PIL import Image
 
 from hwfsdp.plot import style
+from hwfsdp.plot.parts import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
 
 PAGE, MARGIN = 8.2, 0.2  # inches
 DPI = 180  # pixels per inch: two for each pixel of a page

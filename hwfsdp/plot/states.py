@@ -12,12 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.accounting import FP32_ADAM, StateBytes, Strategy, model_state_bytes
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 _HEIGHT, _LEFT, _BOTTOM = 3.6, 0.85, 0.55  # inches; the height is the frame's
 _LINE_OF_TEXT = 13.0  # points

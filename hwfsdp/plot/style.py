@@ -24,11 +24,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.font_manager import FontProperties
-from matplotlib.patheffects import withStroke
-from matplotlib.textpath import text_to_path
+from hwfsdp.plot.parts import Axes, FontProperties, text_to_path, to_hex, to_rgb, withStroke
 
 from hwfsdp.observe.tables import ByteUnit as ByteUnit  # noqa: F401
 from hwfsdp.observe.tables import byte_unit as byte_unit  # noqa: F401

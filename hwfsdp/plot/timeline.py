@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import WAITS_AT_ONCE, EventLog
@@ -21,6 +19,7 @@ from hwfsdp.observe.races import by_rank
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import name_of_steps
 from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
+from hwfsdp.plot.parts import Axes, Figure
 
 _GAP = 0.14  # inches
 

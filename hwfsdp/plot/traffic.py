@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.eventlog import traffic_of as sums_by_op
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 _BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 0.55, 0.26, 0.22, 2.2  # inches
 _EXPECTED = style.Look(style.WHITE)

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.errors import RankError, UsageError
+from hwfsdp.errors import RankError, UsageError, in_one_line
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher import worker
 from hwfsdp.observe import events
@@ -165,6 +165,9 @@ def _policy_of_torch(policy: MixedPrecisionPolicy | None) -> Any:
     return Theirs(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
 
 
+_SIGNATURES = "exercises/capstone/hw_fsdp.py and torch's fully_shard show two signatures that work."
+
+
 class _FileSharder:
     """The `fully_shard` of a user's file, called only with the arguments that it names."""
 
@@ -186,7 +189,18 @@ class _FileSharder:
         reshard = module is not self.model if reshard_after_forward is None else reshard_after_forward
         offered = {"mesh": self.mesh, "reshard_after_forward": reshard, "module_fqn": self.names[module]}
         offered["mp_policy"] = _policy_of_torch(mp_policy)
-        made = self.function(module, **self._named(offered, asked))
+        arguments = self._named(offered, asked)
+        holds_sharded = any(isinstance(param, DTensor) for param in module.parameters())
+        try:
+            made = self.function(module, **arguments)
+        except Exception as error:
+            if module is not self.model or not holds_sharded:
+                raise
+            raise self._unusable(
+                "to shard the root after its blocks",
+                f"{type(error).__name__}: {in_one_line(str(error))}",
+                "Leave out parameters that an earlier call has sharded: these are DTensors.",
+            ) from error
         if made is not None and made is not module:
             raise self._unusable("to shard the module in place, and to return it", type(made).__name__)
         return module
@@ -212,13 +226,8 @@ class _FileSharder:
             self.context = self.file.FSDPCommContext(self.mesh.device_type)
         return self.context
 
-    def _unusable(self, expected: str, got: str) -> UsageError:
-        return UsageError(
-            f"fully_shard of {shown(self.path)}",
-            expected=expected,
-            got=got,
-            remedy="exercises/capstone/hw_fsdp.py and torch's fully_shard show two signatures that work.",
-        )
+    def _unusable(self, expected: str, got: str, remedy: str = _SIGNATURES) -> UsageError:
+        return UsageError(f"fully_shard of {shown(self.path)}", expected=expected, got=got, remedy=remedy)
 
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
+    from . import allocator, calibration, clock, costs, devices, fitting, kernels, pools, programs, report
+    from . import run, topology, world
     from hwfsdp.virtual.devices import DEVICES as DEVICES
     from hwfsdp.virtual.devices import Device as Device
     from hwfsdp.virtual.run import Simulation as Simulation
@@ -29,4 +31,5 @@ if TYPE_CHECKING:
 
 _HOME = {"DEVICES": "devices", "Device": "devices", "Simulation": "run", "simulate": "run"}
 __all__ = sorted(_HOME)
-__getattr__, __dir__ = lazy_door(__name__, _HOME)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_door(__name__, _HOME)

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+OF_HWFSDP = ("doors", "releases")  # modules that `import hwfsdp` loads
+
 
 class OnlyTheHeart(MetaPathFinder):
-    """An import hook that refuses every module of `hwfsdp` outside `hwfsdp.core`, except `hwfsdp.doors`."""
+    """An import hook that refuses every module of `hwfsdp` outside `hwfsdp.core`, except those that `import hwfsdp` loads."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         package, _, rest = name.partition(".")
-        if package == "hwfsdp" and rest and rest.split(".")[0] not in ("core", "doors"):
+        if package == "hwfsdp" and rest and rest.split(".")[0] not in ("core", *OF_HWFSDP):
             raise ImportError(f"{name}: only the heart may be imported here")
 
 
@@ -34,7 +36,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 def _rank(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    loaded = [name for name in sys.modules if name.startswith("hwfsdp") and name != "hwfsdp.doors"]
+    loaded = [name for name in sys.modules if name.startswith("hwfsdp") and name[7:] not in OF_HWFSDP]
     assert set(loaded) <= {"hwfsdp", *(name for name in loaded if name.startswith("hwfsdp.core"))}, loaded
     sys.meta_path.insert(0, OnlyTheHeart())
     torch.set_num_threads(1)

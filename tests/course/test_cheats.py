@@ -584,6 +584,43 @@ def test_a_forbidden_name_is_refused_however_it_is_spelled(text: str) -> None:
         doors.run(text, "x.py", {"__name__": "submitted_x"})
 
 
+ASKS = {  # a question about the `__setattr__` of an object, as the homework was published → the answer
+    'getattr(plain.__setattr__, "__func__", None) is nn.Module.__setattr__': True,
+    'getattr(own.__setattr__, "__func__", None) is nn.Module.__setattr__': False,
+    "plain.__setattr__.__func__ is nn.Module.__setattr__": True,
+    "type(own).__setattr__ is not nn.Module.__setattr__": True,
+}
+TAKES = (  # these keep the method, or hand it on
+    "nn.Module.__setattr__",
+    'getattr(plain.__setattr__, "__func__", None)',
+    "plain.__setattr__ == nn.Module.__setattr__",
+    'print(plain.__setattr__, "__func__", None) is nn.Module.__setattr__',
+    "(keep := plain.__setattr__) is nn.Module.__setattr__",
+    "plain.__setattr__ is nn.Module.__setattr__ is print",
+)
+ASKED = """
+from torch import nn
+plain, own = nn.Linear(1, 1), nn.RNN(1, 1)
+found = """
+
+
+def test_an_answer_may_ask_whether_a_module_sets_attributes_in_its_own_way() -> None:
+    for question, answer in ASKS.items():
+        doors, names = Doors(refuse, alone=True), {"__name__": "submitted_x"}
+        doors.close()
+        doors.run(ASKED + question, "x.py", names)
+        assert names["found"] is answer and find_digging(ASKED + question) is None, question
+
+
+@pytest.mark.parametrize("text", TAKES)
+def test_no_answer_gets_the_method_itself(text: str) -> None:
+    doors = Doors(refuse, alone=True)
+    doors.close()
+    assert find_digging(ASKED + text) is not None
+    with pytest.raises(Refused):
+        doors.run(ASKED + text, "x.py", {"__name__": "submitted_x"})
+
+
 def test_ordinary_code_runs_as_in_python() -> None:
     doors, names = Doors(refuse), {"__name__": "submitted_x"}
     doors.close()

@@ -91,8 +91,10 @@ def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int
 
 
 def requirements() -> list[str]:
-    """Return the packages that pip must install, from the package's own setup."""
+    """Return the packages that pip must install to grade, from the package's own setup: those of the extra `course`, too."""
     parser = configparser.ConfigParser()
     if parser.read(PACKAGE.parent / "setup.cfg"):
-        return parser["options"]["install_requires"].split()
-    return [each for each in metadata.requires("hwfsdp") or () if "extra ==" not in each]
+        extras = parser["options.extras_require"]
+        return [*parser["options"]["install_requires"].split(), *extras["course"].split()]
+    needed = (each.partition(";") for each in metadata.requires("hwfsdp") or ())
+    return [name.strip() for name, _, only in needed if "extra" not in only or "course" in only]

@@ -22,13 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch.distributed as dist
 
 from hwfsdp.comm import history
 from hwfsdp.comm.divergence import Report, describe_divergence
 from hwfsdp.errors import RankError, StateError, in_one_line
-from hwfsdp.launcher import worker
+from hwfsdp.launcher import pickling, worker
 from hwfsdp.launcher.ranks import run_ranks
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record, recorded_so_far
@@ -80,7 +79,7 @@ def run_script(script: Path, seconds: float = SECONDS) -> Run:
 
 def _run(script: Path, seconds: float, folder: Path) -> Run:
     printed: list[str] = []
-    call = cloudpickle.dumps((run_on_rank, (str(script), str(folder)), {}))
+    call = pickling.dumps((run_on_rank, (str(script), str(folder)), {}))
     environ = {name: value for name, value in os.environ.items() if name not in _SWITCHES}
     how: dict[str, Any] = {"write": printed.append, "unpickle": pickle.loads, "environ": environ}
     try:

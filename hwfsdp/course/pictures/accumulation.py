@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import nn
 
 from hwfsdp.course.pictures.drawing import headline
@@ -21,6 +19,7 @@ from hwfsdp.observe.events import Event, active
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.issued import Issued, draw_issued, issued
+from hwfsdp.plot.parts import Axes, Figure
 
 LAYERS, MICRO_BATCHES, WIDTH = 3, 3, 8
 GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4

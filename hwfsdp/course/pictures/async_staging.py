@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
 
 from hwfsdp.course.pictures.drawing import box, clear, headline, say
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Figure
 
 LEFT = 2.3  # where time begins
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from matplotlib.figure import Figure
 
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.timelines import draw_strips, simulated
+from hwfsdp.plot.parts import Figure
 
 
 @contextmanager

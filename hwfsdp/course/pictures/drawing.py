@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.patheffects import withStroke
 
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, FancyArrowPatch, Figure, Rectangle, withStroke
 
 Point = tuple[float, float]
 

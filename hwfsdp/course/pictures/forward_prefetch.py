@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unittest import mock
 
-from matplotlib.figure import Figure
 
 from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.timelines import draw_strips, simulated
+from hwfsdp.plot.parts import Figure
 
 
 def draw() -> Figure:

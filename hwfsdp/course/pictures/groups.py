@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
 
 from hwfsdp.course.pictures.drawing import caption, headline, stacks
 from hwfsdp.observe.accounting import GroupSizes, StateBytes, Strategy, bytes_sent, mesh_shape
 from hwfsdp.observe.accounting import model_state_bytes, strategy_traffic
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Figure
 
 # ranks; of them in one host, for HSDP; the ZeRO paper's example
 RANKS, SHARDS, PARAMETERS = 64, 8, 7_500_000_000

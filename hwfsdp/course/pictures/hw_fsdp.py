@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from functools import partial
 
-from matplotlib.figure import Figure
 
 from hwfsdp.course import holes
 from hwfsdp.course.manifest import find_course, read_homework
@@ -14,6 +13,7 @@ from hwfsdp.course.stations.sharders import homeworks_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.parts import Figure
 
 
 def backwards() -> dict[str, EventLog]:

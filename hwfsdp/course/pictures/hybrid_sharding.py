@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,6 +13,7 @@ from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 WIDTH, LAYERS = 64, 3
 SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from hwfsdp.core.sharding import Extent, chunk_extents
 from hwfsdp.course.pictures.drawing import box, caption, clear, say
 from hwfsdp.layout.init_shards import row_generator
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, LinearSegmentedColormap, to_hex
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
 WORLD_SIZES = (1, 2, 4)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +15,7 @@ from hwfsdp.features.lookup import checked_state
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 WIDTH, RANKS = 512, 2
 FP32, BF16 = torch.float32, torch.bfloat16

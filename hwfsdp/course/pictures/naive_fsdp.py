@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.core import form as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
 from hwfsdp.course.pictures.drawing import arrow, cells, clear, headline, say
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 SHAPE, RANKS = (5, 3), 3
 CELL: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}

@@ -7,14 +7,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from hwfsdp.comm import ring
 from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline, name_ranks
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 RANKS, BLOCKS = 4, "abcd"
 PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a block is 1 wide

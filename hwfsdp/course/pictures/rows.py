@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from hwfsdp.core.sharding import chunk_extents, chunk_length
 from hwfsdp.course.pictures.drawing import caption, cells, clear, name_ranks, say
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 RANKS = 4
 CASES = (8, 7, 6, 5, 2)  # rows

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.compat import strided_shard
 from hwfsdp.course.pictures.drawing import caption, cells, clear, say
 from hwfsdp.layout.extents import nested_extent, orders_of_cuts
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure
 
 ROWS, MESH, NAMES = 7, (3, 2), ("fsdp", "tp")
 LINE, GAP = 2.1, 0.34  # from cut to cut; between pieces

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
@@ -20,6 +19,7 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.perfetto import ROUNDING
 from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.parts import Figure
 from hwfsdp.virtual.run import Simulation, simulate
 
 BLOCKS, WIDTH, TOKENS, GPUS, DEVICE = 5, 4096, 2048, 16, "h100"

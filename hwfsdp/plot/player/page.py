@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import StrictUndefined, Template
-
+from hwfsdp.extras import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player import SCRIPTS
 from hwfsdp.plot.player.packing import Start, pack
+
+with needed_by("the step player"):
+    from jinja2 import StrictUndefined, Template
 
 _FOLDER = Path(__file__).parent
 FRAME = 1040  # pixels, in a notebook: all panes of one log, if the page is wide

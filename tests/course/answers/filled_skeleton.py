@@ -90,7 +90,10 @@ def free_storage(tensor):
 
 
 def unsafe_setattr_param(module, param_name, param):
-    module._parameters[param_name] = param
+    if getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__:
+        module._parameters[param_name] = param
+    else:
+        setattr(module, param_name, param)
 
 
 class FSDPCommContext:

@@ -1,0 +1,222 @@
+"""What type checkers say about programs that use hwfsdp: nothing about right ones, and each mistake of wrong ones.
+
+The oracle of the FSDP2 program is torch: with torch's names, it has no mistakes either. mypy runs as `mypy --strict`, pyright as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import hwfsdp
+
+pytestmark = pytest.mark.long
+ROOT = Path(hwfsdp.__file__).parents[1]
+
+FSDP2 = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from torch.distributed.tensor import Shard
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def place(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() > 1 else None
+
+def build(offload: bool) -> FSDPModule:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model, kept = Model(), OffloadPolicy()
+    if offload:
+        kept = CPUOffloadPolicy(pin_memory=False)
+    blocks: list[FSDPModule] = []
+    for layer in model.layers:
+        blocks.append(fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=kept, shard_placement_fn=place))
+    pair: list[FSDPModule] = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh, reshard_after_forward=2)
+    sharded: FSDPModule = fully_shard(model, ignored_params={model.layers[0].weight} if False else None)
+    sharded.set_modules_to_forward_prefetch(blocks)
+    sharded.set_modules_to_backward_prefetch(blocks[:1])
+    register_fsdp_forward_method(model, "encode")
+    share_comm_ctx(pair)
+    return sharded
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_backward(False)
+            module.set_requires_gradient_sync(True)
+            module.set_requires_all_reduce(True, recurse=True)
+            module.set_is_last_backward(True)
+            module.set_gradient_divide_factor(2.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_unshard_in_backward(True)
+            handle: UnshardHandle | None = module.unshard(async_op=True)
+            if handle is not None:
+                handle.wait()
+            module.reshard()
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    loss: torch.Tensor = model(x).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return loss
+"""
+
+OURS = """
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import hwfsdp
+from hwfsdp import FSDPModule, checkpoint, fully_shard, launch, optim, plot
+from hwfsdp.checkpoint import StateDictStager, dcp
+
+def train(seed: int, rate: float = 0.1, *, name: str = "") -> dict[str, float]:
+    model = fully_shard(nn.Linear(2, 2), module_fqn="model")
+    adam: optim.AdamW = hwfsdp.optim.AdamW(model.parameters(), lr=rate)
+    loss: torch.Tensor = model(torch.ones(1, 2)).sum()  # a sharded module is a module
+    model.eval().requires_grad_(False)
+    adam.step()
+    return {"loss": loss.item()}
+
+def all_modules(model: FSDPModule) -> list[str]:
+    return [fqn for fqn, _ in model.named_modules()]
+
+results: list[dict[str, float]] = launch(train, 2, 1, rate=0.5, name="x")
+results = launch(train, 2, 1, 0.5)
+results = hwfsdp.launch(train, 2, 1, timeout=60, name="x")
+results = launch(train, world_size=2, seed=1)
+results = launch(train, world_size=2, seed=1, device="cuda")
+state: dict[str, Any] = {"step": torch.zeros(())}
+filled: dict[str, Any] = checkpoint.load(state, "run", strict=False)
+module: nn.Linear = hwfsdp.checkpoint.load(nn.Linear(2, 2), "run")
+saved: str = checkpoint.save(state, os.fspath("run"))
+checkpoint.parts.save("run", nn.Linear(2, 2))
+stager: StateDictStager = checkpoint.StateDictStager()
+draw = (plot.timeline, hwfsdp.plot.memory, hwfsdp.layout.shard_of, hwfsdp.virtual.simulate, dcp.load)
+"""
+
+WRONG = """
+import torch
+from torch import nn
+
+import hwfsdp
+from hwfsdp import checkpoint, core, launch
+from hwfsdp import fully_shrad  # wrong
+from hwfsdp.checkpoint import svae  # wrong
+from hwfsdp.core import fully_shrad as other  # wrong
+from hwfsdp.virtual import simulte  # wrong
+from hwfsdp.plot import timelines  # wrong
+
+hwfsdp.lunch  # wrong
+hwfsdp.optim.AdamV  # wrong
+hwfsdp.checkpoint.svae({}, "x")  # wrong
+hwfsdp.plot.timelines  # wrong
+hwfsdp.virtual.simulte  # wrong
+core.fully_shrad  # wrong
+model = hwfsdp.fully_shard(nn.Linear(2, 2))
+model.set_requires_gradient_synk(False)  # wrong
+model.set_requires_gradient_sync("no")  # wrong
+hwfsdp.fully_shard(nn.Linear(2, 2), reshard=True)  # wrong
+hwfsdp.fully_shard(2)  # wrong
+hwfsdp.optim.AdamW(model.parameters(), "fast")  # wrong
+
+def train(seed: int, rate: float = 0.1) -> float:
+    return rate
+
+launch(train, 2)  # wrong
+launch(train, 2, "seed")  # wrong
+launch(train, 2, 1, rates=0.5)  # wrong
+launch(train, "2", 1)  # wrong
+texts: list[str] = launch(train, 2, 1)  # wrong
+later: list[str] = launch(train, 2, 1, timeout=60)  # wrong
+checkpoint.load({}, 5)  # wrong
+name: str = checkpoint.load({"step": torch.zeros(())}, "run")  # wrong
+"""
+
+
+def marked(program: str) -> set[int]:
+    """Return the lines on which the program says that they are wrong."""
+    return {n for n, line in enumerate(program.splitlines(), 1) if line.endswith("# wrong")}
+
+
+@pytest.fixture(scope="module", params=["mypy", "pyright"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
+    """Return for each program the lines in which the type checker finds a mistake."""
+    folder = tmp_path_factory.mktemp("programs")
+    ours = re.sub(r"from torch\.distributed\.fsdp import", "from hwfsdp import", FSDP2)
+    for name, program in {"torchs": FSDP2, "drop_in": ours, "ours": OURS, "wrong": WRONG}.items():
+        (folder / f"{name}.py").write_text(program)
+    return {"mypy": lines_of_mypy, "pyright": lines_of_pyright}[request.param](folder)
+
+
+def lines_of_mypy(folder: Path) -> dict[str, set[int]]:
+    pytest.importorskip("mypy")
+    (folder / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nuntyped_calls_exclude = torch\n[mypy-hwfsdp.*]\nignore_errors = True\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--no-error-summary",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache" / "programs"),
+    ]
+    done = said_by([*command, *sorted(path.name for path in folder.glob("*.py"))], folder)
+    lines = [re.match(r"(\w+)\.py:(\d+): error", line) for line in done.splitlines()]
+    assert lines, done
+    return by_program((line[1], int(line[2])) for line in lines if line)
+
+
+def lines_of_pyright(folder: Path) -> dict[str, set[int]]:
+    pytest.importorskip("pyright")
+    done = said_by(
+        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(folder)], folder
+    )
+    problems = json.loads(done)["generalDiagnostics"]
+    return by_program(
+        (Path(each["file"]).stem, each["range"]["start"]["line"] + 1)
+        for each in problems
+        if each["severity"] == "error"
+    )
+
+
+def said_by(command: list[str], folder: Path) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environ)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def by_program(places: Iterable[tuple[str, int]]) -> dict[str, set[int]]:
+    lines: dict[str, set[int]] = {}
+    for program, line in places:
+        lines.setdefault(program, set()).add(line)
+    return lines
+
+
+def test_type_checkers_find_every_mistake_and_no_other(found: dict[str, set[int]]) -> None:
+    assert found == {"wrong": marked(WRONG)}
