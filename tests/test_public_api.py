@@ -149,7 +149,9 @@ def test_helpers_take_torchs_arguments_by_position_and_by_name(module: str) -> N
     for name in names.split():
         ours = signature_of(getattr(importlib.import_module(f"hwfsdp.{module}"), name))
         theirs = signature_of(getattr(torchs, name, None) or getattr(torchs, f"_{name}"))
-        cast = [each for each in ours if each[0] == "allow_cast" and each[1] == inspect.Parameter.KEYWORD_ONLY]
+        cast = [
+            each for each in ours if each[0] == "allow_cast" and each[1] == inspect.Parameter.KEYWORD_ONLY
+        ]
         assert len(cast) == (name in CAST), name
         assert [each for each in ours if each not in cast] == theirs, name
 

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 from hwfsdp.errors import StateError
 from hwfsdp.launcher import pickling
-from hwfsdp.launcher.pickling import cloudpickle
 
 _AS_IMPORTED = "__mp_main__"  # multiprocessing's name for a script that a spawned process imports
 
@@ -154,7 +153,7 @@ def for_the_same_script(value: Any) -> bytes:
 
 
 def _dumps(value: Any, is_known: Callable[[str], bool] | None) -> bytes:
-    if cloudpickle is None:
+    if pickling.cloudpickle is None:
         return pickling.dumps(value)  # as names, which ranks look up (Note [Names that were not sent])
     with io.BytesIO() as file:
         _Pickler(file, is_known).dump(value)
@@ -163,7 +162,7 @@ def _dumps(value: Any, is_known: Callable[[str], bool] | None) -> bytes:
 
 def _reduce_code(code: CodeType) -> Any:
     """Keep the file of the code: some versions of cloudpickle leave it out."""
-    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    make, arguments = _Base.dispatch_table[CodeType](code)
     return _make_code, (code.co_filename, make, *arguments)
 
 
@@ -171,7 +170,7 @@ def _make_code(file: str, make: Callable[..., CodeType], *arguments: Any) -> Cod
     return make(*arguments).replace(co_filename=file)
 
 
-_Base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
+_Base: Any = pickle.Pickler if pickling.cloudpickle is None else pickling.cloudpickle.Pickler
 
 
 class _Pickler(_Base):  # type: ignore[misc]

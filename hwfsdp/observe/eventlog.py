@@ -228,9 +228,7 @@ class EventLog:
             ) from None
 
 
-WAITS_AT_ONCE = (
-    "each rank waits for a collective right after issuing it"  # why `summary` says "blocking"
-)
+WAITS_AT_ONCE = "each rank waits for a collective right after issuing it"  # why `summary` says "blocking"
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file (RFC 1952)
 _UNREADABLE = (
     *(OSError, EOFError, zlib.error),  # no file, or an incomplete one
