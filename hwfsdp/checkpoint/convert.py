@@ -269,9 +269,6 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    with needed_by("safetensors files"):
-        import safetensors
-        from safetensors.torch import save_file
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
     description = describe(state, 1).description  # raises for values that JSON and dense tensors cannot hold
@@ -293,9 +290,17 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
             tensors[names[path]] = values[path].detach().contiguous()
     crc32 = {name: zlib.crc32(view_bytes(tensor)) for name, tensor in tensors.items()}
     header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
+    _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header})
+
+
+def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file under another name, then give it its own."""
+    with needed_by("safetensors files"):
+        import safetensors
+        from safetensors.torch import save_file
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        save_file(tensors, draft, {"format": "pt", _HEADER: header})
+        save_file(tensors, draft, metadata)
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(draft, target)

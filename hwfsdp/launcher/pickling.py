@@ -15,7 +15,7 @@ from typing import Any
 from hwfsdp.extras import missing
 
 try:
-    import cloudpickle
+    import cloudpickle as cloudpickle
 except ModuleNotFoundError:
     cloudpickle = None
 
