@@ -83,7 +83,7 @@ def warn_of_max_norm(param: FSDPParam) -> None:
     for module, _ in param.places:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             warn(
-                f"parameter {param.fqn!r} belongs to an {type(module).__name__} with max_norm={module.max_norm}. Each rank "
+                f"parameter {param.fqn!r} belongs to an {type(module).__name__.removeprefix('FSDP')} with max_norm={module.max_norm}. Each rank "
                 "shortens the rows of its own tokens, and only the rank that holds a row keeps it short. To shorten "
                 "all rows on all ranks, build it without max_norm, and shorten its rows after each optimizer step."
             )

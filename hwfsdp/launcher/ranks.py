@@ -35,8 +35,8 @@ from hwfsdp.launcher.arguments import check_arguments, pickle_call
 from hwfsdp.launcher.caller import Caller, Rank, end_ranks, start_ranks
 from hwfsdp.launcher.script import Script, find_script, for_the_same_script, refuse_import
 from hwfsdp.launcher.worker import (
-    UNDER_TORCHRUN,
     Task,
+    address_under_torchrun,
     destroy_process_group,
     finish_saves,
     init_process_group,
@@ -212,7 +212,7 @@ def _run_under_torchrun(
         )
     ours = not dist.is_initialized()
     if ours:
-        init_process_group(device, timeout or COLLECTIVE_TIMEOUT, UNDER_TORCHRUN)
+        init_process_group(device, timeout or COLLECTIVE_TIMEOUT, address_under_torchrun())
     try:
         results: list[Any] = [None] * world_size
         result = call()

@@ -8,6 +8,7 @@ Note [Time runs out]
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import io
 import itertools
@@ -249,8 +250,11 @@ def _meet_once_more(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     yield prefixed(f"hwfsdp launch {next(_meetings)}", store), rank, world_size
 
 
-UNDER_TORCHRUN = "hwfsdp-torchrun://"
-register_rendezvous_handler(UNDER_TORCHRUN.removesuffix("://"), _meet_once_more)
+@functools.cache
+def address_under_torchrun() -> str:
+    """Return the `init_method` by which the ranks of torchrun meet once more."""
+    register_rendezvous_handler("hwfsdp-torchrun", _meet_once_more)
+    return "hwfsdp-torchrun://"
 
 
 def limit_collectives(seconds: float) -> None:
