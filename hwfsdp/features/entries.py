@@ -82,16 +82,16 @@ class EnteredState(FSDPState):
         self._began = compat.next_node_number()
         return super().enter_forward()
 
-    def end_forward(self, output: Any) -> None:
+    def end_forward(self, output: Any) -> Any:
         """Do not free parameters that the caller may still read: a part of the output, or what a generator computes with."""
         group = self.group
         stays = group is not None and (isinstance(output, LAZY) or has_parameter(output))
         if group is None or not stays:
-            super().end_forward(output)
+            output = super().end_forward(output)
         else:
             frees, group.reshard_after_forward = group.reshard_after_forward, False
             try:
-                super().end_forward(output)
+                output = super().end_forward(output)
             finally:
                 group.reshard_after_forward = frees
         if torch.is_grad_enabled():
@@ -99,6 +99,7 @@ class EnteredState(FSDPState):
             if group is not None and any(not param.sharded_param.requires_grad for param in group.params):
                 _with_frozen.add(self)
                 self.forwards.append(range(self._began, compat.next_node_number()))
+        return output
 
     def end_iteration_forward(self, output: Any) -> Any:
         """Mark the nodes that made the outputs of the outermost module."""

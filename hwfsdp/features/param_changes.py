@@ -183,11 +183,10 @@ class WatchedParam(FSDPParam):
         if param is not self.sharded_param and param is not self.stand_in:
             self.stand_in = param
             STAND_INS[param] = ref(self)
-            has_inner: bool = compat.is_traceable_wrapper_subclass(param)
-            if has_inner and not isinstance(param, DTensor):
-                inherit(param, vars(self.sharded_param))  # its inner tensors are among its attributes
-            else:  # from now on, setting an attribute on one sets it on the other
-                param.__dict__ = vars(self.sharded_param)
+            if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
+                param.__dict__ = vars(self.sharded_param)  # so setting an attribute on one sets it on the other
+            else:  # another subclass of Tensor may keep what it needs among its attributes
+                inherit(param, vars(self.sharded_param))
         super().register(param)
 
     # --- changes of the whole parameter ---
