@@ -222,7 +222,7 @@ def found_nowhere(nbytes: int) -> int:
 
 OBSTACLES: dict[str, Callable[..., Any]] = {
     "this_machine": lambda: "another machine with the same directory",
-    "_anonymous_file": found_nowhere,
+    "anonymous_file": found_nowhere,
     "_connect": lambda *args: None,
 }
 

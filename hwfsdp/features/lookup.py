@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,10 +91,19 @@ def methods_in_progress() -> Iterator[tuple[str, nn.Module]]:
     """Yield the methods of modules that run in this thread, the innermost first: the name of the method, and the module."""
     frame = sys._getframe().f_back
     while frame is not None:
-        module = frame.f_locals.get("self")
+        # Before Python 3.13, a frame whose variables were read keeps their values alive until it ends: a trainer's first batch.
+        module = frame.f_locals.get("self") if _may_be_of_a_module(frame) else None
         if isinstance(module, nn.Module):
             yield frame.f_code.co_name, module
         frame = frame.f_back
+
+
+def _may_be_of_a_module(frame: FrameType) -> bool:
+    """True unless a frame is known to belong to a function, or to a method of another class."""
+    code = frame.f_code
+    owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # None: perhaps a class inside a function
+    is_other = isinstance(owner, type) and not issubclass(owner, nn.Module)
+    return code.co_varnames[:1] == ("self",) and not is_other
 
 
 def calls_in_progress(modules: Sequence[nn.Module]) -> int:
