@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -145,7 +145,8 @@ class StateDictStager:
                 free[pool[index].nbytes()].append(index)
         lent = [pool[free[size].pop()] if free[size] else None for size in sizes]
 
-        for index in sorted((i for size in free for i in free[size][sizes.count(size) :]), reverse=True):
+        spares = Counter(sizes)
+        for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
             del pool[index]
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 
