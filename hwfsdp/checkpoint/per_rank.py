@@ -41,7 +41,7 @@ class PerRank(dict[int, Any]):
 
 
 def find_per_rank(state_dict: Any, rank: int) -> list[KeyPath]:
-    """Return the paths of all `PerRank`s. Raise UsageError if one is not this rank's."""
+    """Return the paths of every `PerRank`. Raise UsageError if one is not this rank's."""
     found = [(path, tree) for path, tree in containers_in(state_dict).items() if isinstance(tree, PerRank)]
     for path, tree in found:
         if set(tree) != {rank}:
