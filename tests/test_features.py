@@ -82,7 +82,12 @@ def test_the_others_train_without_a_feature_that_is_not_in_the_list() -> None:
 # --- Without its file ----------------------------------------------------------------------------------------
 
 SHARED = {"call", "arguments", "lookup", "compat"}
-NEEDS = {"hybrid_sharding": {"reductions"}, "smaller_mesh": {"hybrid_sharding"}, "finalization": {"recovery"}}
+NEEDS = {
+    "hybrid_sharding": {"reductions"},
+    "smaller_mesh": {"hybrid_sharding"},
+    "finalization": {"recovery"},
+    "freed": {"param_changes"},
+}
 
 
 def imports_of(feature: str) -> set[str]:
