@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hwfsdp.errors import UsageError, WrongTypeError
+from hwfsdp.errors import MissingPackageError, UsageError, WrongTypeError
 from hwfsdp.launcher.script import for_ranks
 
 _NO_RESULT = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -83,6 +83,8 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     try:
         return for_ranks((fn, args, kwargs))
+    except MissingPackageError:
+        raise
     except Exception as error:
         parts = {"fn": fn, **{f"argument {n} of fn": arg for n, arg in enumerate(args, 1)}}
         parts |= {f"argument {name} of fn": arg for name, arg in kwargs.items()}
