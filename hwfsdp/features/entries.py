@@ -37,7 +37,7 @@ from hwfsdp.core.precision import map_tensors, tensors_with_grad
 from hwfsdp.core.state import FSDPState
 from hwfsdp.features import compat
 from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import parameter_of
+from hwfsdp.features.lookup import calls_in_progress, parameter_of
 
 # keys in the metadata of nodes
 OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"
@@ -83,9 +83,13 @@ class EnteredState(FSDPState):
         return super().enter_forward()
 
     def end_forward(self, output: Any) -> Any:
-        """Do not free parameters that the caller may still read: a part of the output, or what a generator computes with."""
+        """Do not free parameters that the caller may still read: a part of the output, what a generator computes with, and those of a
+        root that is called inside one of its own methods.
+        """
         group = self.group
         stays = group is not None and (isinstance(output, LAZY) or has_parameter(output))
+        if group is not None and group.reshard_after_forward is None and not torch.is_grad_enabled():
+            stays = stays or calls_in_progress(self.modules) > 1
         if group is None or not stays:
             output = super().end_forward(output)
         else:

@@ -101,7 +101,9 @@ def methods_in_progress() -> Iterator[tuple[str, nn.Module]]:
 def _may_be_of_a_module(frame: FrameType) -> bool:
     """True unless a frame is known to belong to a function, or to a method of another class."""
     code = frame.f_code
-    owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # None: perhaps a class inside a function
+    owner = frame.f_globals.get(
+        code.co_qualname.rpartition(".")[0]
+    )  # None: perhaps a class inside a function
     is_other = isinstance(owner, type) and not issubclass(owner, nn.Module)
     return code.co_varnames[:1] == ("self",) and not is_other
 

@@ -184,7 +184,9 @@ class WatchedParam(FSDPParam):
             self.stand_in = param
             STAND_INS[param] = ref(self)
             if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
-                param.__dict__ = vars(self.sharded_param)  # so setting an attribute on one sets it on the other
+                param.__dict__ = vars(
+                    self.sharded_param
+                )  # so setting an attribute on one sets it on the other
             else:  # another subclass of Tensor may keep what it needs among its attributes
                 inherit(param, vars(self.sharded_param))
         super().register(param)
