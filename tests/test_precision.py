@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hwfsdp import fully_shard, launch
 from hwfsdp.features.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hwfsdp.core.precision import cast_floating, resolve_dtypes
+from hwfsdp.core.precision import cast_floating, map_tensors, resolve_dtypes
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ORIGINALS = [*FLOATING, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64]
@@ -87,7 +87,7 @@ def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen_alike(our
 def test_casting_reaches_floating_point_tensors_at_any_depth_and_leaves_all_else(dtype: torch.dtype) -> None:
     others = {d: torch.ones(2, dtype=d) for d in ORIGINALS if not d.is_floating_point}
     floating = [torch.ones(2, dtype=d) for d in FLOATING]
-    cast_floats, (cast_others, name) = cast_floating((floating, (others, "name")), dtype)
+    cast_floats, (cast_others, name) = cast_floating((floating, (others, "name")), dtype, map_tensors)
     assert [t.dtype for t in cast_floats] == [dtype] * len(FLOATING)
     assert all(t.tolist() == [1, 1] for t in cast_floats)
     assert cast_others is others
@@ -96,6 +96,6 @@ def test_casting_reaches_floating_point_tensors_at_any_depth_and_leaves_all_else
 
 def test_gradients_pass_through_a_cast_in_the_dtype_of_the_argument() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    cast_floating({"a": leaf}, torch.bfloat16)["a"].sum().backward()
+    cast_floating({"a": leaf}, torch.bfloat16, map_tensors)["a"].sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.dtype == torch.float32
