@@ -36,7 +36,7 @@ def test_public_names_are_sorted_and_exist_and_have_docstrings() -> None:
 
 @pytest.mark.parametrize("name", ["fully_shard", "launch", "record"])
 def test_the_example_of_a_docstring_runs(name: str) -> None:
-    text = (inspect.getdoc(getattr(hwfsdp, name)) or "").partition("For example::")[2]
+    text = (inspect.getdoc(getattr(hwfsdp, name)) or "").partition("For example:")[2]
     code = inspect.cleandoc(text.partition("\nArgs:")[0])
     assert "assert launch(" in code
     exec(code, {"__name__": "__main__"})

@@ -107,7 +107,7 @@ def fully_shard(
 
         After any of these errors, the module is unchanged: all checks come first.
 
-    For example::
+    For example:
 
         import torch
         from torch import nn

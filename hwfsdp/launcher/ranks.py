@@ -103,7 +103,7 @@ def launch(  # type: ignore[misc]  # `fn` may have a parameter `timeout` or `dev
         StateError: a process that the script has started imports the script, and the call is not below
             `if __name__ == "__main__":`.
 
-    For example::
+    For example:
 
         import torch.distributed as dist
         from hwfsdp import launch

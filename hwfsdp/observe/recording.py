@@ -69,7 +69,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
     Raises:
         StateError: a recording is active already.
 
-    For example::
+    For example:
 
         import torch
         from torch import nn
