@@ -2,7 +2,7 @@
 
     from hwfsdp import fully_shard
 
-is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, in 1,400 lines
+is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, in about 1,400 lines
 of code that import only torch. `features` has everything else that FSDP2 can do. The heart has places, called seams, where a
 feature puts its own part instead of the heart's.
 
