@@ -109,7 +109,7 @@ GROUPS: dict[str, list[Row]] = {
         Row("hwfsdp checkpoint inspect runs/gpt", "saves, oldest first: 00000"),
         Row("hwfsdp checkpoint verify runs/gpt", "intact"),
         Row(
-            "hwfsdp checkpoint convert runs/gpt model.safetensors --to safetensors",
+            "hwfsdp checkpoint convert runs/gpt model.safetensors --to safetensors --key model",
             "(safetensors)",
             makes="model.safetensors",
         ),
