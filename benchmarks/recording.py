@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.records import Record, Spread, ratio
 from benchmarks.timing import Action, Laps, Samples, slowest, steady, stopwatch, take_turns
 from hwfsdp import fully_shard, launch, record
-from hwfsdp.core.ranks import default_mesh
+from hwfsdp.core.mesh import default_mesh
 from hwfsdp.train.data import Batch
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train_step
 

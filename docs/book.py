@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hwfsdp"
 FOLDER = Path(__file__).parent / "book"
 TESTS = 4  # a section names at most this many
-WITH_CODE = ("core", "features")  # the book shows the code of these folders
+WITH_CODE = ("core", "features", "interop")  # the book shows the code of these folders
 
 
 class Chapter(NamedTuple):

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hwfsdp.compat import strided_shard
-from hwfsdp.features.door import fully_shard
+from hwfsdp.features.api import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.layout.explain import Explanation, explain
 from hwfsdp.observe import accounting

@@ -2,12 +2,13 @@
 
     from hwfsdp import fully_shard
 
-is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, in about 1,400 lines
-of code that import only torch. `features` has everything else that FSDP2 can do. The heart has places, called seams, where a
-feature puts its own part instead of the heart's.
+is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`: FSDP itself, in about 1,400 lines of code
+that import only torch. `features` has everything else that FSDP2 can do. The core has extension points: classes whose place a feature
+can take with its own class.
 
     core          FSDP over one mesh axis: start here
-    features      what FSDP2 can do beyond the heart, and the door that users call
+    features      what FSDP2 can do beyond the core, and the `fully_shard` that users call
+    interop       what other programs expect of torch's FSDP2
 
 Around them are these folders. The docstring of each lists its modules in reading order.
 
@@ -45,8 +46,8 @@ from hwfsdp.releases import warn_of_other_torch
 
 if TYPE_CHECKING:
     from . import checkpoint, cli, collectives, comm, compat, core, course, doors, errors, extras, features
-    from . import launcher, layout, observe, optim, plot, releases, streams, train, virtual
-    from hwfsdp.core.context import FSDPCommContext as FSDPCommContext
+    from . import interop, launcher, layout, observe, optim, plot, releases, streams, train, virtual
+    from hwfsdp.features.context import FSDPCommContext as FSDPCommContext
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
     from hwfsdp.errors import FSDPError as FSDPError
@@ -54,18 +55,18 @@ if TYPE_CHECKING:
     from hwfsdp.errors import StateError as StateError
     from hwfsdp.errors import UnsupportedError as UnsupportedError
     from hwfsdp.errors import UsageError as UsageError
-    from hwfsdp.features.door import fully_shard as fully_shard
+    from hwfsdp.features.api import fully_shard as fully_shard
     from hwfsdp.features.finalization import GradientReductionHandle as GradientReductionHandle
     from hwfsdp.features.arguments import DataParallelMeshDims as DataParallelMeshDims
     from hwfsdp.features.arguments import CPUOffloadPolicy as CPUOffloadPolicy
     from hwfsdp.features.arguments import OffloadPolicy as OffloadPolicy
     from hwfsdp.features.arguments import MixedPrecisionPolicy as MixedPrecisionPolicy
     from hwfsdp.features.arguments import ShardPlacementResult as ShardPlacementResult
-    from hwfsdp.features.switch import install as install
+    from hwfsdp.interop.install import install as install
     from hwfsdp.features.module import FSDPModule as FSDPModule
-    from hwfsdp.features.steering import UnshardHandle as UnshardHandle
-    from hwfsdp.features.steering import register_fsdp_forward_method as register_fsdp_forward_method
-    from hwfsdp.features.steering import share_comm_ctx as share_comm_ctx
+    from hwfsdp.features.module_methods import UnshardHandle as UnshardHandle
+    from hwfsdp.features.module_methods import register_fsdp_forward_method as register_fsdp_forward_method
+    from hwfsdp.features.module_methods import share_comm_ctx as share_comm_ctx
     from hwfsdp.launcher.ranks import launch as launch
     from hwfsdp.layout.explain import explain as explain
     from hwfsdp.layout.init_shards import init_shards as init_shards
@@ -82,7 +83,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "DataParallelMeshDims": "features.arguments",
     "Event": "observe.events",
     "EventLog": "observe.eventlog",
-    "FSDPCommContext": "core.context",
+    "FSDPCommContext": "features.context",
     "FSDPError": "errors",
     "FSDPModule": "features.module",
     "GradientReductionHandle": "features.finalization",
@@ -91,17 +92,17 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "RankError": "errors",
     "ShardPlacementResult": "features.arguments",
     "StateError": "errors",
-    "UnshardHandle": "features.steering",
+    "UnshardHandle": "features.module_methods",
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "explain": "layout.explain",
-    "fully_shard": "features.door",
+    "fully_shard": "features.api",
     "init_shards": "layout.init_shards",
-    "install": "features.switch",
+    "install": "interop.install",
     "launch": "launcher.ranks",
     "record": "observe.recording",
-    "register_fsdp_forward_method": "features.steering",
-    "share_comm_ctx": "features.steering",
+    "register_fsdp_forward_method": "features.module_methods",
+    "share_comm_ctx": "features.module_methods",
 }
 
 __all__ = sorted(_HOME)

@@ -1,6 +1,6 @@
 """How bytes really move: kinds of all-gather and reduce-scatter, with names and notes.
 
-The heart hands flat buffers to a `Transport`. The transport here chooses between the backend's collectives, shared memory between
+The core hands flat buffers to a `Transport`. The transport here chooses between the backend's collectives, shared memory between
 ranks of one machine, and collectives of the user. It notes every call (`history`), so that errors can say where ranks differ. If
 a collective fails or hangs, the error has its name.
 
@@ -24,7 +24,7 @@ from hwfsdp.comm.pairing import Member, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.core.compat import all_gather_single, no_autograd, reduce_scatter_single
 from hwfsdp.core.observer import moment
-from hwfsdp.core.ranks import Axis, Transport
+from hwfsdp.core.mesh import Axis, Transport
 from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
@@ -174,7 +174,7 @@ class Named:
     """A block that issues a collective or waits for it. If this fails or hangs, the error has the collective's name.
 
     Args:
-        op: name of the collective, for example "all_gather". owner: fqn of the parameter group. note: the history's note of the call.
+        op: name of the collective, for example "all_gather". owner: name of the parameter group. note: the history's note of the call.
     """
 
     __slots__ = ("op", "owner", "note")
@@ -271,14 +271,18 @@ class GroupTransport(Transport):
     Attributes:
         gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
         member: the parameter group among those of the ranks (`pairing`).
+        label, shards: for torch's profiler (`features.group`).
 
     Args:
-        fqn: the group's name. shapes: the shapes of its parameters.
+        name: the group's name. shapes: the shapes of its parameters.
     """
 
-    def __init__(self, ranks: Axis, device: torch.device, fqn: str = "", shapes: object = ()) -> None:
+    label: str | None = None
+    shards = 0
+
+    def __init__(self, ranks: Axis, device: torch.device, name: str = "", shapes: object = ()) -> None:
         super().__init__(ranks, device)
-        self.fqn, self.member = fqn, Member(ranks.group, fqn, shapes)
+        self.name, self.member = name, Member(ranks.group, name, shapes)
         self.gather: AllGather = DefaultAllGather(ranks.group)
         self.scatter: ReduceScatter = DefaultReduceScatter(ranks.group)
         self.reduce_group: Group = None
@@ -305,8 +309,8 @@ class GroupTransport(Transport):
         note = None
         if self.ranks.size > 1:
             group = self.ranks.group if gathers else self.reduce_group or self.ranks.group
-            note = history.begin(purpose, self.fqn, group, dtype, numel * dtype.itemsize)
-        self._issuing = Issuing(purpose, self.fqn, note, self.member)
+            note = history.begin(purpose, self.name, group, dtype, numel * dtype.itemsize)
+        self._issuing = Issuing(purpose, self.name, note, self.member)
         with self._issuing:
             how = self.gather if gathers else self.scatter
             buffer: Tensor = how.allocate((numel,), dtype=dtype, device=self.device)
@@ -342,8 +346,8 @@ class GroupTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, operation: Any, ranks: Axis, async_op: bool) -> Work | None:
         """Reduce a tensor over the ranks of an axis, in place."""
-        note = history.begin("all_reduce", self.fqn, ranks.group, tensor.dtype, tensor.nbytes)
-        issuing = Issuing("all_reduce", self.fqn, note, self.member)
+        note = history.begin("all_reduce", self.name, ranks.group, tensor.dtype, tensor.nbytes)
+        issuing = Issuing("all_reduce", self.name, note, self.member)
         with issuing:
             self._compare(ranks.group)
             work = dist.all_reduce(tensor, operation, ranks.group, async_op)
@@ -400,4 +404,4 @@ class _Owner(Transport):
 
     def __init__(self, owner: str) -> None:
         super().__init__(Axis(), torch.device("cpu"))
-        self.fqn = self.module_fqn = owner
+        self.name = self.label = owner

@@ -1,4 +1,4 @@
-"""Private API of torch. Only this module, and `core.compat` for the heart, use private API.
+"""Private API of torch. Only this module, and `core.compat` for the core, use private API.
 
 Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
 """
@@ -213,19 +213,6 @@ def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 # Attributes with the hooks of `register_hook` and `register_post_accumulate_grad_hook`. If two tensors share such a dictionary,
 # the handles of the hooks remove them from both.
 GRAD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
-
-
-def not_registered(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter) -> Any:
-    """Return the first place where a module has another parameter than `param`, or none; None if there is no such place."""
-    for module, name in places:
-        if module._parameters.get(name) is not param:
-            return module, name
-    return None
-
-
-def writes_to(param: Tensor) -> int:
-    """Return the number of in-place writes to a tensor, and to the local part of a DTensor, that torch has counted."""
-    return param._version + param._local_tensor._version if type(param) is DTensor else param._version
 
 
 def outside_transforms(method: F) -> F:

@@ -30,7 +30,7 @@ def streams_for(device_type: str) -> StreamSet:
             got=f"an accelerator of type {accelerator.type!r}" if accelerator else "no accelerator",
             remedy="Use a device that is here.",
         )
-    return core.streams_for(device_type)
+    return core.stream_maker(device_type)()
 
 
 def after_backward(function: Callable[[], None]) -> None:

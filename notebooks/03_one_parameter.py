@@ -113,7 +113,7 @@ def live():
             id(layer.weight), len(objects) + 1
         )
         whole = (
-            param.form.gathered.untyped_storage().nbytes()
+            param.gathered.untyped_storage().nbytes()
             if param.unsharded_param is not None
             else 0
         )
@@ -163,7 +163,7 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
 # the *storage* under it to 0 bytes. One process is enough to see this:
 
 # %%
-from hwfsdp.core import form as storage
+from hwfsdp.core import layout as storage
 
 memory = torch.arange(6.0)  # the memory that a gather writes to
 # The module computes with this parameter, which uses the same storage.

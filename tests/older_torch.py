@@ -42,6 +42,10 @@ LEFT_OUT = {  # reason → tests, as regular expressions over their names
         "test_parity.*(structured|output fp16)",
     ),
 }
+if release_of(torch.__version__) < (2, 12):
+    LEFT_OUT["DTensor cannot flatten dimensions if one behind the first is sharded before torch 2.12"] = (
+        "checkpoint/test_stripes",
+    )
 
 
 def why_left_out(test: str) -> str:

@@ -21,9 +21,9 @@ import models
 from hwfsdp import FSDPModule
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter
 from hwfsdp.core.collectives import copy_in, copy_in_grads, copy_out
-from hwfsdp.core.ranks import Axis
+from hwfsdp.core.mesh import Axis
 from hwfsdp.features.hybrid_sharding import HybridReducer
-from hwfsdp.features.reductions import SteeredReducer
+from hwfsdp.features.reductions import SettableReducer
 from oracles import REGROUPING, ROUNDING, Case, Promises, Training, compare
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -172,11 +172,12 @@ def scaling_of_torch(shards: int, replicas: int, *options: Any) -> tuple[float, 
 
 
 def mean_scaling(shards: int, replicas: int, *options: Any) -> tuple[float, Any, Any, float]:
-    """Return the divisor before, both operations, and the divisor after. Without replicas, the heart's own reducer must agree."""
+    """Return the divisor before, both operations, and the divisor after. Without replicas, the usual reducer must agree."""
     dtype, factor, force_sum = options
     group: Any = SimpleNamespace(mesh=SimpleNamespace(size=shards, replicate=Axis(None, replicas)))
-    reducers = [HybridReducer(group), SteeredReducer(group)]
+    reducers = [HybridReducer(group.mesh.replicate), SettableReducer()]
     for reducer in reducers:
+        reducer.group = group
         reducer.divide_factor, reducer.force_sum = factor, force_sum
     hybrid, plain = reducers
     assert isinstance(hybrid, HybridReducer)

@@ -177,8 +177,8 @@ def test_the_users_collectives_are_not_compared_if_only_some_ranks_recorded_them
     user = Call(1, 1, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.DONE)
     user = user._replace(sees_users=True)
     shifted = [user] + [c._replace(serial=c.serial + 1, number=c.number + 1) for c in both]
-    assert "called alike" in sentence([Report(0, both), Report(1, shifted)])
-    assert "called alike" in sentence([Report(0, shifted), Report(1, shifted)])
+    assert "called with the same name and size" in sentence([Report(0, both), Report(1, shifted)])
+    assert "called with the same name and size" in sentence([Report(0, shifted), Report(1, shifted)])
 
 
 def test_an_additional_collective_of_one_ranks_script_is_named_if_all_ranks_record() -> None:

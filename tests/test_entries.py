@@ -162,6 +162,30 @@ def wrong_gradients(case: str, reshard: bool | None) -> list[str]:
     return found
 
 
+def of_some_parameters(model: Any) -> list[Tensor | None]:
+    """Return all gradients after a backward that the program limits to some parameters, which it took before the forward."""
+    some = [model[0].weight, model[2].bias]
+    model(inputs()).square().sum().backward(inputs=some)
+    return [
+        p.grad if p.grad is None else getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+        for p in model.parameters()
+    ]
+
+
+def of_a_penalty_on_the_shards(model: Any) -> list[Tensor]:
+    """Return gradients of a penalty that the program computes from its parameters: by `grad`, by `backward`, and with a loss."""
+    params = list(model.parameters())
+    model(inputs()).sum().backward()
+    model.zero_grad()
+    penalty = sum((param * param).sum() for param in params)
+    total = getattr(penalty, "full_tensor", lambda: penalty)()
+    found = list(torch.autograd.grad(total, params, retain_graph=True))
+    (model(inputs()).square().sum() + total).backward(inputs=params)
+    return [
+        getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in (*found, *(p.grad for p in params))
+    ]
+
+
 two = Together(2)
 for _case in CASES:
     for _reshard in (None, True):
@@ -201,6 +225,58 @@ def a_freed_parameter_is_named_in_place_of_torchs_error_or_a_crash() -> list[str
     return (
         found + [str(described)] * (described != expected) + ["stays refused"] * (weight.sum().isnan().item())
     )
+
+
+@two.finds([])
+def a_backward_may_be_limited_to_sharded_parameters() -> list[str]:
+    found = []
+    for way in (sharded, nn.Sequential):
+        torch.manual_seed(0)
+        found.append(of_some_parameters(way(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
+    return [f"{a} {b}" for a, b in zip(*found, strict=True) if not (a is b or torch.allclose(a, b))]
+
+
+@two.finds([])
+def a_penalty_on_the_shards_has_the_gradients_of_the_unsharded_model() -> list[str]:
+    found = []
+    for way in (sharded, nn.Sequential):
+        torch.manual_seed(0)
+        found.append(of_a_penalty_on_the_shards(way(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
+    return [f"{a} {b}" for a, b in zip(*found, strict=True) if not torch.allclose(a, b, 1e-5, 1e-5)]
+
+
+class AddsInPlace(nn.Module):
+    """A module that changes one of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += self.up(x).sum()
+        return total
+
+
+class Saves(nn.Linear):
+    """A module that saves in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state_dict()
+        return super().forward(x)
+
+
+@two.finds([])
+def gradients_at_once_changed_inputs_and_saves_in_a_forward_are_refused_with_a_remedy() -> list[str]:
+    model, x = sharded(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4, requires_grad=True)
+    adds, total = ours(AddsInPlace()), torch.ones((), requires_grad=True) + 0
+    weight = model[0].weight
+    return [
+        *said(
+            UnsupportedError, lambda: torch.autograd.grad(model(x).sum(), weight), "'0.weight'", "backward()"
+        ),
+        *said(RuntimeError, lambda: adds(x, total), "in place", "x = x + y"),
+        *said(RuntimeError, lambda: ours(Saves(4, 4))(x), "'weight'", "state_dict()"),
+    ]
 
 
 class Tied(nn.Module):

@@ -31,7 +31,7 @@ def watch_a_training(reshard_after_forward: bool | None) -> list[str]:
     versions: dict[str, list[int]] = {}
 
     def see(name: str, module: nn.Linear, *_: Any) -> None:
-        assert type(module.weight) is nn.Parameter and not isinstance(module.weight, DTensor), name
+        assert isinstance(module.weight, nn.Parameter) and not isinstance(module.weight, DTensor), name
         whole.setdefault(name, []).append(module.weight)
         versions.setdefault(name, []).append(module.weight._version)
 

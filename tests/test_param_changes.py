@@ -5,9 +5,12 @@ The oracle is an unsharded model on the batches of both ranks, or the same chang
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import models
-from hwfsdp import MixedPrecisionPolicy, StateError, fully_shard
+from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
 from test_warnings import Messages, caught, other_than
@@ -222,6 +225,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "copy": lambda weight: weight.copy_(torch.arange(30.0).view(5, 6)),
     "through detach": lambda weight: weight.detach().zero_(),
     "foreach": lambda weight: torch._foreach_mul_([weight], 3.0),
+    "data": lambda weight: weight.data[:2].mul_(2.0),
+    "another data": lambda weight: setattr(weight, "data", weight.data * 2),
+    "parameters from a vector": lambda weight: nn.utils.vector_to_parameters(torch.ones(30), [weight]),
 }
 
 
@@ -287,6 +293,114 @@ def writes_before_an_optimizer_step_are_kept_and_later_ones_are_said_to_be_lost(
     return wrong if torch.equal(whole(module), plain.weight) else [*wrong, str(whole(module))]
 
 
+@two.finds([])
+def data_that_is_read_after_an_optimizer_step_is_not_said_to_be_lost() -> Messages:
+    module = ours(linear())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    forwards(module)
+    optimizer.step()
+    with caught() as messages:
+        assert torch.equal(module.weight.data, linear().weight)
+        module.reshard()
+    return messages
+
+
+class Normalized(nn.Linear):
+    """A module that writes to its weight in each forward, as older programs do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = nn.functional.normalize(self.weight)
+        return super().forward(x)
+
+
+@two.finds([])
+def a_forward_may_write_through_data_in_each_step() -> list[str]:
+    results = []
+    for way in (ours, lambda module: module):
+        torch.manual_seed(0)
+        module = way(Normalized(6, 5, bias=False))
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(3):
+            module(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(getattr(module.weight, "full_tensor", lambda weight=module.weight: weight)())
+    return [] if torch.allclose(*results) else [str(results)]
+
+
+class Logs(nn.Linear):
+    """A module that gives its weight to numpy in each forward. It writes there in the first one."""
+
+    writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.weight.detach().numpy()
+        if self.writes:
+            values[1] = 1.0
+        self.writes = False
+        return super().forward(x)
+
+
+def trained(module: Any, change: Callable[[Any], Any]) -> list[Tensor]:
+    """Return the parameters after steps before and after a change."""
+    for _ in range(2):
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(2):
+            module(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        change(module)
+    return [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+
+
+@two.finds([])
+def memory_that_numpy_has_is_not_freed_and_a_warning_says_so() -> Messages:
+    torch.manual_seed(0)
+    expected = trained(Logs(6, 5), lambda module: None)
+    torch.manual_seed(0)
+    with caught() as messages:
+        found = trained(ours(Logs(6, 5)), lambda module: None)
+    wrong = other_than(messages, ("'weight'", "keeps the memory", "numpy", "clone()"))
+    return wrong if all(map(torch.allclose, found, expected)) else [*wrong, f"{found} {expected}"]
+
+
+def swap(module: Any) -> None:
+    """Swap a parameter with a copy of it that is half as large."""
+    torch.utils.swap_tensors(module[1].weight, nn.Parameter(module[1].weight.detach() / 2))
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "to bf16 and back": lambda module: module[1].to(torch.bfloat16).float(),
+    "to_empty": lambda module: nn.init.ones_(module[1].to_empty(device="cpu").weight),
+    "another function": lambda module: module[1]._apply(lambda tensor: tensor * 2),
+    "swap": swap,
+}
+
+
+@two.finds([])
+def a_module_in_a_group_may_be_converted_after_the_first_forward() -> list[str]:
+    wrong = []
+    for name, change in CONVERSIONS.items():
+        for rows in (4, 5):  # 5 rows are padded
+            results = []
+            for way in (ours, lambda module: module):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, rows, bias=False))
+                results.append(trained(way(model), change))
+            if not all(map(torch.allclose, *results)):
+                wrong.append(f"{name}: {results}")
+    return wrong
+
+
+@two.finds((nn.Parameter, "data of parameter 'weight': expected a tensor of shape (5, 6); got (6,)."))
+def a_whole_parameter_is_copied_as_a_plain_one_and_keeps_its_shape() -> tuple[type, str]:
+    module = ours(linear())
+    module.unshard()
+    with pytest.raises(UsageError) as caught:
+        module.weight.data = torch.ones(6)
+    return type(copy.deepcopy(module.weight)), str(caught.value).split(" Change")[0]
+
+
 @two.finds([False] * 4)
 def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
     found = []
@@ -323,6 +437,26 @@ def after_a_forward_without_gradients_the_root_has_its_shards_and_clipping_sees_
 
 
 # --- Parameters that are replaced or deleted ---------------------------------------------------------------
+
+
+@two.finds([])
+def functional_call_may_get_the_models_own_parameters_in_each_step() -> list[str]:
+    wrong = []
+    for reshard in (True, False, None, 1):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model = copy.deepcopy(plain)
+        for module in (model[0], model):
+            ours(module, reshard_after_forward=reshard)
+        for _ in range(3):
+            for each in (plain, model):
+                each.zero_grad()
+                torch.func.functional_call(
+                    each, dict(each.named_parameters()), torch.ones(2, 6)
+                ).sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            wrong += [] if torch.allclose(p.grad, q.grad.full_tensor()) else [f"{reshard}: {q.grad}"]
+    return wrong
 
 
 def assign(module: nn.Module) -> None:
@@ -381,6 +515,153 @@ def max_norm_is_warned_of_by_name_and_takes_effect_on_the_ranks_own_rows() -> Me
     model[0].reshard()
     short = bool((whole(model[0]).norm(dim=1) < 1.001).all())
     return other_than(messages, ("'weight'", "Embedding", "max_norm=1.0")) + ([] if short else ["long"])
+
+
+# --- Several changes in one iteration ------------------------------------------------------------------------
+
+
+@two.finds(True)
+def a_step_is_not_undone_by_memory_that_numpy_has() -> bool:
+    module: Any = ours(linear())
+    module.set_keep_unsharded_storage(True)
+    module.unshard()
+    values = module.weight.detach().numpy()
+    module.set_keep_unsharded_storage(False)
+    module.reshard()
+    before = whole(module)
+    with torch.no_grad():
+        module.weight.sub_(1.0)
+    module.set_keep_unsharded_storage(False)
+    module.unshard()
+    module.reshard()
+    return bool(values.shape == (5, 6)) and torch.equal(whole(module), before - 1.0)
+
+
+@two.finds([])
+def data_that_was_only_read_does_not_undo_a_change_of_the_shard() -> Messages:
+    module: Any = ours(linear())
+    shard, before = module.weight, whole(module)
+    with caught() as messages:
+        module.unshard()
+        assert module.weight.data.shape == (5, 6)
+        with torch.no_grad():
+            shard.sub_(1.0)
+        module.reshard()
+    return messages if torch.equal(whole(module), before - 1.0) else ["the change is lost"]
+
+
+@two.finds([])
+def the_step_of_another_models_optimizer_does_not_lose_writes() -> Messages:
+    module: Any = ours(linear())
+    other: Any = ours(linear())
+    for params in (nn.Linear(2, 2).parameters(), other.parameters()):
+        optimizer, before = torch.optim.SGD(params, 0.1), whole(module)
+        with caught() as messages:
+            module.unshard()
+            optimizer.step()
+            with torch.no_grad():
+                module.weight.add_(1.0)
+            module.reshard()
+        if messages or not torch.equal(whole(module), before + 1.0):
+            return [*messages, "the write is lost"]
+    return []
+
+
+@two.finds([])
+def a_conversion_of_a_whole_module_is_said_to_change_only_values() -> Messages:
+    module: Any = ours(nn.Sequential(nn.Linear(4, 4, bias=False)))
+    module.unshard()
+    with caught() as messages:
+        module[0].to(torch.bfloat16)
+    module.reshard()
+    module[0].to(torch.bfloat16)
+    wrong = other_than(messages, ("'0.weight'", "stays torch.float32", "call reshard()"))
+    return (
+        wrong if module(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 else ["not converted"]
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+@two.finds(True)
+def a_tied_parameter_is_at_all_its_places_after_a_load_that_assigns() -> bool:
+    torch.manual_seed(0)
+    model: Any = ours(Tied())
+    tokens = torch.arange(3)
+    expected = model(tokens).detach()
+    model.load_state_dict(model.state_dict(), assign=True)
+    return torch.equal(model(tokens), expected) and model.head.weight is model.embed.weight
+
+
+@two.finds(True)
+def a_local_part_may_define_its_gather_after_the_first_forward() -> bool:
+    module: Any = ours(linear())
+    x = torch.ones(2, 6)
+    module(x).sum().backward()
+    expected = x @ whole(module).T / 2
+    local = module.weight.to_local()
+
+    def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+    local = module.weight._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (
+        lambda mesh: ((rows_of(module) * 0.5,), None)
+    ), after
+    module.load_state_dict(module.state_dict())  # takes over what is registered
+    return torch.allclose(module(x), expected)
+
+
+def rows_of(module: Any) -> Tensor:
+    """Return this rank's rows, padded as the gather needs them."""
+    local = module.weight._local_tensor
+    return torch.cat([local.as_subclass(Tensor), local.new_zeros(3 - len(local), 6)])
+
+
+# --- After an error ------------------------------------------------------------------------------------------
+
+
+@two.finds(7.0)
+def a_gather_that_was_refused_is_not_used_later() -> float:
+    module: Any = ours(linear())
+    with torch.no_grad():
+        module(torch.ones(1, 6))
+    shard = module.weight
+    module.weight = nn.Parameter(torch.zeros(5, 6))
+    with pytest.raises(StateError, match="sharded parameter"):
+        module.unshard()
+    module.weight = shard
+    with torch.no_grad():
+        shard.fill_(7.0)
+    module.unshard()
+    found = module.weight.detach().unique().item()
+    module.reshard()
+    return float(found)
+
+
+@two.finds([True, True])
+def a_parameter_without_memory_refuses_reads_also_after_an_error() -> list[bool]:
+    module: Any = ours(linear())
+    module.unshard()
+    whole_weight = module.weight
+    module.reshard()
+    refuses = []
+    for place in ("core.param.allocate", "features.group.watch"):
+        with mock.patch(f"hwfsdp.{place}", side_effect=MemoryError), pytest.raises(MemoryError):
+            module.unshard()
+        module.reshard()
+        with pytest.raises(StateError, match="freed"):
+            whole_weight.sum()
+        refuses.append(whole_weight.untyped_storage().nbytes() == 0)
+    return refuses
 
 
 test_on_two_ranks = two.test()

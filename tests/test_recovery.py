@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import broken
 import models
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from hwfsdp import (
     CPUOffloadPolicy,
     FSDPCommContext,
+    MixedPrecisionPolicy,
     StateError,
     UsageError,
     core,
@@ -30,6 +33,7 @@ from hwfsdp import (
     launch,
     record,
 )
+from hwfsdp.features.lookup import checked_state
 from oracles import cpu_mesh, ours, wrap
 from together import Together
 
@@ -86,7 +90,7 @@ def test_iterations_after_exceptions_are_right_with_whole_or_smaller_shards_repl
 
 
 @two.finds(True)
-def a_root_of_the_heart_refuses_modules_of_the_package() -> bool:
+def a_root_of_the_core_refuses_modules_of_the_package() -> bool:
     model = nn.Sequential(nn.Linear(8, 8))
     fully_shard(model[0])
     core.fully_shard(model)
@@ -217,6 +221,47 @@ def shards_initialized_after_a_forward_are_kept() -> float:
     init_shards(model, lambda fqn, row, generator: row.fill_(7.0), seed=0)
     model.reshard()
     return float(min(p.full_tensor().min() for p in model.parameters()))
+
+
+@two.finds([0, 0])
+def a_forward_that_could_not_begin_is_not_in_the_order_of_forwards() -> list[int]:
+    with torch.device("meta"):
+        module: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(StateError, match="meta device"):
+        module(torch.ones(1, 4))
+    state = checked_state(module, "")
+    return [len(state.comm_ctx.post_forward_order), len(state.lent)]
+
+
+@two.finds([True, True])
+def backwards_that_belong_together_keep_the_results_of_one_backward() -> list[bool]:
+    """Count the results of reduce-scatters that are alive, with `set_is_last_backward(False)`."""
+    held: list[StorageWeakRef] = []
+    hold = FSDPCommContext.hold
+
+    def watched(context: FSDPCommContext, tensor: Tensor, stream: Any) -> None:
+        held.append(StorageWeakRef(tensor.untyped_storage()))
+        hold(context, tensor, stream)
+
+    found = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))}, {}):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, mp_policy=policy, **options)  # type: ignore[call-overload]
+            layer.set_all_reduce_hook(lambda grad: None)
+        fully_shard(model, mp_policy=policy, **options)  # type: ignore[call-overload]
+        model.set_is_last_backward(False)
+        held.clear()
+        alive = []
+        with mock.patch.object(FSDPCommContext, "hold", watched):
+            for _ in range(4):
+                model(torch.ones(1, 4)).float().sum().backward()
+                alive.append(sum(not storage.expired() for storage in held))
+            model.set_is_last_backward(True)
+            model(torch.ones(1, 4)).float().sum().backward()
+        found.append(len(held) == 15 and alive[1] == alive[2] == alive[3])
+    return found
 
 
 test_on_two_ranks = two.test()

@@ -20,7 +20,7 @@ import hwfsdp
 import models
 from hwfsdp import explain, fully_shard, init_shards, launch
 from hwfsdp.compat import fake_process_group
-from hwfsdp.core.ranks import default_mesh
+from hwfsdp.core.mesh import default_mesh
 from hwfsdp.layout.blueprint import on_paper
 from hwfsdp.layout.init_shards import generator_of
 from oracles import (

@@ -6,6 +6,7 @@ tests/course/test_workbook.py compares the files of the course with its manifest
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -40,7 +41,7 @@ MIXED = [
     "core.sharding.chunk_extent",
     "core.param.FSDPParam.shard",
     "core.param.FSDPParam.to_sharded",
-    "core.form.free",
+    "core.layout.free",
 ]
 
 
@@ -91,7 +92,9 @@ def test_signatures_of_the_course_match_python():
                 parameters = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
                 assert [p for p in parameters if p not in text] == []
             elif kind in ("property", "attribute"):
-                assert isinstance(found, property) == (kind == "property"), name.name
+                assert isinstance(found, property | functools.cached_property) == (
+                    kind == "property"
+                ), name.name
 
 
 def test_what_helps_is_explained_in_a_line():

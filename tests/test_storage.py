@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hwfsdp.core.form import allocate, free
+from hwfsdp.core.layout import allocate, free
 
 
 def test_a_change_of_size_is_one_resizing_and_no_change_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ LOSSES: dict[str, Case] = {  # the cases that FSDP2 computes, and more
     "jvp of jvp": lambda m, x: mean(*jvp(lambda x: jvp(m, (x,), (x + 1,))[1], (x,), (x + 2,))),
     "jvp: in place": lambda m, x: mean(*jvp(functools.partial(in_place, m), (x,), (x + 1,))),
     "jvp: two backwards": twice,
+    "vmap: in chunks": lambda m, x: mean(vmap(m, chunk_size=2)(x)),
     "vmap": lambda m, x: mean(vmap(m)(x)),
     "vmap: input with gradient": lambda m, x: mean(vmap(m)(x.requires_grad_())),
     "vmap: scalars": lambda m, x: vmap(lambda x: mean(m(x)))(x).mean(),
@@ -154,7 +155,7 @@ def wrong(
 two = Together(2)
 two.add("losses", functools.partial(wrong, gradients, LOSSES, None), [])
 two.add("values", functools.partial(wrong, values, VALUES, None), [])
-for reshard in (True, False):  # fewer cases, because each takes time
+for reshard in (True, False, 1):  # fewer cases, because each takes time
     few = {name: LOSSES[name] for name in [*LOSSES][1::5]}
     two.add(f"losses, {reshard=}", functools.partial(wrong, gradients, few, reshard), [])
 

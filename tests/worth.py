@@ -70,7 +70,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → (modules, files of tests), bot
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (
-        "layout/*.py core/form.py core/sharding.py core/ranks.py features/layouts.py features/smaller_mesh.py",
+        "layout/*.py core/layout.py core/sharding.py core/mesh.py features/layouts.py features/post_forward_mesh.py",
         "core/test_core.py test_layout.py test_explain.py test_sharding.py test_start.py test_hsdp.py test_resharding.py"
         " test_tensor_parallel.py test_plot_layouts.py test_groups.py test_misuse.py checkpoint/test_boxes.py"
         " checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",

@@ -47,15 +47,15 @@ from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, 
 # hwfsdp.core.param
 #     attribute  FSDPParam.layout: Layout
 #                  how it is cut.
-#     attribute  FSDPParam.home: Home
+#     attribute  FSDPParam.memory: ShardMemory
 #                  where its shard lives.
 #     attribute  FSDPParam.local_numel
 #     attribute  FSDPParam.padded_numel
 #     attribute  FSDPParam.padded_shard: Tensor
 #                  [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
-#     method     Home.keep(shard: Tensor) -> Tensor
-#                  Return `shard`, or a copy of it in the place where shards live.
-# hwfsdp.core.form
+#     method     ShardMemory.place(shard: Tensor) -> Tensor
+#                  Return `shard`, or a copy of it in this memory.
+# hwfsdp.core.layout
 #     attribute  Layout.local_shape
 #                  the shape of this rank's part.
 #     attribute  Layout.padded_shape
@@ -107,18 +107,19 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
 
 
 class FSDPParam:
-    """A parameter of the model, with its shard and its memory when whole.
+    """A parameter of the model, with its shard and its memory when whole. Extension point.
 
     Attributes:
-        fqn: fully qualified name from the root module, or from the given module until there is a root. places: where it is registered.
-        layout: how it is cut. form: how it travels. home: where its shard lives.
+        name: its name from the root module, or from the given module until there is a root. places: where it is registered.
+        layout: how it is cut. memory: where its shard lives.
         dtypes: see `precision.Dtypes`.
         state: the form that is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
+        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
+            the first gather.
         accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
-        keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ class FSDPParam:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
         The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
-        padding and are in their `home`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
+        padding and are in `memory`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
         `padded_shard` as its memory.
         """
         # TODO(13)

@@ -278,7 +278,7 @@ def _sentence_of_wait(parting: _Parting, by_rank: dict[int, Report]) -> str:
         return "; ".join([text, *(f"{_doing(report)} after it had called that" for report in left)]) + "."
     if silent:
         return f"{text}; nothing is known of {_ranks(silent)} there."
-    return f"{text}, which all of its ranks called alike: what moves the bytes is slow, or lost a rank, or the error below says more."
+    return f"{text}, which all of its ranks called with the same name and size: what moves the bytes is slow, or lost a rank, or the error below says more."
 
 
 def _ranks(ranks: Sequence[int]) -> str:

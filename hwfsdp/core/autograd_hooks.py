@@ -5,7 +5,8 @@ Pre-backward is a hook on the tensors that the module returned, because the modu
 Post-backward is a hook on the inputs of the module. If one input needs a gradient, the module gets a view of this input, and the
 node of the view has the hook. If several inputs need one, they pass through one autograd function, so that autograd calls once
 for all of them. In both cases, the node with the hook is older than the module's own nodes. Autograd runs a ready node that adds a
-gradient to a parameter first, and younger nodes before older nodes. So the parameters have their gradients when the hook runs.
+gradient to a parameter first, and younger nodes before older nodes. So usually the parameters have their gradients when the
+hook runs. For late ones, see `state`, Note [Groups without an input gradient].
 
 Note [Views as outputs]
     A module may return a view, `out = h.view(…)`, and its caller may change this view in place, `out += x`. Then `out` and its

@@ -21,8 +21,8 @@ Note [Why flat buffers outlive their use]
     memory:
 
     - The copy stream owns the buffer of a gather. A copy-out ends with a wait of the copy stream for compute, and then we drop the
-      buffer. This costs no overlap, because the next gather was issued before the copy-out. Other memory that a form makes on the
-      copy stream is safe, too, if compute reads it before this wait.
+      buffer. This costs no overlap, because the next gather was issued before the copy-out. Other memory that a parameter makes
+      on the copy stream is safe, too, if compute reads it before this wait.
     - The compute stream owns the input of a reduction. We keep the input until the compute stream has waited for the reduction.
     - Whole parameters are allocated, read and freed on the compute stream only.
     - The reduce-scatter stream owns the gradients of shards (with one rank and no cast, the compute stream does). Before each
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from hwfsdp.core import compat
 from hwfsdp.core.observer import made, moment
-from hwfsdp.core.ranks import Transport
+from hwfsdp.core.mesh import Transport
 from hwfsdp.core.sharding import chunk_length, padded_local_numel
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
 
@@ -51,7 +51,7 @@ _chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every s
 # --- Parameters: copy-in, all-gather, copy-out ---------------------------------------------------------------
 
 
-class Gathered(NamedTuple):
+class Gathering(NamedTuple):
     """A gather in flight.
 
     Attributes:
@@ -67,7 +67,7 @@ class Gathered(NamedTuple):
 
 def all_gather(
     shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], transport: Transport, streams: StreamSet
-) -> Gathered:
+) -> Gathering:
     """Start the all-gather of a list of padded shards; return before it is done.
 
     Args:
@@ -88,7 +88,7 @@ def all_gather(
         with streams.all_gather.run():
             if ranks.size > 1:
                 streams.all_gather.add(transport.all_gather(flat, part, streams.all_gather.is_host))
-        return Gathered(flat.view(ranks.size, -1), sizes, streams.all_gather.record())
+        return Gathering(flat.view(ranks.size, -1), sizes, streams.all_gather.record())
 
 
 def copy_in(
@@ -101,7 +101,7 @@ def copy_in(
     """
     if part.dtype == torch.uint8:
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    if all(s.dtype == part.dtype and s.device == part.device for s in shards):
+    if all([s.dtype == part.dtype and s.device == part.device for s in shards]):
         torch.cat(list(shards), out=part)
     else:
         compat.copy_each(part.split(list(sizes)), shards)
@@ -118,7 +118,7 @@ def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> No
     """
     if flat.dtype == torch.uint8:
         wholes = [whole.view(torch.uint8) for whole in wholes]
-    if all(whole.is_contiguous() for whole in wholes):
+    if all([whole.is_contiguous() for whole in wholes]):
         rows = [whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes]
         torch.split_with_sizes_copy(flat, sizes, dim=1, out=rows)
     else:
@@ -184,7 +184,7 @@ def reduce_scatter(
         The reduction in flight. When it is done, `result` has this rank's padded chunks of all gradients, end to end, in `dtype`.
     """
     ranks, is_host = transport.ranks, streams.reduce_scatter.is_host
-    numel = sum(_chunk_numel(grad.shape, ranks.size) for grad in grads)
+    numel = sum([_chunk_numel(grad.shape, ranks.size) for grad in grads])
     flat = made(transport.allocate("reduce_scatter", ranks.size * numel, dtype))
     with moment("copy_in", transport, "compute", grads, (flat,)):
         copy_in_grads(grads, flat.view(ranks.size, numel), is_host)

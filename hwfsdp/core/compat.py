@@ -1,5 +1,5 @@
-"""Private parts of torch that the heart needs. No other module of the heart uses private parts of torch, except
-`wrap`: its class overrides `nn.Module._apply`.
+"""Private parts of torch that the core needs. No other module of the core uses private parts of torch, except
+`api`: its class overrides `nn.Module._apply`.
 
 Supported: torch 2.11 to 2.15.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -75,7 +76,8 @@ def no_autograd() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _no_transforms() -> Iterator[None]:
-    with torch._C._DisableFuncTorch(), torch.no_grad():
+    # nn.Parameter(DTensor) calls requires_grad_, which transforms forbid
+    with torch._C._DisableFuncTorch(), torch.no_grad(), enable_inplace_requires_grad(True):
         yield
 
 
@@ -113,12 +115,12 @@ def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
 
 
 def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_later: bool) -> None:
-    """Make the backward that begins leave gradients in the dtype `reduce`. None: do not cast them.
+    """Make the backward that begins leave gradients in the dtype `reduce`. None: do not cast them. Needs `REDUCES_IN_GRAD_DTYPE`.
 
     With `cast_later`, gradients with fewer bits keep their dtype until they are copied in or added up. But gradients of a DTensor
     are cast at once, because they may be reduced before that.
     """
-    if REDUCES_IN_GRAD_DTYPE and unsharded is not None and unsharded.requires_grad:
+    if unsharded is not None and unsharded.requires_grad:
         fewer = reduce is not None and unsharded.dtype.itemsize < reduce.itemsize
         unsharded.grad_dtype = None if cast_later and fewer and not isinstance(unsharded, DTensor) else reduce
 
@@ -141,8 +143,8 @@ def cat_chunks(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> bool:
     A device has one kernel that pads and casts. The host does this quickly only if there is nothing to pad or cast.
     """
     dtypes, ranks = {grad.dtype for grad in grads}, flat.shape[0]
-    nothing_to_do = dtypes == {flat.dtype} and all(grad.shape[0] % ranks == 0 for grad in grads)
-    one_kind = len(dtypes) == 1 and all(grad.is_contiguous() and grad.numel() for grad in grads)
+    nothing_to_do = dtypes == {flat.dtype} and all([grad.shape[0] % ranks == 0 for grad in grads])
+    one_kind = len(dtypes) == 1 and all([grad.is_contiguous() and grad.numel() for grad in grads])
     if quick := one_kind and (nothing_to_do or not on_host):
         torch._chunk_cat(list(grads), 0, ranks, out=flat)
     return quick

@@ -1,4 +1,5 @@
-"""Shared by groups: streams, buffers in flight on them, and the order in which groups are gathered ahead.
+"""Shared by groups: streams, buffers in flight on them, and the order in which groups are gathered ahead. Shared by the states below
+one root: their place in an iteration.
 
 Note [What to gather next]
     Forward. Groups run in the order in which they ran last time, unless the model takes another path. So each forward notes the
@@ -15,17 +16,19 @@ Note [What to gather next]
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from hwfsdp.core.observer import moment
-from hwfsdp.core.ranks import Transport
-from hwfsdp.core.streams import Stream, StreamEvent, streams_for
+from hwfsdp.core.mesh import Transport
+from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, stream_maker
 
 if TYPE_CHECKING:
     from hwfsdp.core.group import ParamGroup
+    from hwfsdp.core.state import FSDPState
 
 
 class InFlight(NamedTuple):
@@ -39,7 +42,8 @@ class InFlight(NamedTuple):
 class FSDPCommContext:
     """The streams and buffers that the groups of a model share. Their gathers run one after the other, and so do their reductions.
 
-    Several models may share one context.
+    Each call of `fully_shard` makes a context. The root's takes the place of all others, so only one makes streams. Several models
+    may share one context.
 
     Args:
         device_type: the device type of the mesh, for example "cuda".
@@ -52,12 +56,22 @@ class FSDPCommContext:
     """
 
     def __init__(self, device_type: str) -> None:
-        self.streams = streams = streams_for(device_type)
-        self.all_gather_stream, self.reduce_scatter_stream = streams.all_gather, streams.reduce_scatter
+        self._make_streams = stream_maker(device_type)
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
         self.reducing: deque[InFlight] = deque()
-        self._held: dict[Stream, list[Tensor]] = {}
+
+    @functools.cached_property
+    def streams(self) -> StreamSet:
+        return self._make_streams()
+
+    @property
+    def all_gather_stream(self) -> Stream:
+        return self.streams.all_gather
+
+    @property
+    def reduce_scatter_stream(self) -> Stream:
+        return self.streams.reduce_scatter
 
     # --- the order of forwards ---
 
@@ -83,13 +97,9 @@ class FSDPCommContext:
 
     # --- what is in flight (`collectives`, Note [Why flat buffers outlive their use]) ---
 
-    def keep_until_reduced(self, reduction: InFlight) -> None:
-        """Keep the input of a reduction that was just started, until compute has waited for it."""
-        self.reducing.append(reduction)
-
-    def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor until the iteration is over. Its end waits for the work on this stream. For features: the heart holds nothing."""
-        self._held.setdefault(stream, []).append(tensor)
+    def keep_until_reduced(self, flat: Tensor, done: StreamEvent, transport: Transport) -> None:
+        """Keep the input of a reduction that was just started, until compute has waited for `done`."""
+        self.reducing.append(InFlight(flat, done, transport))
 
     def wait_for_reductions(self, leave: int = 0) -> None:
         """Make compute wait for the oldest reductions in flight, until at most `leave` of them are left."""
@@ -107,9 +117,6 @@ class FSDPCommContext:
         """Make compute wait for all reductions, and drop their buffers. The optimizer comes next."""
         self.wait_for_reductions()
         self.settle()
-        for stream in self._held:
-            self.streams.compute.wait(stream.record())
-        self._held.clear()
 
 
 class ForwardOrder:
@@ -119,11 +126,15 @@ class ForwardOrder:
         self._last: list[ParamGroup] = []
         self._current: list[ParamGroup] = []
 
-    def enter(self, group: ParamGroup) -> list[ParamGroup]:
+    def begin(self) -> None:
+        """Begin a forward. If the last one did not finish, its order is forgotten."""
+        self._current = []
+
+    def note_and_predict(self, group: ParamGroup) -> list[ParamGroup]:
         """Record that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
 
         If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another
-        path; guess nothing until the paths agree again.
+        path; predict nothing until the paths agree again.
         """
         place = len(self._current)
         self._current.append(group)
@@ -132,8 +143,33 @@ class ForwardOrder:
 
     def finish(self) -> None:
         """End this forward. The next forward is expected to take the same path."""
-        self._last, self._current = self._current, []
+        self._last = self._current
 
-    def forget(self) -> None:
-        """Drop this forward. The next forward is expected to take the path of the last complete one."""
-        self._current = []
+
+class RootContext:
+    """The data that the states below one root share.
+
+    Attributes:
+        states: the states of all modules below the root, in `named_modules` order; empty until a root is found.
+        forward_root: the state of the outermost running forward; None between forwards. Not always the root: a part
+            of the model may be called by itself.
+        forwards_before: the length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
+            waits for its backward.
+        guessed: groups that were gathered ahead in this forward. If unused, they are stale after the next optimizer step.
+        is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
+        finish_queued: if True, autograd will call `finish_backward` at the end of the running backward.
+        backwards: the number of backwards that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[FSDPState] = []
+        self.forward_root: FSDPState | None = None
+        self.forwards_before = 0
+        self.guessed: list[ParamGroup] = []
+        self.is_last_backward = True
+        self.finish_queued = False
+        self.backwards = 0
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [group for state in self.states for group in state.groups]

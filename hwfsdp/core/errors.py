@@ -1,4 +1,4 @@
-"""The errors of the heart.
+"""The errors of the core.
 
 Every error of this package is an `FSDPError`. Its message answers three questions: what was expected, what came instead, and
 what to do. Each class also derives from the built-in exception that a caller would think of first.
@@ -13,7 +13,7 @@ class FSDPError(Exception):
     """Base of this package's errors.
 
     Args:
-        subject: the subject of the message: a call, a parameter's fqn, a rank.
+        subject: the subject of the message: a call, a parameter's name, a rank.
         expected, got, remedy: the three answers; also kept as attributes.
     """
 

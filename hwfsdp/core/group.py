@@ -9,42 +9,44 @@ to do these things, but not when to do them:
     reshard          put the shards back, free the whole parameters      (after forward and after backward)
     reduce           average the gradients into the shards' gradients                      (after backward)
 
-`state` decides when, with the group's switches (`reshard_after_forward`, for example). Groups of one model share an `FSDPCommContext`.
+`state` decides when, with the group's settings (`reshard_after_forward`, for example). Groups of one model share an `FSDPCommContext`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hwfsdp.core import collectives
-from hwfsdp.core.collectives import Gathered, Mean, Reducing
-from hwfsdp.core.compat import accept_grads, no_autograd
-from hwfsdp.core.context import FSDPCommContext, InFlight
+from hwfsdp.core import collectives, compat
+from hwfsdp.core.collectives import Gathering, Mean, Reducing
+from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam, ShardedState
-from hwfsdp.core.ranks import ShardMesh, Transport
+from hwfsdp.core.mesh import ShardMesh, Transport
 from hwfsdp.core.streams import StreamEvent
+
+if TYPE_CHECKING:
+    from hwfsdp.core.context import FSDPCommContext
 
 
 class Reducer:
-    """What a reduction of a group's gradients computes: which mean, and what follows the reduce-scatter (divide, add). Seam.
+    """What a reduction of a group's gradients computes: which mean, and what follows the reduce-scatter (divide, add). Extension point.
 
     Attributes:
-        group: the group of these gradients.
+        group: the group of these gradients, which sets it.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
+    group: ParamGroup
 
     def mean(self, dtype: torch.dtype) -> Mean:
         """Return the steps of a mean in this dtype; see `collectives.mean_over`."""
         return collectives.mean_over(self.group.mesh.size, dtype)
 
-    def stand_in(self, param: FSDPParam) -> Tensor | None:
+    def zeros_for(self, param: FSDPParam) -> Tensor | None:
         """Return the gradient to reduce for a parameter that got none. None: reduce nothing for it.
 
         Return None only if the parameter has no gradient on any rank. Otherwise the ranks wait for each other forever.
@@ -66,10 +68,10 @@ class Reducer:
 
 
 class ParamGroup:
-    """Parameters that travel together.
+    """Parameters that travel together. Extension point.
 
     Attributes:
-        fqn: the name of the group's module, for errors, traces and pictures. module_fqn: the same, except that the root has "".
+        name: the name of the group's module, for errors, traces and pictures; the root's is its class.
         params: the parameters, in their order in the flat buffers.
         mesh: the ranks over which they are sharded. comm_ctx: shared by the model's groups; it has the streams, for example.
         transport: moves the group's bytes. reducer: reduces its gradients.
@@ -78,72 +80,78 @@ class ParamGroup:
         reshard_after_backward: if True, free them after backward; if False, they stay whole for the next micro-batch.
         reduce_grads: if True, each backward reduces gradients; if False, they add up in the whole parameters' gradients.
         unshard_in_backward: False for a group whose backward needs no parameters, such as an embedding.
+        is_unsharded: True if the modules have the whole parameters.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext) -> None:
-        self.fqn = self.module_fqn = ""
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[FSDPParam],
+        mesh: ShardMesh,
+        comm_ctx: FSDPCommContext,
+        transport: Transport,
+        reducer: Reducer,
+    ) -> None:
         self.params = list(params)
         self.mesh, self.comm_ctx = mesh, comm_ctx
-        self.transport = Transport(mesh.shard, mesh.device)
-        self.reducer = Reducer(self)
+        self.transport, self.reducer = transport, reducer
+        reducer.group = self
+        self.rename(name)
+        self.is_unsharded = False
         self.reshard_after_forward: bool | None = True
         self.reshard_after_backward = self.reduce_grads = self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
-        self._gathered: Gathered | None = None
+        self._gathering: Gathering | None = None
 
-    def rename(self, fqn: str, module_fqn: str) -> None:
-        """Set the group's names, once the root of the model is known."""
-        self.fqn = self.transport.fqn = fqn
-        self.module_fqn = self.transport.module_fqn = module_fqn
-
-    @property
-    def is_unsharded(self) -> bool:
-        """True if the modules have the whole parameters."""
-        return self.params[-1].state is ShardedState.UNSHARDED  # `copy_out` comes to this parameter last
+    def rename(self, name: str) -> None:
+        """Set the group's name, again once the root of the model is known."""
+        self.name = self.transport.name = name
 
     # --- parameters ---
 
     @property
     def gather_transport(self) -> Transport:
-        """The transport of the next gather. Seam: in a backward it may reach other ranks than in a forward."""
+        """The transport of the next gather. In a feature, it may depend on the state: in a backward it may reach other ranks than in a forward."""
         return self.transport
 
     def unshard(self) -> None:
         """Start the gather of the parameters; return before it is done. Do nothing if they are whole, or if a gather is in flight."""
-        if self._gathered is not None or self.is_unsharded:
+        if self._gathering is not None or self.is_unsharded:
             return
         with no_autograd():
             streams = self.comm_ctx.streams
             with streams.copy.run():
-                shards = [shard for param in self.params for shard in param.form.inputs()]
-            dtypes = [dtype for param in self.params for dtype in param.form.dtypes]
-            self._gathered = collectives.all_gather(shards, dtypes, self.gather_transport, streams)
+                inputs = [each for param in self.params for each in param.gather_inputs()]
+            shards, dtypes = zip(*inputs, strict=True)
+            self._gathering = collectives.all_gather(shards, dtypes, self.gather_transport, streams)
 
     def wait_for_gather(self) -> None:
         """Make compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
-        if self._gathered is not None:
-            self.comm_ctx.streams.compute.wait(self._gathered.done)
+        if self._gathering is not None:
+            self.comm_ctx.streams.compute.wait(self._gathering.done)
 
     def copy_out(self) -> None:
         """Copy the gathered data into the modules' parameters, which are whole afterwards. Do nothing if no gather is in flight.
 
         Before this call, compute has waited for the gather.
         """
-        if self._gathered is None:
+        if self._gathering is None:
             return
         with no_autograd():
-            gathered, self._gathered = self._gathered, None
-            wholes = [memory for param in self.params for memory in param.form.outputs()]
-            with moment("copy_out", self.transport, "compute", (gathered.flat,), wholes):
-                collectives.copy_out(gathered.flat, gathered.sizes, wholes)
+            gathering, self._gathering = self._gathering, None
+            wholes = [memory for param in self.params for memory in param.allocate_whole()]
+            with moment("copy_out", self.transport, "compute", (gathering.flat,), wholes):
+                collectives.copy_out(gathering.flat, gathering.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
+            self.is_unsharded = True
             # `to_unsharded` may have read other memory of the copy stream, too, such as an extension's metadata
             self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())
 
     def reshard(self) -> None:
         """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""
+        self.is_unsharded = False
         with no_autograd():
             for param in self.params:
                 if param.state is not ShardedState.SHARDED:
@@ -151,9 +159,9 @@ class ParamGroup:
 
     def drop_gather(self) -> None:
         """Forget an unused gather. Its buffer is reused only after the gather is done."""
-        if self._gathered is not None:
-            self.comm_ctx.streams.copy.wait(self._gathered.done)
-            self._gathered = None
+        if self._gathering is not None:
+            self.comm_ctx.streams.copy.wait(self._gathering.done)
+            self._gathering = None
 
     def post_forward(self) -> None:
         """Free the parameters after the group's forward, or keep them for the backward."""
@@ -164,14 +172,14 @@ class ParamGroup:
 
     def expect_grads(self) -> None:
         """Set the dtype of the gradients that the coming backward leaves."""
-        for param in self.params:
+        for param in self.params if compat.REDUCES_IN_GRAD_DTYPE else ():
             cast_later = self.reduce_grads or param.has_unreduced_grad
-            accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
+            compat.accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
 
     @property
     def has_late_gradients(self) -> bool:
         """True if the group still has gradients that a backward should have reduced."""
-        return self.reduce_grads and any(param.has_unreduced_grad for param in self.params)
+        return self.reduce_grads and any([param.has_unreduced_grad for param in self.params])
 
     def post_backward(self) -> None:
         """Free the whole parameters after the group's backward, and reduce the gradients or keep them for later.
@@ -180,7 +188,7 @@ class ParamGroup:
         gradients communicates nothing, so it must have no gradients on the other ranks, either.
         """
         with no_autograd():
-            with moment("post_backward_reshard", self):
+            with moment("take_and_free", self):
                 params, grads = self.take_grads() if self.reduce_grads else ([], [])
                 if self.reshard_after_backward:
                     self.reshard()
@@ -197,7 +205,7 @@ class ParamGroup:
         for param in self.params:
             grad = param.take_grad()
             if grad is None:
-                grad = self.reducer.stand_in(param)
+                grad = self.reducer.zeros_for(param)
             if grad is not None:
                 params.append(param)
                 grads.append(grad)
@@ -219,7 +227,7 @@ class ParamGroup:
                 grads, dtype, self.reducer.mean(dtype), self.transport, comm_ctx.streams
             )
             done = self.reducer.finish(params, reducing)
-            comm_ctx.keep_until_reduced(InFlight(reducing.flat, done, self.transport))
+            comm_ctx.keep_until_reduced(reducing.flat, done, self.transport)
 
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """Return the dtype in which to reduce these gradients. All have the same, because they lie in one buffer.
@@ -245,6 +253,10 @@ class ParamGroup:
                 result = result.to(dtypes[0])
             for (param, grad), dtype in zip(self.pieces(params, result), dtypes, strict=True):
                 param.add_sharded_grad(grad if grad.dtype == dtype else grad.to(dtype))
+
+    def wait_until_readable(self) -> None:
+        """Wait until other code may read the gradients."""
+        self.params[0].memory.wait_until_readable(self.comm_ctx.streams)
 
     def adopt_registered(self) -> None:
         """Take over parameters that were replaced on the modules; see `FSDPParam.adopt_registered`."""

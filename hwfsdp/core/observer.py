@@ -1,6 +1,6 @@
 """One slot for an instrument. It is empty by default.
 
-The heart names what it does: `with moment("copy_in", …)`. It does not know whether a recording, torch's profiler or nothing
+The core names what it does: `with moment("copy_in", …)`. It does not know whether a recording, torch's profiler or nothing
 listens. With an empty slot a moment costs one call and one test.
 
 | moment | of | when |
@@ -11,9 +11,9 @@ listens. With an empty slot a moment costs one call and one test.
 | forward_prefetch, backward_prefetch | group | the gather of another group is started ahead |
 | all_gather, copy_in, copy_out | transport | the three steps of a gather; `copy_in` of a reduction, too |
 | reduce_scatter, wait_for_reduction | transport | a reduction is started, or waited for |
-| post_backward_reshard, …_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
+| take_and_free, post_backward_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
 
-Subjects have `fqn`, the name of the parameter group, and `module_fqn`, the same name, except that the root has "".
+Subjects have `name`, the name of the parameter group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """An instrument. Seam."""
+    """An instrument. Extension point."""
 
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]

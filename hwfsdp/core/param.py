@@ -5,7 +5,7 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 - `sharded_param`, an `nn.Parameter` that is a DTensor, `Shard(0)`. It holds this rank's rows in the original dtype.
   Optimizers and state dicts see only this one.
 - `unsharded_param`, an `nn.Parameter` like the original one, in the compute dtype. Modules compute with this one. Its memory
-  comes and goes (`form`).
+  comes and goes (`layout`).
 
 | state     | registered on the modules | memory besides the shard      | left by        | to        |
 | --------- | ------------------------- | ----------------------------- | -------------- | --------- |
@@ -25,7 +25,7 @@ Note [Padding lives in the shard]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core import compat
 from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.core.errors import UsageError
-from hwfsdp.core.form import Form, Layout
+from hwfsdp.core.layout import Layout, allocate, free
 from hwfsdp.core.precision import MixedPrecisionPolicy, resolve_dtypes
 from hwfsdp.core.streams import StreamSet
 
@@ -59,52 +59,52 @@ class Place(NamedTuple):
         return self.module.get_parameter(self.name)
 
 
-class Home:
-    """The place where shards and their gradients live: here it is the device of the mesh. Seam."""
+class ShardMemory:
+    """The memory in which shards and their gradients live: here it is the device of the mesh. Extension point."""
 
-    def keep(self, shard: Tensor) -> Tensor:
-        """Return `shard`, or a copy of it in the place where shards live."""
+    def place(self, shard: Tensor) -> Tensor:
+        """Return `shard`, or a copy of it in this memory."""
         return shard
 
-    def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
-        """Return `grad`, or a copy in the place where gradients live. `used_at_once`: its elements are read right afterwards."""
+    def place_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
+        """Return `grad`, or a copy of it in this memory. `used_at_once`: its elements are read right afterwards."""
         return grad
 
-    def settle(self, streams: StreamSet) -> None:
-        """Wait until other code may read the gradients in their place. Called at the end of an iteration."""
+    def wait_until_readable(self, streams: StreamSet) -> None:
+        """Wait until other code may read the gradients. Called at the end of an iteration."""
 
 
 class FSDPParam:
-    """A parameter of the model, with its shard and its memory when whole.
+    """A parameter of the model, with its shard and its memory when whole. Extension point.
 
     Attributes:
-        fqn: fully qualified name from the root module, or from the given module until there is a root. places: where it is registered.
-        layout: how it is cut. form: how it travels. home: where its shard lives.
+        name: its name from the root module, or from the given module until there is a root. places: where it is registered.
+        layout: how it is cut. memory: where its shard lives.
         dtypes: see `precision.Dtypes`.
         state: the form that is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
+        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
+            the first gather.
         accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
-        keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
     """
 
     sharded_param: nn.Parameter
     padded_shard: Tensor
-    keeps_memory = False
+    gathered: Tensor | None = None
 
     def __init__(
         self,
         param: nn.Parameter,
         places: Sequence[Place],
-        fqn: str,
+        name: str,
         policy: MixedPrecisionPolicy,
         layout: Layout,
-        home: Home = Home(),
-        make_form: Callable[[FSDPParam], Form] = Form,
+        memory: ShardMemory = ShardMemory(),
     ) -> None:
-        self.fqn, self.places, self.policy = fqn, tuple(places), policy
-        self.layout, self.home, self._make_form = layout, home, make_form
+        self.name, self.places, self.policy = name, tuple(places), policy
+        self.layout, self.memory = layout, memory
         self.mesh = layout.mesh
         self.local_numel, self.padded_numel = torch.Size(layout.local_shape).numel(), layout.padded_numel
         self.state: Enum = ShardedState.SHARDED
@@ -113,7 +113,6 @@ class FSDPParam:
         self.shard(local_of(param), param.requires_grad)
         compat.inherit_grad_dtype(self.sharded_param, param)
         self.dtypes = resolve_dtypes(self.sharded_param, policy)
-        self.form = make_form(self)
         self.register(self.sharded_param)
 
     @property
@@ -132,23 +131,60 @@ class FSDPParam:
         """
         layout = self.layout
         rows = layout.own_rows(whole)
-        padded = self.home.keep(whole.new_zeros(layout.padded_shape))
+        padded = self.memory.place(whole.new_zeros(layout.padded_shape))
         front = padded.narrow(0, 0, rows.shape[0])
         front.copy_(rows)
         self.padded_shard = padded.view(-1)
         shard = layout.as_shard(front.view(layout.local_shape))
         self.sharded_param = nn.Parameter(shard, requires_grad=requires_grad)
 
+    # --- gathers ---
+
+    def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
+        """Return the tensors that this rank contributes to a gather, each 1D, and the dtype in which each is gathered.
+
+        Called on the copy stream.
+        """
+        return [(self.padded_shard, self.dtypes.compute)]
+
+    def allocate_whole(self) -> list[Tensor]:
+        """Allocate memory for the gathered data. Return, for each input, a view whose dim 0 counts the ranks; contents undefined.
+
+        It is the same storage each time, unless the compute dtype changed. The first call also makes the unsharded parameter.
+        """
+        if self.gathered is None or self.gathered.dtype != self.dtypes.compute:
+            layout, dtype = self.layout, self.dtypes.compute
+            with torch.inference_mode(False), torch.no_grad():
+                self.gathered = torch.empty(
+                    layout.mesh.size * layout.padded_numel, dtype=dtype, device=layout.mesh.device
+                )
+                alias = self.gathered.data[: layout.shape.numel()].view(layout.shape)
+                self.set_unsharded(alias)  # `layout`, Note [Writing without being noticed]
+                self._by_rank = layout.by_rank(self.gathered)
+                free(self.gathered)  # so that this first allocation is a resizing, too, which instruments see
+        allocate(self.gathered)
+        return [self._by_rank]
+
+    def set_unsharded(self, whole: Tensor) -> None:
+        """Make a new `unsharded_param` in the memory of `whole`, once per compute dtype."""
+        requires_grad = self.sharded_param.requires_grad
+        self.accumulated_grad = self.take_grad()  # of the parameter that is replaced
+        self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
+
+    def free_whole(self) -> None:
+        """Give back the memory of the whole parameter. A second call does nothing."""
+        if self.gathered is not None:
+            free(self.gathered)
+
     # --- transitions ---
 
     def to_unsharded(self) -> None:
         """SHARDED → UNSHARDED: the modules compute with the whole parameter from now on.
 
-        Before this call, a gather has filled `form.outputs()`. The parameter gets the `requires_grad` of `sharded_param`, which
-        the user may have changed.
+        Before this call, a gather has filled the memory of `allocate_whole`. The parameter gets the `requires_grad` of
+        `sharded_param`, which the user may have changed.
         """
-        self.form.finish()
-        assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before a gather"
+        assert self.unsharded_param is not None, f"{self.name}: to_unsharded before a gather"
         if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
             self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
         self.register(self.unsharded_param)
@@ -157,19 +193,13 @@ class FSDPParam:
     def to_sharded(self) -> None:
         """UNSHARDED → SHARDED: the modules have the shard again, and the memory of the whole parameter is free."""
         self.register(self.sharded_param)
-        self.form.free()
+        self.free_whole()
         self.state = ShardedState.SHARDED
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` the modules' parameter, at all places."""
         for module, name in self.places:
             compat.register_parameter(module, name, param)
-
-    def set_unsharded(self, whole: Tensor) -> None:
-        """Make a new `unsharded_param` in the memory of `whole`; its form calls this once per compute dtype."""
-        requires_grad = self.sharded_param.requires_grad
-        self.accumulated_grad = self.take_grad()  # of the parameter that is replaced
-        self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
 
     # --- gradients ---
 
@@ -215,7 +245,7 @@ class FSDPParam:
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)
         hooks = compat.post_accumulate_grad_hooks(dtensor)
-        grad = self.home.keep_grad(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
+        grad = self.memory.place_grad(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
         if dtensor.grad is None:
             dtensor.grad = compat.wrap_like(grad, dtensor)
         else:
@@ -237,14 +267,14 @@ class FSDPParam:
         """
         if self.state is not ShardedState.SHARDED:
             return
-        param, layout, before = self.places[0].registered(), self.layout, type(self.local)
+        param, layout = self.places[0].registered(), self.layout
         cut = tuple(layout.global_shape), tuple(layout.placements), tuple(layout.local_shape)
         found: object = f"{type(param).__name__} of shape {tuple(param.shape)}"
         if isinstance(param, DTensor):
             found = tuple(param.shape), tuple(param.placements), tuple(local_of(param).shape)
         if found != cut:
             raise UsageError(
-                f"parameter {self.fqn!r}",
+                f"parameter {self.name!r}",
                 expected=f"a DTensor of shape, placements, local shape {cut}",
                 got=str(found),
                 remedy="Assign DTensors that are cut as this parameter is, such as those of the model's own state_dict.",
@@ -253,29 +283,25 @@ class FSDPParam:
         if param is not self.sharded_param:
             compat.inherit_grad_dtype(param, self.sharded_param)
             self.sharded_param = param
-            self.register(param)
+        self.register(param)  # a load may have assigned another one at some of the places
         self.dtypes = resolve_dtypes(param, self.policy)
-        form = self._make_form(self)
-        if type(self.local) is not before or type(form) is not type(self.form):
-            self.form = form  # a tensor of another type, or one that now defines its own gather, travels in another form
-        if self.form.reads_rows:
-            self.hold_rows(param)
+        self.hold_rows(param)
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
         """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
 
         The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
-        padding and are in their `home`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
+        padding and are in `memory`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
         `padded_shard` as its memory.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):
             return
-        if rows.numel() == self.padded_numel and rows.is_contiguous() and self.home.keep(rows) is rows:
+        if rows.numel() == self.padded_numel and rows.is_contiguous() and self.memory.place(rows) is rows:
             self.padded_shard = rows.view(-1)
             return
-        self.padded_shard = self.home.keep(rows.new_zeros(layout.padded_shape)).view(-1)
+        self.padded_shard = self.memory.place(rows.new_zeros(layout.padded_shape)).view(-1)
         front = self.padded_shard[: self.local_numel].view(layout.local_shape)
         front.copy_(rows)
         compat.replace_local(param, front)

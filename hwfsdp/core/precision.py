@@ -68,7 +68,7 @@ def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
     compute, reduce = (policy.param_dtype, policy.reduce_dtype) if orig.is_floating_point else (None, None)
     if compat.REDUCES_IN_GRAD_DTYPE:
         return Dtypes(orig, compute or orig, reduce or param.grad_dtype, param.grad_dtype)
-    needs_no_cast = reduce == compute  # gradients have this dtype already, or no other is asked for
+    needs_no_cast = reduce == compute  # both None, or gradients already come out in this dtype
     return Dtypes(orig, compute or orig, None if needs_no_cast else reduce, orig)
 
 

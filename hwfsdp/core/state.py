@@ -7,7 +7,8 @@ Each `fully_shard` call makes one `FSDPState`. At four moments of its module, th
     pre-backward   gather again, wait, start the next gather
     post-backward  free the parameters, reduce the gradients while other groups compute
 
-An example with three groups A, B, C. Time runs to the right, each line is a stream, and a backward takes two columns:
+An example with three groups A, B, C. Time runs to the right, each line is a stream. Computing a backward takes twice as long. C is
+gathered again, because its forward has freed it:
 
     all-gather      A  B  C        |  C  B     A
     compute            A  B  C     |     C     B     A
@@ -15,12 +16,13 @@ An example with three groups A, B, C. Time runs to the right, each line is a str
 
 The forward hooks are module hooks. The backward hooks are in `autograd_hooks`.
 
-The first module that runs a forward becomes the *root* of all modules below it. An iteration begins with the root's forward. When a
+An iteration begins with a forward of the outermost module. It ends with the last backward, after which the optimizer steps. The
+first module that runs a forward becomes the *root* of all modules below it. When a
 backward has executed its last node, autograd calls `finish_backward`. At the end of the last backward of the iteration, this call
 waits for everything that is still in flight.
 
 An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. If the
-optimizer steps while parameters are whole, they become stale. The heart repairs neither; `hwfsdp.features.recovery` does.
+optimizer steps while parameters are whole, they become stale. The core repairs neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
     Autograd calls post-backward only for a module with an input that needs a gradient. An embedding of token ids has no such
@@ -37,6 +39,7 @@ Note [Recomputation]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -44,9 +47,8 @@ from torch import Tensor, nn
 
 from hwfsdp.core import compat
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
-from hwfsdp.core.context import ForwardOrder, FSDPCommContext
+from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.iteration import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.precision import MapTree, MixedPrecisionPolicy, cast_floating, map_tensors
 
@@ -54,12 +56,28 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class FSDPState:
-    """The schedule of the module of one `fully_shard` call. Seam: features override its methods.
+class Phase(Enum):
+    """The place of a state in the iteration. In a step: IDLE, FORWARD, IDLE, PRE_BACKWARD, POST_BACKWARD, IDLE.
 
     Attributes:
-        modules: the module given to `fully_shard`, in a tuple. fqn, module_fqn: its name from the root; for the root, its class
-            and "".
+        IDLE: outside of forward and backward, and between the two.
+        FORWARD: between pre-forward and post-forward.
+        PRE_BACKWARD: between pre-backward and post-backward.
+        POST_BACKWARD: from post-backward to the end of the whole backward.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class FSDPState:
+    """The schedule of the module of one `fully_shard` call. Extension point.
+
+    Attributes:
+        modules: the module given to `fully_shard`, in a tuple. name: its name from the root; the root's is its class. Empty until
+            there is a root.
         root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
         group: the module's parameters; None if other calls have claimed every parameter below it. groups: the same, as a list.
         policy: its dtypes. device: where it computes. phase: its place in the iteration.
@@ -79,10 +97,11 @@ class FSDPState:
         policy: MixedPrecisionPolicy,
         device: torch.device,
         auto_reshard: bool,
+        name: str = "",
     ) -> None:
         self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
         self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
-        self.fqn = self.module_fqn = ""
+        self.name = name
         self.root, self.phase = RootContext(), Phase.IDLE
         self.forward_order = ForwardOrder()
         # a compiler must not trace the hooks, because it cannot see their effects
@@ -107,8 +126,8 @@ class FSDPState:
         it (`ParamGroup.unshard`). The state casts the inputs. Then it watches them, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
-            opens = self.opens_forward()
-            if opens:
+            starts = self.starts_forward()
+            if starts:
                 if self.is_outermost():
                     with moment("root_pre_forward", self):
                         args, kwargs = self.begin_iteration(args, kwargs)
@@ -118,11 +137,11 @@ class FSDPState:
             if self.group:
                 self.group.unshard()
                 self.group.wait_for_gather()
-            if opens:
-                self.prefetch_forward(self.enter_forward())
+            if starts:
+                self.prefetch_forward(self.note_forward_and_predict())
             if self.group:
                 self.group.copy_out()
-                if opens:
+                if starts:
                     args, kwargs = watch_inputs((args, kwargs), self.post_backward, self.map_inputs)
         return args, kwargs
 
@@ -130,8 +149,8 @@ class FSDPState:
         """Return the args and kwargs of a forward with fn(t) in place of every tensor t. Each `fn` visits all of them."""
         return map_tensors(fn, inputs)
 
-    def opens_forward(self) -> bool:
-        """True if this call begins a forward: the module is neither in a forward nor between pre-backward and post-backward."""
+    def starts_forward(self) -> bool:
+        """True if this call starts a forward: the module is neither in a forward nor between pre-backward and post-backward."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
@@ -148,11 +167,11 @@ class FSDPState:
                 group.unshard()
             self.root.guessed.append(group)
 
-    def enter_forward(self) -> list[ParamGroup]:
+    def note_forward_and_predict(self) -> list[ParamGroup]:
         """Record that the forward enters this group. Return the groups to gather meanwhile: none in a recomputation."""
         if not self.group or not self.root.forward_root or compat.in_backward():
             return []
-        return self.root.forward_root.forward_order.enter(self.group)
+        return self.root.forward_root.forward_order.note_and_predict(self.group)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the module's forward, and return its output, cast to the policy's output dtype."""
@@ -198,7 +217,7 @@ class FSDPState:
                 if self.group.unshard_in_backward:
                     self.group.unshard()
                 self.group.wait_for_gather()
-            self.prefetch_backward(self.enter_backward())
+            self.prefetch_backward(self.note_backward_and_predict())
             if self.group:
                 self.group.copy_out()
                 self.group.expect_grads()
@@ -210,7 +229,7 @@ class FSDPState:
                 with moment("backward_prefetch", group):
                     group.unshard()
 
-    def enter_backward(self) -> list[ParamGroup]:
+    def note_backward_and_predict(self) -> list[ParamGroup]:
         """Record that the backward enters this group. Return the groups to gather meanwhile."""
         return self.comm_ctx.take_previous(self.group) if self.group else []
 
@@ -259,7 +278,7 @@ class FSDPState:
         self.comm_ctx.forget_forwards()
         for group in self.root.groups:
             group.drop_gather()
-            group.params[0].home.settle(self.comm_ctx.streams)
+            group.wait_until_readable()
 
     # --- the outermost forward ---
 
@@ -269,6 +288,7 @@ class FSDPState:
             with compat.no_autograd():
                 self.become_root()
         self.root.forward_root = self
+        self.forward_order.begin()
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
         self.wait_for_optimizer()
         if self.device != torch.device("cpu"):
@@ -282,9 +302,7 @@ class FSDPState:
         streams.copy.wait(streams.compute.record())
 
     def end_iteration_forward(self, output: Any) -> Any:
-        """End the outermost forward, and all forwards inside it: drop wrong guesses, and learn the order."""
-        for state in reversed(self.root.states):
-            output = state.end_with_root(output)
+        """End the outermost forward: drop wrong guesses, and learn the order."""
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
@@ -295,36 +313,36 @@ class FSDPState:
         self.root.forward_root = None
         return output
 
-    def end_with_root(self, output: Any) -> Any:
-        """Return the output of the outermost forward, which is over. Here a feature ends the work that it began in this state."""
-        return output
-
     def become_root(self) -> None:
         """Become the root, at the first forward: take charge of the states below, and name everything by its place in this module."""
-        self.root.states = self.name_states()
-        for state in self.root.states:
-            state.root, state.comm_ctx = self.root, self.comm_ctx
-            for group in state.groups:
-                group.comm_ctx = self.comm_ctx
-                group.adopt_registered()
+        states = self.name_states()
+        for state in states:
+            state.follow(self)
+        self.root.states = states
         if self.group and self.auto_reshard:
             self.group.reshard_after_forward = None
 
+    def follow(self, root: FSDPState) -> None:
+        """Belong to the model of this root, and share its streams."""
+        self.root, self.comm_ctx = root.root, root.comm_ctx
+        for group in self.groups:
+            group.comm_ctx = self.comm_ctx
+            group.adopt_registered()
+
     def name_states(self) -> list[FSDPState]:
         """Name the states below, their groups and their parameters by their place below the root; return the states."""
-        names = {module: fqn for fqn, module in self.modules[0].named_modules()}
+        prefixes = {module: name for name, module in self.modules[0].named_modules()}
         found: dict[FSDPState, list[str]] = {}
-        for module, fqn in names.items():
+        for module, name in prefixes.items():
             if (state := state_of(module)) is not None:
-                found.setdefault(state, []).append(fqn)
-        for state, fqns in found.items():
-            state.module_fqn = ", ".join(fqns)
-            state.fqn = state.fqn or state.module_fqn or type(self.modules[0]).__name__.removeprefix("FSDP")
-            for group in state.groups:
-                group.rename(state.fqn, state.module_fqn)
-                for param in group.params:
+                found.setdefault(state, []).append(name)
+        for state, names in found.items():
+            state.name = state.name or ", ".join(names) or type(self.modules[0]).__name__.removeprefix("FSDP")
+            if state.group:
+                state.group.rename(state.name)
+                for param in state.group.params:
                     module, name = param.places[0]
-                    param.fqn = f"{names.get(module, '')}.{name}".lstrip(".")
+                    param.name = f"{prefixes.get(module, '')}.{name}".lstrip(".")
         return list(found)
 
 

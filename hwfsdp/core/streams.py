@@ -259,7 +259,7 @@ _backends: dict[str, Callable[[], StreamSet]] = {"cpu": lambda: StreamSet(HostSt
 
 @contextmanager
 def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
-    """Let `streams_for(device_type)` call `make` inside the block."""
+    """Let `stream_maker(device_type)` return `make` inside the block."""
     before = dict(_backends)
     _backends[device_type] = make
     try:
@@ -269,8 +269,15 @@ def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
         _backends.update(before)
 
 
-def streams_for(device_type: str) -> StreamSet:
-    """Make new streams on a device of this type."""
+def stream_maker(device_type: str) -> Callable[[], StreamSet]:
+    """Return a function that makes new streams, on the device of this type that the process uses now."""
     if device_type in _backends:
-        return _backends[device_type]()
-    return StreamSet(lambda name: DeviceStream(name, device_type))
+        return _backends[device_type]
+    module: Any = torch.get_device_module(device_type)
+    index = module.current_device()
+
+    def make() -> StreamSet:
+        with module.device(index):
+            return StreamSet(lambda name: DeviceStream(name, device_type))
+
+    return make

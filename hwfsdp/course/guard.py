@@ -45,7 +45,7 @@ FOREIGN = tuple(  # ready-made answers to the course
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same for the package
+OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "api"))  # the same for the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _MEASURED = ("hwfsdp.virtual", *ROOMS)  # modules whose constants may not change

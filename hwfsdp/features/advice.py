@@ -1,4 +1,4 @@
-"""Warn once about mistakes that run, but do not train. Seams: the state at the root; otherwise torch's own hooks.
+"""Warn once about mistakes that run, but do not train.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - An optimizer that was built while parameters were whole has them in place of the shards. Before its first step, it gets the shards.
@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,18 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hwfsdp import compat
 from hwfsdp.collectives import run_named
 from hwfsdp.comm import history
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.ranks import Axis
-from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.core.mesh import Axis
+from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import CLAIMED, IGNORED, STAND_INS, outermost_caller, replicas_of
+from hwfsdp.features.lookup import CLAIMED, IGNORED, STAND_INS, FeatureState, all_groups, outermost_caller
 from hwfsdp.observe import events
+
+if TYPE_CHECKING:
+    from hwfsdp.features.group import ParamGroup
 
 
 @dataclass
@@ -57,38 +57,30 @@ class Checked:
 
 
 _checked: WeakKeyDictionary[Optimizer, Checked] = WeakKeyDictionary()
-_groups: WeakSet[ParamGroup] = WeakSet()
 _told: WeakSet[ParamGroup] = WeakSet()  # groups that a warning has named since their gradients came
 _models: WeakSet[nn.Module] = WeakSet()  # the outermost modules that had a forward with sharded modules in it
 _version = 0  # counts calls of `fully_shard`, and models that ran their first forward
 
 
-def choose(call: Call) -> None:
-    """Let a root compare its model with the other ranks' models. Watch each optimizer step from now on."""
-    global _version
-    call.states.append(ComparingState)
-    if not _version:
-        register_optimizer_step_pre_hook(_before_step)
-    _version += 1
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Remember the groups, because their gradients may stay unreduced, and parameters that the user has excluded."""
-    _groups.update(state.groups)
-    for param in call.ignored_params:
-        setattr(param, IGNORED, True)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Check an optimizer before its step, and warn."""
     checked = _checked.setdefault(optimizer, Checked())
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if checked.version != _version or checked.params != ids:
         _check(optimizer, checked)
     if checked.unclaimed:
         _warn_of_unclaimed(optimizer, checked)
-    left = [group for group in _groups if any(param.has_unreduced_grad for param in group.params)]
+    left = [group for group in all_groups() if any(param.has_unreduced_grad for param in group.params)]
     if left or _told:
         _warn_of_unsynchronized(optimizer, left)
+
+
+def note_new_model(ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Check optimizers again at their next step, because a model has changed. Mark parameters that the user has excluded."""
+    global _version
+    _version += 1
+    for param in ignored:
+        setattr(param, IGNORED, True)
 
 
 def _check(optimizer: Optimizer, checked: Checked) -> None:
@@ -116,7 +108,7 @@ def _put_shards_into(optimizer: Optimizer) -> None:
     if not found:
         return
     kind = type(optimizer).__name__
-    got = f"{len(found)} parameters that were whole when it was built, for example {found[0][3].fqn!r}"
+    got = f"{len(found)} parameters that were whole when it was built, for example {found[0][3].name!r}"
     remedy = "Build the optimizer before the first forward, or call reshard() on the model before."
     if any(optimizer.state.get(param) for _, _, param, _ in found):
         raise StateError(f"{kind}.step", expected="sharded parameters", got=got, remedy=remedy)
@@ -150,9 +142,9 @@ def unclaimed_below(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     all ranks over which the model is averaged. If this is one rank, there is nothing to average.
     """
     states = {state for module in model.modules() if (state := state_of(module)) is not None}
-    groups = [group for state in states for group in state.groups]
+    groups = [cast("ParamGroup", group) for state in states for group in state.groups]
     ranks = {
-        rank for g in groups if g.mesh.size * replicas_of(g.mesh).size > 1 for rank in ranks_on(g.mesh.mesh)
+        rank for g in groups if g.mesh.size * g.mesh.replicate.size > 1 for rank in ranks_on(g.mesh.mesh)
     }
     claimed = {id(param) for g in groups for p in g.params for param in (p.sharded_param, p.unsharded_param)}
     stack = [("", model)] if ranks else []
@@ -195,7 +187,7 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     new = [g for g in left if g not in _told and any(id(p.sharded_param) in params for p in g.params)]
     _told.update(new)
-    names = sorted(group.fqn for group in new)
+    names = sorted(group.name for group in new)
     if names:
         warnings.warn(
             f"{type(optimizer).__name__}.step() runs without the gradients of parameter group {names[0]!r}"
@@ -206,19 +198,20 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
         )
 
 
-class ComparingState(FSDPState):
+class ComparingState(FeatureState):
     """A state that compares its model with the other ranks' models, and notes the outermost module around it."""
 
-    def become_root(self) -> None:
-        global _version
-        super().become_root()
+    def compare_models(self) -> None:
+        """As the new root, compare the groups of the model with those of the other ranks."""
         _models.add(outermost_caller(self.modules[0]))
-        _version += 1
-        groups = self.root.groups
+        note_new_model()
+        groups = [group for state in self.states for group in state.groups]
         if groups:
-            mesh, owner = groups[0].mesh, groups[0].fqn
-            lines = [f"{p.fqn} {tuple(p.layout.shape)} in group {g.fqn!r}" for g in groups for p in g.params]
-            compare_structure(mesh.shard if mesh.shard.group else replicas_of(mesh), owner, lines)
+            mesh, owner = groups[0].mesh, groups[0].name
+            lines = [
+                f"{p.name} {tuple(p.layout.shape)} in group {g.name!r}" for g in groups for p in g.params
+            ]
+            compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, owner, lines)
 
 
 def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Types of arguments of `fully_shard`, with torch's names. Features read them. torch's own types work in their place."""
+"""Types of arguments of `fully_shard`, with torch's names. torch's own types work in their place."""
 
 from __future__ import annotations
 

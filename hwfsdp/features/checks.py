@@ -1,18 +1,18 @@
-"""Refuse modules that cannot be sharded or cannot run, before anything is changed. Seams: the door, and the state at the root."""
+"""Refuse modules that cannot be sharded or cannot run, before anything is changed."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hwfsdp.core import group as core
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import in_transforms, local_of
-from hwfsdp.core.context import FSDPCommContext
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import Args, FSDPState, Kwargs, state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.errors import (
     RefusedError,
     RuntimeRefusedError,
@@ -21,32 +21,22 @@ from hwfsdp.errors import (
     UsageError,
     WrongTypeError,
 )
-from hwfsdp.features.call import Call, ask
-from hwfsdp.features.lookup import CLAIMED
+from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.extensions import has_methods
+from hwfsdp.features.lookup import CLAIMED, FeatureState, parameter_of
+from hwfsdp.features.offload import check_in_host_memory
+
+if TYPE_CHECKING:
+    from hwfsdp.features.group import ParamGroup
+
+# --- Before a call -------------------------------------------------------------------------------------------
 
 
-def check(call: Call) -> None:
-    """Check the modules and the arguments."""
-    for module in call.modules:
+def checked_modules(modules: list[Any]) -> list[nn.Module]:
+    """Return the modules, each checked."""
+    for module in modules:
         check_module(module)
-    check_arguments(call)
-
-
-def check_params(call: Call) -> None:
-    """Check the parameters that were found."""
-    for param, fqn, _ in call.found:
-        check_param(fqn, param)
-
-
-def choose(call: Call) -> None:
-    """Let a root check that its model can run."""
-    call.states.append(CheckedState)
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Mark these parameters: sharded parameters have taken their place."""
-    for param, fqn, _ in call.found:
-        setattr(param, CLAIMED, fqn)
+    return modules
 
 
 def check_module(module: Any) -> None:
@@ -81,26 +71,47 @@ def check_module(module: Any) -> None:
         )
 
 
-def check_arguments(call: Call) -> None:
+def check_arguments(
+    mesh: Any,
+    reshard_after_forward: Any,
+    mp_policy: Any,
+    offload_policy: Any,
+    dp_mesh_dims: Any,
+    comm_ctx: Any,
+) -> None:
     """Raise UsageError if an argument is of a type that cannot be used."""
-    reshard, offload, dims = call.reshard_after_forward, call.offload_policy, call.dp_mesh_dims
     names = ("param_dtype", "reduce_dtype", "output_dtype")
-    has_dtypes = all(isinstance(getattr(call.mp_policy, name, ""), torch.dtype | None) for name in names)
-    is_policy = offload is None or type(offload).__name__.endswith("OffloadPolicy")
-    usable = {
-        "mesh to be a DeviceMesh": isinstance(call.mesh, DeviceMesh | None),
-        "reshard_after_forward to be True, False, None or a number of ranks": isinstance(reshard, int | None),
-        "mp_policy to be a MixedPrecisionPolicy of torch.dtypes": has_dtypes,
-        "offload_policy to be an OffloadPolicy": is_policy,
-        "dp_mesh_dims to be a DataParallelMeshDims": dims is None or hasattr(dims, "shard_names"),
-        "comm_ctx to be an FSDPCommContext": isinstance(call.comm_ctx, FSDPCommContext | None),
-    }
-    for expected, fits in usable.items():
+    has_dtypes = all(isinstance(getattr(mp_policy, name, ""), torch.dtype | None) for name in names)
+    is_policy = offload_policy is None or type(offload_policy).__name__.endswith("OffloadPolicy")
+    is_reshard = isinstance(reshard_after_forward, int | None)
+    usable = (
+        ("mesh to be a DeviceMesh", mesh, isinstance(mesh, DeviceMesh | None)),
+        (
+            "reshard_after_forward to be True, False, None or a number of ranks",
+            reshard_after_forward,
+            is_reshard,
+        ),
+        ("mp_policy to be a MixedPrecisionPolicy of torch.dtypes", mp_policy, has_dtypes),
+        ("offload_policy to be an OffloadPolicy", offload_policy, is_policy),
+        (
+            "dp_mesh_dims to be a DataParallelMeshDims",
+            dp_mesh_dims,
+            dp_mesh_dims is None or hasattr(dp_mesh_dims, "shard_names"),
+        ),
+        ("comm_ctx to be a hwfsdp.FSDPCommContext", comm_ctx, isinstance(comm_ctx, FSDPCommContext | None)),
+    )
+    for expected, given, fits in usable:
         if not fits:
-            given = getattr(call, expected.partition(" ")[0])
             raise UsageError(
                 "fully_shard", expected=expected, got=repr(given), remedy="Pass one, or leave it out."
             )
+
+
+def check_params(found: Sequence[Unclaimed]) -> None:
+    """Check the parameters that were found."""
+    for param, name, _ in found:
+        check_param(name, param)
+        has_methods(local_of(param), name)
 
 
 def check_param(name: str, param: nn.Parameter) -> None:
@@ -130,29 +141,32 @@ def check_param(name: str, param: nn.Parameter) -> None:
         )
 
 
-class CheckedState(FSDPState):
+def mark_claimed(found: Sequence[Unclaimed]) -> None:
+    """Mark these parameters: sharded parameters have taken their place."""
+    for param, name, _ in found:
+        setattr(param, CLAIMED, name)
+
+
+# --- Before a forward ----------------------------------------------------------------------------------------
+
+
+class CheckedState(FeatureState):
     """A state that checks its model before it runs."""
 
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def check_transforms(self, module: nn.Module) -> None:
+        """In a `torch.func` transform, check that the parameters below `module` are ours."""
         if in_transforms() and self.is_outermost():
             for child in module.modules():
-                for group in state.groups if (state := state_of(child)) else ():
-                    check_not_replaced(group)
-        return super().pre_forward(module, args, kwargs)
+                if state := state_of(child):
+                    for group in state.groups:
+                        check_not_replaced(group)
 
-    def before_unshard(self) -> None:
-        """Check the groups if the user gathers by hand before the first forward. This forward would have checked them."""
-        super().before_unshard()  # type: ignore[misc]
-        for group in () if self.root.states else self.groups:
-            group.adopt_registered()
-            ask("ready", group)
-
-    def become_root(self) -> None:
-        """Check that the root is one module, that it is the first to run a forward, and that every group below it can run.
+    def check_root(self) -> None:
+        """Check that the root is one module, and that it is the first to run a forward.
 
         Raises:
-            StateError: a module below it ran a forward before, or has parameters on the meta device.
-            UsageError: a group cannot be reduced as one, or is asked to be the root with several modules.
+            StateError: a module below it ran a forward before, or `core.fully_shard` has sharded it.
+            RuntimeRefusedError: it has several modules.
         """
         if len(self.modules) > 1:
             raise RuntimeRefusedError(
@@ -161,49 +175,49 @@ class CheckedState(FSDPState):
                 got=f"one of the {len(self.modules)} modules of a group",
                 remedy="Call fully_shard on the whole model as well, and run the model's forward.",
             )
-        for fqn, module in self.modules[0].named_modules():
+        for name, module in self.modules[0].named_modules():
             state = state_of(module)
+            if state is not None and not isinstance(state, CheckedState):
+                raise StateError(
+                    f"fully_shard: module {name!r}",
+                    expected="one fully_shard for the whole model",
+                    got="hwfsdp.core's for this module, hwfsdp's for the root",
+                    remedy="Shard this module with hwfsdp.fully_shard, too.",
+                )
             if state is not None and state.root.states:
                 raise StateError(
-                    f"fully_shard: module {fqn!r}",
+                    f"fully_shard: module {name!r}",
                     expected="the root to run the first forward",
                     got="a forward of this module before the root's forward",
                     remedy="Run the whole model once before calling a part of it by itself.",
                 )
-        super().become_root()
-        try:
-            for group in self.root.groups:
-                ask("ready", group)
-        except (StateError, UsageError):
-            self.root.states = []  # the model has not begun: the user may correct it and try again
-            raise
 
 
-def check_not_replaced(group: ParamGroup) -> None:
+def check_not_replaced(group: core.ParamGroup) -> None:
     """Raise UsageError if other tensors are in the place of a group's parameters: the gather would ignore these tensors."""
     for param in group.params:
-        ours = param.sharded_param if param.state is ShardedState.SHARDED else param.unsharded_param
         module, name = param.places[0]
-        if getattr(module, name) is not ours:
+        there = getattr(module, name)
+        if there is not param.sharded_param and parameter_of(there) is not param:
             raise UsageError(
-                f"torch.func: parameter {param.fqn!r}",
+                f"torch.func: parameter {param.name!r}",
                 expected="the parameter that fully_shard registered: transforms are for inputs of a sharded model",
                 got="another tensor, such as functional_call puts in its place",
                 remedy="For gradients of parameters, call backward() on a loss that was computed outside of torch.func.grad.",
             )
 
 
-def ready(group: ParamGroup) -> None:
+def check_ready(group: ParamGroup) -> None:
     """Raise an error if the group cannot run.
 
     Raises:
         StateError: a parameter is still on the meta device.
         UsageError: trainable parameters have several original dtypes.
     """
-    on_meta = [p.fqn for p in group.params if p.sharded_param.is_meta]
+    on_meta = [p.name for p in group.params if p.sharded_param.is_meta]
     if on_meta:
         raise StateError(
-            f"parameter group {group.fqn!r}",
+            f"parameter group {group.name!r}",
             expected="materialized parameters at the first forward",
             got=f"{', '.join(on_meta)} on the meta device",
             remedy="Call model.to_empty(device=…) and initialize the shards, or load a checkpoint.",
@@ -211,8 +225,9 @@ def ready(group: ParamGroup) -> None:
     dtypes = {p.dtypes.orig for p in group.params if p.sharded_param.requires_grad}
     if len(dtypes) > 1:
         raise RefusedError(
-            f"parameter group {group.fqn!r}",
+            f"parameter group {group.name!r}",
             expected="trainable parameters of one dtype",
             got=" and ".join(sorted(map(str, dtypes))),
             remedy="Cast them, or wrap the modules with the other dtype in a fully_shard of their own.",
         )
+    check_in_host_memory(group)

@@ -1,18 +1,26 @@
-"""Private parts of torch's autograd that `entries` and `freed` need.
+"""Private parts of torch's autograd that `entries`, `freed` and `param_changes` need.
 
-Supported: torch 2.13 to 2.15.
+Supported: torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core.param import Place
+
+if TYPE_CHECKING:
+    from hwfsdp.features.param import FSDPParam
+
+Inputs = Sequence[Tensor | GradientEdge]
 
 # The node that adds a gradient to a leaf, its `variable`. torch does not declare it.
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
@@ -23,33 +31,42 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
     """Autograd's engine, which first tells which backward begins, and explains errors that autograd raises."""
 
     before: Callable[[list[Node]], None] = staticmethod(lambda begin: None)
-    explain: Callable[[RuntimeError], Exception | None] = staticmethod(lambda error: None)
+    explain: Callable[[RuntimeError, Inputs], Exception | None] = staticmethod(lambda error, inputs: None)
+    reached: Callable[[Inputs], Inputs] = staticmethod(lambda inputs: inputs)
 
     def run_backward(self, roots: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+        inputs = (
+            tuple(args[3] or ()) if len(args) > 3 else ()
+        )  # after the roots' gradients, retain_graph, create_graph
+        if inputs and kwargs.get("accumulate_grad", False):
+            args = (*args[:3], _Engine.reached(inputs), *args[4:])
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         _Engine.before([node for node in nodes if node is not None])
         try:
             return super().run_backward(roots, *args, **kwargs)
         except RuntimeError as error:
-            explained = _Engine.explain(error)
+            explained = _Engine.explain(error, inputs)
             if explained is None:
                 raise
             raise explained from error
 
 
 def watch_backwards(
-    before: Callable[[list[Node]], None] | None = None,
-    explain: Callable[[RuntimeError], Exception | None] | None = None,
+    before: Callable[[list[Node]], None],
+    explain: Callable[[RuntimeError, Inputs], Exception | None],
+    reached: Callable[[Inputs], Inputs],
 ) -> None:
     """Call functions around every backward of this process. torch has no hook for the beginning of a backward.
 
     Args:
         before: called before each backward, with the nodes where it begins.
-        explain: called with a RuntimeError that ends a backward; returns the error to raise instead, or None.
+        explain: called with a RuntimeError that ends a backward or `autograd.grad`, and its `inputs`; returns the error to raise
+            instead, or None.
+        reached: called with the `inputs` of a backward, if there are any; returns those to use.
     """
     if not isinstance(Variable._execution_engine, _Engine):
         Variable._execution_engine = _Engine()
-    _Engine.before, _Engine.explain = before or _Engine.before, explain or _Engine.explain
+    _Engine.before, _Engine.explain, _Engine.reached = before, explain, reached
 
 
 def plain_class() -> AbstractContextManager[Any]:
@@ -59,19 +76,40 @@ def plain_class() -> AbstractContextManager[Any]:
 
 def grad_of(param: nn.Parameter) -> Tensor | None:
     """Return a parameter's gradient without `__torch_function__` of its class."""
-    with plain_class():
-        return cast("Tensor | None", _GRAD.__get__(param))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(param)  # type: ignore[no-any-return]
 
 
 def set_grad_of(param: nn.Parameter, grad: Tensor | None) -> None:
     """Set a parameter's gradient without `__torch_function__` of its class."""
-    with plain_class():
+    with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(param, grad)
 
 
-def become(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Change the class of a parameter."""
-    param.__class__ = kind
+def writes_to(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of in-place writes to each tensor that torch has counted; of a DTensor, also those to its local part."""
+    return [t._version + t._local_tensor._version if type(t) is DTensor else t._version for t in tensors]
+
+
+def with_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:
+    """Return the parameters whose shard has other memory than at the last gather, if there was one. Remember the memory."""
+    found = []
+    for param in params:
+        shard: Any = param.sharded_param
+        if param.read_from is not shard._local_tensor:
+            found += [param] if param.read_from is not None else []
+            param.read_from = shard._local_tensor
+    return found
+
+
+def displaced(registered: Iterable[tuple[Sequence[Place], nn.Parameter]]) -> list[tuple[int, Place]]:
+    """Return where modules have another parameter than the given one, or none, as (index in `registered`, place)."""
+    return [
+        (index, place)
+        for index, (places, param) in enumerate(registered)
+        for place in places
+        if place.module._parameters.get(place.name) is not param
+    ]
 
 
 def registered_at(module: nn.Module, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Containers that a module gets as arguments and may write into, such as a list of losses. Seam: the state.
+"""Containers that a module gets as arguments and may write into, such as a list of losses.
 
-A forward computes with other tensors than the caller passed: on the device, cast, or aliases that autograd watches. The heart
+A forward computes with other tensors than the caller passed: on the device, cast, or aliases that autograd watches. The core
 rebuilds the containers of these tensors, so the module would write into copies. This feature lets the module have the caller's own
 lists, dicts and dataclasses. For the time of the forward, these tensors are in them. After the forward, also after an exception,
 the caller's tensors are in their place again, and all that the module wrote stays. Tuples and frozen dataclasses are still rebuilt, with
@@ -17,17 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hwfsdp.core.iteration import RootContext
 from hwfsdp.core.precision import fields_of, map_tensors, set_item
-from hwfsdp.core.state import Args, FSDPState, Kwargs
-from hwfsdp.features.call import Call
-
-
-def choose(call: Call) -> None:
-    """Put this before the state that looks for broken forwards: containers come back also from a broken one."""
-    call.states.insert(0, LendingState)
+from hwfsdp.core.state import Args, Kwargs
+from hwfsdp.features.lookup import FeatureState
 
 
 class Lent:
@@ -35,12 +29,14 @@ class Lent:
 
     Attributes:
         containers: the containers, by id. visited: their ids, as far as the newest mapping has come; None before the first one.
+        is_entered: True once the forward was prepared without an error.
         before: (what the module got, what the caller passed) for tensors, and for tuples in which one was replaced, by the id of
             the first.
     """
 
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
+        self.is_entered = False
         self.visited: set[int] | None = None
         self.before: dict[int, tuple[Any, Any]] = {}
 
@@ -111,26 +107,20 @@ def put(container: Any, key: Any, old: Any, new: Any) -> None:
         object.__setattr__(container, key, new)
 
 
-class LendingState(FSDPState):
+class LendingState(FeatureState):
     """A state whose module gets the caller's own containers.
 
     Attributes:
         lent: the containers of the forwards in progress; usually of one.
     """
 
-    always_call = True
+    lent: list[Lent]
 
-    def __init__(self, *args: Any) -> None:
-        self.lent: list[Lent] = []
-        super().__init__(*args)
-
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        lent = Lent()
-        self.lent.append(lent)
-        inputs = super().pre_forward(module, args, kwargs)
-        if lent.visited is None and self.group and torch.is_grad_enabled():
-            inputs = lent.map_inputs(lambda tensor: tensor, inputs)
-        return inputs
+    def lend(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Lend also containers in which nothing was replaced, because the module may write into them."""
+        if self.lent[-1].visited is None and self.group and torch.is_grad_enabled():
+            return self.lent[-1].map_inputs(lambda tensor: tensor, (args, kwargs))
+        return args, kwargs
 
     def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
         return self.lent[-1].map_inputs(fn, inputs)
@@ -144,16 +134,7 @@ class LendingState(FSDPState):
             put(container, key, old, new)
         return output
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        try:
-            return super().post_forward(module, args, output)
-        finally:
-            if self.lent:
-                self.lent.pop().give_back()
-
-    def end_unfinished(self, root: RootContext) -> None:
-        """Put back what a KeyboardInterrupt has left."""
-        super().end_unfinished(root)  # type: ignore[misc]
-        for state in reversed(root.states or [self]):  # the innermost first
-            for lent in reversed(getattr(state, "lent", [])):
-                lent.give_back()
+    def give_back(self) -> None:
+        """Put the caller's tensors back, after a forward."""
+        if self.lent:
+            self.lent.pop().give_back()

@@ -1,4 +1,4 @@
-"""Other ways to move bytes. Seam: the transport.
+"""Other ways to move bytes.
 
 By default, ranks on the CPU of one machine read each other's memory. Every call is noted, so that an error can say where ranks
 differ (`hwfsdp.collectives`). Users may set their own collectives, or take buffers from the process group's allocator.
@@ -7,7 +7,7 @@ differ (`hwfsdp.collectives`). Users may set their own collectives, or take buff
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
@@ -17,49 +17,29 @@ from hwfsdp.collectives import (
     DefaultReduceScatter,
     GroupAllocAllGather,
     GroupAllocReduceScatter,
-    GroupTransport,
     ReduceScatter,
 )
-from hwfsdp.core import wrap
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.state import FSDPState
 from hwfsdp.errors import RefusedStateError, UnsupportedError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import the_only
+from hwfsdp.features.lookup import FeatureModule, FeatureState, the_only
+
+if TYPE_CHECKING:
+    from hwfsdp.core.group import ParamGroup
 
 _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
 
 
-def choose(call: Call) -> None:
-    """Let states know that a user's collective may have one buffer only."""
-    call.states.append(OneBufferState)
+class TransportState(FeatureState):
+    """A state that names transports for the other ranks, and copies out before the next gather starts if both may get one buffer."""
 
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Give the group a transport that notes its calls, and whose collectives can be replaced."""
-    for group in state.groups:
-        shapes = [tuple(param.layout.shape) for param in group.params]
-        group.transport = GroupTransport(group.mesh.shard, group.mesh.device, group.fqn, shapes)
-
-
-def transport_of(group: ParamGroup) -> GroupTransport:
-    """Return the group's transport."""
-    assert isinstance(group.transport, GroupTransport)
-    return group.transport
-
-
-class OneBufferState(FSDPState):
-    """A state that copies out before the next gather starts, if that gather may get the same buffer."""
-
-    def become_root(self) -> None:
-        """Name the groups for the other ranks, too (`pairing`)."""
-        super().become_root()
+    def name_for_other_ranks(self) -> None:
+        """Name the groups for the other ranks, too (`comm.pairing`)."""
+        transports = [group.transport for state in self.states for group in state.groups]
         first: dict[object, int] = {}  # by process group
-        for transport in map(transport_of, self.root.groups):
+        for transport in transports:
             ranks = transport.ranks.group
             first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
-        for transport in map(transport_of, self.root.groups):
-            transport.member.rename(transport.fqn, first[transport.ranks.group])
+        for transport in transports:
+            transport.member.rename(transport.name, first[transport.ranks.group])
 
     def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
         self.copy_out_first()
@@ -71,22 +51,22 @@ class OneBufferState(FSDPState):
 
     def copy_out_first(self) -> None:
         for group in self.groups:
-            if transport_of(group).reuses_buffers:
+            if group.transport.reuses_buffers:
                 group.copy_out()
 
 
-class CustomCollectives(wrap.FSDPModule):
+class CustomCollectives(FeatureModule):
     """Methods of sharded modules."""
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Choose how this module's own group gathers; for example `collectives.RingAllGather()`."""
         for group in the_only(self._groups(recurse=False), "set_custom_all_gather"):
-            transport_of(group).gather = comm
+            group.transport.gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Choose how this module's own group reduces; for example `collectives.RingReduceScatter()`."""
         for group in the_only(self._groups(recurse=False), "set_custom_reduce_scatter"):
-            transport_of(group).scatter = comm
+            group.transport.scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether gradients are reduced in a separate process group, beside the gathers of other groups.
@@ -95,7 +75,7 @@ class CustomCollectives(wrap.FSDPModule):
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
-            transport = transport_of(group)
+            transport = group.transport
             if enable and transport.ranks.group is not None:
                 ranks = tuple(dist.get_process_group_ranks(transport.ranks.group))
                 if ranks not in made:
@@ -113,7 +93,7 @@ class CustomCollectives(wrap.FSDPModule):
             RefusedStateError: custom collectives are set, and these allocate their own buffers.
         """
         for group in self._groups(recurse=False):
-            transport = transport_of(group)
+            transport = group.transport
             custom = [c for c in (transport.gather, transport.scatter) if type(c) not in _DEFAULTS]
             if custom:
                 raise RefusedStateError(

@@ -1,4 +1,4 @@
-"""Backwards that enter a module in another way than through its outputs. Seam: the state.
+"""Backwards that enter a module in another way than through its outputs.
 
 Hooks on a module's outputs tell the schedule that the module's backward begins. But a backward can also begin inside a module: at
 a tensor that was kept from its forward, such as an auxiliary loss or a cache; at an output in an object of an unknown class; or in
@@ -32,12 +32,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hwfsdp.core.compat import base_of_view, in_backward, in_transforms
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.iteration import Phase
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
-from hwfsdp.core.state import FSDPState
+from hwfsdp.core.state import Phase
 from hwfsdp.features import compat
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import calls_in_progress, parameter_of
+from hwfsdp.features.lookup import FeatureState, calls_in_progress, parameter_of
 
 # keys in the metadata of nodes
 OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"
@@ -52,20 +50,7 @@ LAZY = (Iterator, AsyncIterator, Awaitable)
 _with_frozen: WeakSet[EnteredState] = WeakSet()
 
 
-def choose(call: Call) -> None:
-    """Let states mark their outputs. Walk before each backward from now on."""
-    call.states.append(EnteredState)
-    compat.watch_backwards(before=watch_entries)
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Let parameters lead to their state."""
-    for group in state.groups:
-        for param in group.params:
-            vars(param)["schedule"] = state
-
-
-class EnteredState(FSDPState):
+class EnteredState(FeatureState):
     """A state whose backward may begin anywhere.
 
     Attributes:
@@ -73,14 +58,12 @@ class EnteredState(FSDPState):
         forwards: the numbers of the nodes that its last forwards made, if the group has frozen parameters.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.hid_outputs, self._began = False, 0
-        self.forwards: deque[range] = deque(maxlen=4)
-        super().__init__(*args)
+    hid_outputs, _began = False, 0
+    forwards: deque[range]
 
-    def enter_forward(self) -> list[ParamGroup]:
+    def note_forward_and_predict(self) -> list[ParamGroup]:
         self._began = compat.next_node_number()
-        return super().enter_forward()
+        return super().note_forward_and_predict()
 
     def end_forward(self, output: Any) -> Any:
         """Do not free parameters that the caller may still read: a part of the output, what a generator computes with, and those of a
@@ -100,7 +83,7 @@ class EnteredState(FSDPState):
                 group.reshard_after_forward = frees
         if torch.is_grad_enabled():
             self.hid_outputs |= may_hide_tensors(output)
-            if group is not None and any(not param.sharded_param.requires_grad for param in group.params):
+            if group is not None and not all([param.sharded_param.requires_grad for param in group.params]):
                 _with_frozen.add(self)
                 self.forwards.append(range(self._began, compat.next_node_number()))
         return output
@@ -115,15 +98,10 @@ class EnteredState(FSDPState):
                         compat.notes_of(made.grad_fn)[OUTPUT] = self
         return output
 
-    def finish_states(self) -> None:
-        super().finish_states()
-        for state in self.root.states:
-            vars(state)["hid_outputs"] = False
-
     def is_entered_below(self) -> bool:
         """True if a backward may enter a module below the outputs of the outermost module, but not through outputs of its own."""
         ran = self.comm_ctx.post_forward_order
-        return len(ran) > len({*ran}) or any(getattr(s, "hid_outputs", False) for s in self.root.states)
+        return len(ran) > len({*ran}) or any(state.hid_outputs for state in self.states)
 
     def enter(self, *_: Any) -> None:
         """Call pre-backward, unless the module is in its backward already."""
@@ -200,7 +178,7 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
 def owner(node: Node) -> EnteredState | None:
     """Return the state whose parameter gets its gradient from this node; None if there is none."""
     param = parameter_of(node.variable) if isinstance(node, compat.AccumulateGrad) else None
-    return getattr(param, "schedule", None)
+    return param.group.state if param is not None else None
 
 
 def forwards_with_frozen() -> list[tuple[range, EnteredState]]:

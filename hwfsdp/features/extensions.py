@@ -1,4 +1,4 @@
-"""Parameters that travel in their own form. Seam: the form.
+"""Parameters that travel in their own form.
 
 A sharded parameter's local part may be a tensor subclass that defines how it is gathered. For example, it may be quantized:
 instead of one fp32 tensor, it gathers one tensor of int8 values and one of scales. It has two methods, which torch's FSDP2
@@ -16,50 +16,33 @@ defined:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hwfsdp.core import form as storage
-from hwfsdp.core.compat import local_of
-from hwfsdp.core.form import Form
-from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.layout import Layout, allocate, free
+from hwfsdp.core.param import FSDPParam, Place, ShardMemory
+from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RefusedError
-from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import shard_axis
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
-def check_params(call: Call) -> None:
-    """Refuse a tensor that has only one of the two methods."""
-    for param, fqn, _ in call.found:
-        has_methods(local_of(param), fqn)
-
-
-def choose(call: Call) -> None:
-    """Choose the form of a parameter by its local part, which may be replaced later."""
-    otherwise = call.make_form
-    call.make_form = lambda param: make_form(param, otherwise)
-
-
-def make_form(param: FSDPParam, otherwise: Callable[[FSDPParam], Form]) -> Form:
-    """Make the extension's form if the local part has the two methods, else the usual form."""
-    return ExtensionForm(param) if has_methods(param.local, param.fqn) else otherwise(param)
-
-
-def has_methods(local: Tensor, fqn: str) -> bool:
+def has_methods(local: Tensor, name: str) -> bool:
     """True if a local part defines how it is gathered.
 
     Raises:
         RefusedError: it has only one of the two methods.
     """
-    missing = [name for name in METHODS if not hasattr(local, name)]
+    missing = [method for method in METHODS if not hasattr(local, method)]
     if len(missing) == 1:
         raise RefusedError(
-            f"parameter {fqn!r}",
+            f"parameter {name!r}",
             expected=f"both {' and '.join(METHODS)}, or neither",
             got=f"{type(local).__name__} without {missing[0]}",
             remedy="Define the missing method.",
@@ -72,39 +55,68 @@ def strides_of(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-class ExtensionForm(Form):
-    """The form of a parameter whose local part has the two methods.
+class ExtensionParam(FSDPParam):
+    """A parameter whose local part may have the two methods. The user may replace the local part later.
 
     Attributes:
+        is_extension: True if the local part has the two methods.
         tensors: memory that the gathers write to, one flat tensor per input; it comes and goes.
         inner: other memory that the unsharded tensor holds.
     """
 
-    reads_rows = False
+    mesh: HybridMesh
+    is_extension = False
 
-    def __init__(self, param: FSDPParam) -> None:
-        super().__init__(param)
+    def __init__(
+        self,
+        param: nn.Parameter,
+        places: Sequence[Place],
+        name: str,
+        policy: MixedPrecisionPolicy,
+        layout: Layout,
+        memory: ShardMemory,
+    ) -> None:
+        super().__init__(param, places, name, policy, layout, memory)
+        self.look_at_local()
+
+    def look_at_local(self) -> None:
+        """Find out what travels. If the local part is of another type now, the next gather makes a new whole parameter."""
+        self.accumulated_grad, self.unsharded_param = self.take_grad(), None
+        self.is_extension, self._kind = has_methods(self.local, self.name), type(self.local)
+        self.gathered, self._metadata = None, None
         self.tensors: list[Tensor] = []
         self.inner: list[Tensor] = []
         self._inputs: list[tuple[torch.Size, torch.dtype]] = []  # of the last gather
-        self._metadata: Any = None
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        return [dtype for _, dtype in self._inputs]
+    def hold_rows(self, param: DTensor) -> None:
+        """Hold the rows of `param`. An extension's gathers read them where they are."""
+        if type(self.local) is not self._kind or has_methods(self.local, self.name) != self.is_extension:
+            self.look_at_local()
+        if not self.is_extension:
+            super().hold_rows(param)
 
-    def inputs(self) -> list[Tensor]:
+    def inputs_of_extension(self) -> list[tuple[Tensor, torch.dtype]]:
         """Return the tensors that the local part wants to gather, each flat."""
-        param, layout = self.param, self.param.layout
-        local: Any = param.local
+        layout, local = self.layout, self.local
         if not local.is_meta and local.device != layout.mesh.device:
             local = local.to(layout.mesh.device, non_blocking=True)
+        inputs, self._metadata = self.call_pre_all_gather(local)
+        self._inputs = [(t.shape, t.dtype) for t in inputs]
+        return [(t.reshape(-1), t.dtype) for t in inputs]
+
+    def call_pre_all_gather(self, local: Any) -> tuple[Sequence[Tensor], Any]:
+        """Call the first of the two methods.
+
+        Raises:
+            RefusedError: it has other parameters, or returns tensors of another shape than the padded shard's.
+        """
+        layout = self.layout
         arguments = (
             shard_axis(layout.mesh),
             layout.shape,
             strides_of(layout.shape),
-            param.places[0].module,
-            param.policy,
+            self.places[0].module,
+            self.policy,
         )
         signature = inspect.signature(local.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, len(arguments)):
@@ -115,7 +127,7 @@ class ExtensionForm(Form):
                 remedy="Add the missing parameters, also if the method does not use them.",
             )
         only_mesh = len(signature.parameters) == 1
-        inputs, self._metadata = local.fsdp_pre_all_gather(*(arguments[:1] if only_mesh else arguments))
+        inputs, metadata = local.fsdp_pre_all_gather(*(arguments[:1] if only_mesh else arguments))
         padded = tuple(layout.padded_shape)
         uneven = tuple(local.shape) != padded
         if uneven and not only_mesh and any(tuple(t.shape) != padded for t in inputs):
@@ -125,38 +137,37 @@ class ExtensionForm(Form):
                 got=str([tuple(t.shape) for t in inputs]),
                 remedy="Pad dim 0 with zeros; rows beyond the parameter's end are dropped after the gather.",
             )
-        self._inputs = [(t.shape, t.dtype) for t in inputs]
-        return [t.reshape(-1) for t in inputs]
+        return inputs, metadata
 
-    def outputs(self) -> list[Tensor]:
-        mesh = self.param.layout.mesh
+    def allocate_extension(self) -> list[Tensor]:
+        mesh = self.layout.mesh
         if not self.tensors:
             self.tensors = [
                 torch.empty(mesh.size * s.numel(), dtype=d, device=mesh.device) for s, d in self._inputs
             ]
         for tensor in self.tensors:
-            storage.allocate(tensor)
+            allocate(tensor)
         return [tensor.view(mesh.size, -1) for tensor in self.tensors]
 
-    def finish(self) -> None:
+    def make_whole(self) -> None:
         """Let the local part make the unsharded tensor. The first time, cut off the padding rows."""
-        param, shape = self.param, self.param.layout.shape
-        local: Any = param.local
+        shape = self.layout.shape
+        local: Any = self.local
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches autograd on
             for tensor in self.inner:
-                storage.allocate(tensor)
-            aliases = [t.data for t in self.tensors]  # `form`, Note [Writing without being noticed]
+                allocate(tensor)
+            aliases = [t.data for t in self.tensors]  # `core.layout`, Note [Writing without being noticed]
             outputs = tuple(t.view(-1, *s[1:]) for t, (s, _) in zip(aliases, self._inputs, strict=True))
             metadata, self._metadata = self._metadata, None
-            dtype, out = param.dtypes.compute, param.unsharded_param
+            dtype, out = self.dtypes.compute, self.unsharded_param
             if out is not None:
                 local.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
                 return
             whole, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
             self.inner = list(inner)
             strides = strides_of(shape)
-            param.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
+            self.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
 
-    def free(self) -> None:
-        for tensor in (*self.tensors, *self.inner) if not self.param.keeps_memory else ():
-            storage.free(tensor)
+    def free_extension(self) -> None:
+        for tensor in (*self.tensors, *self.inner):
+            free(tensor)

@@ -1,4 +1,4 @@
-"""Backwards that the caller ends. Seam: the state.
+"""Backwards that the caller ends.
 
     model.set_manual_backward_finalization(True)
     …                                             # any number of forwards and backwards
@@ -10,23 +10,13 @@ A pipeline runs many backwards as one, and reduces afterwards. So the end of a b
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from hwfsdp.core.compat import in_backward
-from hwfsdp.core.iteration import Phase, RootContext
+from hwfsdp.core.context import RootContext
 from hwfsdp.core.observer import moment
-from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.core.state import Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import MethodsOfState
-from hwfsdp.features.recovery import RecoveringState, backward_broke, callbacks_of
-
-
-def choose(call: Call) -> None:
-    """Put this state before the state that looks for broken backwards: an open backward is not broken."""
-    call.states.insert(0, FinalizedState)
+from hwfsdp.features.lookup import FeatureModule
+from hwfsdp.features.recovery import RecoveringState, backward_broke, states_of
 
 
 class GradientReductionHandle:
@@ -44,7 +34,7 @@ class GradientReductionHandle:
         state = self._state
         if state is None:
             return
-        if reduction_of(state) is not self:
+        if state.comm_ctx.reduction is not self:
             raise refused("GradientReductionHandle.wait", "a reduction in flight", "one that was reset")
         state.close_iteration()
         self._state = None
@@ -54,12 +44,6 @@ class GradientReductionHandle:
         return self._state is not None and self._state.root is state.root
 
 
-def reduction_of(state: FSDPState) -> GradientReductionHandle | None:
-    """Return the handle of a reduction that is still in flight, of any model that shares the context; None if there is none."""
-    found: GradientReductionHandle | None = vars(state.comm_ctx).get("reduction")
-    return found
-
-
 def refused(subject: str, expected: str, got: str, remedy: str = "") -> StateError:
     return StateError(
         subject, expected=expected, got=got, remedy=remedy or "Run a forward and a backward again."
@@ -67,51 +51,42 @@ def refused(subject: str, expected: str, got: str, remedy: str = "") -> StateErr
 
 
 class FinalizedState(RecoveringState):
-    """A state whose backward the caller may end.
+    """A state whose backward the caller may end. An open backward is not broken, so this comes before the rules of `recovery`.
 
     Attributes:
         manual: True if the caller ends backwards. Only the root's value counts.
         is_open: True from the first backward of an iteration until its end. Meanwhile, `manual` cannot change.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.manual = self.is_open = False
-        super().__init__(*args)
+    manual = is_open = False
 
     # --- forward and backward ---
 
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if reduction_of(self):
+    def refuse_pending_reduction(self) -> None:
+        """Raise StateError if a reduction was not waited for, before a forward."""
+        if self.comm_ctx.reduction:
             raise refused("forward", *_PENDING)
-        return super().pre_forward(module, args, kwargs)
-
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Return `output` as it is if `pre_forward` raised its error: torch calls this hook after the error, too."""
-        return output if reduction_of(self) else super().post_forward(module, args, output)
 
     def queue_final_callback(self) -> None:
-        head = self.head
-        assert isinstance(head, FinalizedState)
-        head.is_open = True
+        self.root_state.is_open = True
         super().queue_final_callback()
 
     def finish_backward(self) -> None:
         """End the iteration, or leave it open if the caller ends it. Autograd calls this when a backward is over."""
-        head = self.head
-        assert isinstance(head, FinalizedState)
-        if head.manual and head.is_open:
+        root_state = self.root_state
+        if root_state.manual and root_state.is_open:
             with moment("finish_backward", self):
-                head.leave_open()
+                root_state.leave_open()
             return
         super().finish_backward()
         if self.root.is_last_backward:
-            head.is_open = False
+            root_state.is_open = False
 
     def leave_open(self) -> None:
         """Keep the iteration open, because more backwards may come. Groups that autograd left out wait for `finalize`, if they reduce."""
         self.root.forward_root = None
         self.root.backwards += 1
-        for state in self.root.states:
+        for state in self.states:
             if state.phase is not Phase.POST_BACKWARD:
                 if not any(group.reduce_grads for group in state.groups):
                     state.post_backward()
@@ -131,20 +106,21 @@ class FinalizedState(RecoveringState):
         if not async_op:
             self.close_iteration()
             return None
-        handle = vars(self.comm_ctx)["reduction"] = GradientReductionHandle(self)
+        handle = self.comm_ctx.reduction = GradientReductionHandle(self)
         return handle
 
     def close_iteration(self) -> None:
         self.end_iteration()
-        vars(self.comm_ctx).pop("reduction", None)
+        self.comm_ctx.reduction = None
         self.is_open = False
 
     def check_finalization(self, async_op: bool) -> None:
         """Raise StateError if no backward can be ended now."""
-        subject, groups = "finalize_backward", self.root.groups
-        if self.head is not self:
+        subject = "finalize_backward"
+        groups = [group for state in self.states for group in state.groups]
+        if self.root_state is not self:
             raise refused(subject, *_AT_ROOT)
-        if reduction_of(self):
+        if self.comm_ctx.reduction:
             raise refused(subject, *_PENDING)
         if not self.manual:
             raise refused(
@@ -160,11 +136,9 @@ class FinalizedState(RecoveringState):
                 "one that an exception ended",
                 "Call reset_iter_state(), then run all forwards and backwards of the step again.",
             )
-        if (self.root, None) in callbacks_of(self.comm_ctx):
+        if (self.root, None) in self.comm_ctx.callbacks:
             raise refused(subject, "a backward that is over", "one that runs", "Call it after backward().")
-        if any(getattr(g.reducer, "partial_grads", ()) for g in groups) or any(
-            g.reduce_grads and not getattr(g.reducer, "all_reduce_grads", True) for g in groups
-        ):
+        if any(g.reducer.partial_grads or g.reduce_grads and not g.reducer.all_reduce_grads for g in groups):
             raise refused(
                 subject,
                 "gradients that are reduced over all replicas",
@@ -184,7 +158,7 @@ class FinalizedState(RecoveringState):
     def set_manual(self, enabled: bool) -> None:
         """Choose who ends backwards: the caller, or each backward itself."""
         subject = "set_manual_backward_finalization"
-        if self.head is not self:
+        if self.root_state is not self:
             raise refused(subject, *_AT_ROOT)
         if enabled != self.manual and (in_backward() or self.is_open):
             raise refused(
@@ -195,23 +169,22 @@ class FinalizedState(RecoveringState):
             )
         self.manual = enabled
 
-    def become_root(self) -> None:
-        super().become_root()
-        if any(state.manual for state in self.root.states[1:] if isinstance(state, FinalizedState)):
-            self.root.states = []  # the model has not begun: the user may correct it
+    def check_manual(self) -> None:
+        """Raise StateError if a module below the root was set to manual finalization."""
+        if any(state.manual for state in self.states[1:]):
             raise refused("set_manual_backward_finalization", *_AT_ROOT)
 
     def break_off(self) -> None:
         """Break off the iteration, and forget its reduction. `reset_iter_state` calls this, too."""
-        reduction = reduction_of(self)
+        reduction = self.comm_ctx.reduction
         if reduction and not reduction.is_of(self):
             raise refused("reset_iter_state", *_PENDING)
         super().break_off()
-        vars(self.comm_ctx).pop("reduction", None)
+        self.comm_ctx.reduction = None
 
     def end_unfinished(self, root: RootContext) -> None:
         super().end_unfinished(root)
-        (root.states or [self])[0].is_open = False  # type: ignore[attr-defined]
+        (states_of(root) or self.states)[0].is_open = False
 
 
 _AT_ROOT = "the root module", "a module below it", "Call it on the module that is called first in a forward."
@@ -222,7 +195,7 @@ _PENDING = (
 )
 
 
-class ManualFinalization(MethodsOfState):
+class ManualFinalization(FeatureModule):
     """Methods of sharded modules."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -248,5 +221,4 @@ class ManualFinalization(MethodsOfState):
             StateError: the module is below the root; a backward is running, or an exception ended it; manual finalization is off;
                 a reduction was not waited for; gradients are reduced within a replica only.
         """
-        handle: GradientReductionHandle | None = self._state().finalize(async_op)
-        return handle
+        return self._state().finalize(async_op)

@@ -1,9 +1,9 @@
-"""Explain reads of parameters that are freed or sharded. Seam: the parameter.
+"""Explain reads of parameters that are freed or sharded.
 
-A whole parameter is the same object for the life of the model, also while its memory is freed (`core.form`). Code that kept it, or a
+A whole parameter is the same object for the life of the model, also while its memory is freed (`core.layout`). Code that kept it, or a
 view of it, may read it then. torch answers with "setStorage: … storage of size 0", or crashes. So a freed parameter has another
 class, `FreedParameter`, whose operations raise an error that names the parameter. While the parameter is whole, its class is
-`nn.Parameter`, and costs nothing.
+`WholeParameter`, and costs nothing.
 
 The class does not see what autograd saved, nor views. An error that torch raises about them in a backward, or in the forward of
 the outermost module, is explained, too. Such reads elsewhere end in torch's own error.
@@ -12,23 +12,21 @@ the outermost module, is explained, too. Such reads elsewhere end in torch's own
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import Args, FSDPState
+from hwfsdp.core.param import Place
 from hwfsdp.errors import MissingParameterError, StateError, UnsupportedError
 from hwfsdp.features import compat
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import parameter_of
-from hwfsdp.features.param_changes import WatchedParam
+from hwfsdp.features.lookup import all_groups, parameter_of
+from hwfsdp.features.param_changes import WholeParameter
+
+if TYPE_CHECKING:
+    from hwfsdp.features.param import FSDPParam
 
 _FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
 _SHARDED = "mixed torch.Tensor and DTensor"
@@ -37,74 +35,40 @@ _CAUSES = (
     "Likely causes: (1) Code outside the module's forward computes with the parameter, or with a view of it: compute inside, or keep "
     "a copy, weight.clone(). (2) A method other than forward uses it: register_fsdp_forward_method(module, name). (3) Another "
     "module uses it: shard both in one call, fully_shard([a, b]), or leave this one to the group of the module around both. "
+    "(4) state_dict() or load_state_dict() ran in the forward, which puts the shards back: call it outside. "
     "Or keep it whole: fully_shard(module, reshard_after_forward=False), or unshard() before the read and reshard() after it."
 )
-_groups: WeakSet[ParamGroup] = WeakSet()
-
-
-def choose(call: Call) -> None:
-    """Guard the parameters. Explain errors of this module's forwards, and of backwards from now on."""
-    compat.watch_backwards(explain=explained_in_backward)
-    call.states.insert(0, ExplainingState)
-    call.make_param = GuardedParam
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Remember the groups, because errors name them."""
-    _groups.update(state.groups)
-
+_IN_PLACE = UnsupportedError(
+    "forward of a sharded module with several inputs that need a gradient",
+    expected="inputs that it only reads, because autograd watches them together",
+    got="an operation in place on one of them",
+    remedy="Write x = x + y in place of x += y, or change a copy, x.clone().",
+)
 
 # --- Parameters ----------------------------------------------------------------------------------------------
 
 
-class GuardedParam(WatchedParam):
-    """A parameter whose whole tensor refuses to be read while its memory is freed."""
+def forbid_reads(params: Iterable[FSDPParam]) -> None:
+    """Let the whole tensors of these parameters, which are freed now, refuse to be read."""
+    for param in params:
+        if type(param.unsharded_param) is WholeParameter and not param.keeps_memory:
+            param.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
 
-    @property
-    def group_name(self) -> str:
-        group = self.group()
-        return group.fqn if group else ""
 
-    def to_unsharded(self) -> None:
-        if type(self.unsharded_param) is FreedParameter:
-            compat.become(self.unsharded_param, nn.Parameter)
-        super().to_unsharded()
+def allow_reads(params: Iterable[FSDPParam]) -> None:
+    """Let the whole tensors of these parameters be read again."""
+    for param in params:
+        if type(param.unsharded_param) is FreedParameter:
+            param.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
 
-    def to_sharded(self) -> None:
-        super().to_sharded()
-        if type(self.unsharded_param) is nn.Parameter and not self.keeps_memory:
-            compat.become(self.unsharded_param, FreedParameter)
 
-    def take_grad(self) -> Tensor | None:
-        """Return the whole gradient.
-
-        Raises:
-            UnsupportedError: the gradient is sparse, and cannot be cut into rows.
-        """
-        grad = self.unsharded_param.grad if self.unsharded_param is not None else None
-        if grad is not None and grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"gradient of parameter {self.fqn!r}",
-                expected="a dense gradient",
-                got=f"one of layout {grad.layout}",
-                remedy="Build the layer with sparse=False, or leave it out: fully_shard(…, ignored_params={its weight}).",
-            )
-        return super().take_grad()
-
-    def adopt_registered(self) -> None:
-        """Adopt the parameter that is registered now.
-
-        Raises:
-            MissingParameterError: there is none. UsageError: it is cut in another way.
-        """
-        for module, name in self.places if self.state is ShardedState.SHARDED else ():
-            if not isinstance(compat.registered_at(module, name), nn.Parameter):
-                got, remedy = what_is_at(module, name)
-                expected = f"the DTensor that fully_shard registered as {name!r} of {type(module).__name__}"
-                raise MissingParameterError(
-                    f"parameter {self.fqn!r}", expected=expected, got=got, remedy=remedy
-                )
-        super().adopt_registered()
+def check_registered(param: str, places: Sequence[Place]) -> None:
+    """Raise MissingParameterError if a module has no parameter at one of the places of the parameter with this name."""
+    for module, name in places:
+        if not isinstance(compat.registered_at(module, name), nn.Parameter):
+            got, remedy = what_is_at(module, name)
+            expected = f"the DTensor that fully_shard registered as {name!r} of {type(module).__name__}"
+            raise MissingParameterError(f"parameter {param!r}", expected=expected, got=got, remedy=remedy)
 
 
 def what_is_at(module: nn.Module, name: str) -> tuple[str, str]:
@@ -149,13 +113,14 @@ class FreedParameter(nn.Parameter):
     grad = property(compat.grad_of, compat.set_grad_of)  # every step looks at it, so it must be quick
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"<freed parameter {parameter_of(self).fqn!r} of shape {tuple(self.shape)}>"
+        param = parameter_of(self)
+        return f"<freed parameter {param.name if param else ''!r} of shape {tuple(self.shape)}>"
 
 
-def freed_in(arguments: Any) -> Iterator[GuardedParam]:
+def freed_in(arguments: Any) -> Iterator[FSDPParam]:
     """Yield the freed parameters among the arguments of an operation."""
-    if type(arguments) is FreedParameter:
-        yield parameter_of(arguments)
+    if type(arguments) is FreedParameter and (param := parameter_of(arguments)):
+        yield param
     elif isinstance(arguments, dict | list | tuple):
         for each in arguments.values() if isinstance(arguments, dict) else arguments:
             yield from freed_in(each)
@@ -164,9 +129,9 @@ def freed_in(arguments: Any) -> Iterator[GuardedParam]:
 # --- Errors --------------------------------------------------------------------------------------------------
 
 
-def refused_read(params: Sequence[GuardedParam], operation: str) -> StateError:
+def refused_read(params: Sequence[FSDPParam], operation: str) -> StateError:
     """Make the error of an operation that reads freed or sharded parameters."""
-    names = sorted({f"{param.fqn!r} of group {param.group_name!r}" for param in params})
+    names = sorted({f"{param.name!r} of group {param.group.name!r}" for param in params})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return StateError(
         f"parameter {', '.join(names[:3])}{more}",
@@ -176,8 +141,10 @@ def refused_read(params: Sequence[GuardedParam], operation: str) -> StateError:
     )
 
 
-def explained_in_backward(error: RuntimeError) -> StateError | None:
-    """Return our error in place of torch's about freed memory; None for any other error."""
+def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Exception | None:
+    """Return our error in place of torch's about freed memory, or about `inputs` that it did not find; None for any other error."""
+    if "not have been used in the graph" in str(error):
+        return explained_grad(inputs)
     if not any(part in str(error) for part in _FREED):
         return None
     freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
@@ -188,6 +155,10 @@ def explained_in_backward(error: RuntimeError) -> StateError | None:
 
 def explain_in_forward(error: BaseException | None, module: nn.Module) -> None:
     """Replace the text of torch's error about freed or sharded parameters. `error` leaves a forward of `module`."""
+    if isinstance(error, RuntimeError) and "CallInBackward is a view and is being modified inplace" in str(
+        error
+    ):
+        error.args = (str(_IN_PLACE),)
     if not isinstance(error, RuntimeError) or not any(part in str(error) for part in (*_FREED, _SHARDED)):
         return
     is_freed = _SHARDED not in str(error)
@@ -197,43 +168,55 @@ def explain_in_forward(error: BaseException | None, module: nn.Module) -> None:
         error.args = (str(refused_read(found, "a forward")),)
 
 
-def named_in(traceback: TracebackType | None, by_object: dict[int, GuardedParam]) -> list[GuardedParam]:
+def named_in(traceback: TracebackType | None, by_object: dict[int, FSDPParam]) -> list[FSDPParam]:
     """Return the parameters that the innermost frame of a traceback uses, of those frames that use any.
 
     Args:
         by_object: the parameters to look for, by the id of their tensor.
     """
-    found: list[GuardedParam] = []
+    found: list[FSDPParam] = []
     while traceback is not None:
         used = list(used_in(traceback.tb_frame, by_object))
         found, traceback = used or found, traceback.tb_next
     return found
 
 
-def used_in(frame: FrameType, by_object: dict[int, GuardedParam]) -> Iterator[GuardedParam]:
+def used_in(frame: FrameType, by_object: dict[int, FSDPParam]) -> Iterator[FSDPParam]:
     """Yield the parameters that a frame holds in a variable, or reaches from a module by names that its code has."""
     names = {*frame.f_code.co_names}
     for value in frame.f_locals.values():
         if isinstance(value, Tensor) and id(value) in by_object:
             yield by_object[id(value)]
         elif isinstance(value, nn.Module):
-            for fqn, param in value.named_parameters():
-                parts = {part for part in fqn.split(".") if not part.isdigit()}
+            for name, param in value.named_parameters():
+                parts = {part for part in name.split(".") if not part.isdigit()}
                 if id(param) in by_object and parts <= names:
                     yield by_object[id(param)]
 
 
-def params() -> Iterator[GuardedParam]:
+def params() -> Iterator[FSDPParam]:
     """Yield the parameters of all models of this process."""
-    for group in _groups:
-        yield from (param for param in group.params if isinstance(param, GuardedParam))
+    for group in all_groups():
+        yield from group.params
 
 
-class ExplainingState(FSDPState):
-    """A state that explains errors which leave its module's forward."""
+def with_wholes(inputs: compat.Inputs) -> compat.Inputs:
+    """Return the `inputs` of a backward, and the whole parameter of each sharded one. The graph of a forward has the whole ones."""
+    wholes = {id(p.sharded_param): p.unsharded_param for p in params() if p.unsharded_param is not None}
+    found = [wholes.get(id(tensor)) for tensor in inputs if isinstance(tensor, DTensor)]
+    return (*inputs, *(whole for whole in found if whole is not None))
 
-    always_call = True
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        explain_in_forward(sys.exc_info()[1], module)
-        return super().post_forward(module, args, output)
+def explained_grad(inputs: compat.Inputs) -> UnsupportedError | None:
+    """Return our error in place of torch's if `torch.autograd.grad` did not find sharded parameters in the graph."""
+    names = {id(param.sharded_param): param.name for param in params()}
+    asked = [names[id(tensor)] for tensor in inputs if id(tensor) in names]
+    if not asked:
+        return None
+    return UnsupportedError(
+        f"torch.autograd.grad: parameter {asked[0]!r}",
+        expected="whole tensors as inputs, which the graph of a forward has",
+        got="a sharded parameter, whose gradient is known only after a reduction over all ranks",
+        remedy="Call backward(), and read .grad. For this rank's gradient alone, use reshard_after_forward=False, and pass the "
+        "parameter that the module has after the forward.",
+    )

@@ -1,9 +1,9 @@
-"""Hybrid sharding: shards that are replicated. Seams: the ranks, and the reducer.
+"""Hybrid sharding: shards that are replicated.
 
 Parameters are sharded over one axis of the mesh, and the shards are replicated over another. Gathers stay within a node, and only
 shards of gradients cross nodes: the result of the reduce-scatter is all-reduced over the replicas.
 
-    copy-in, reduce-scatter as in the heart                    (reduce-scatter stream)
+    copy-in, reduce-scatter as in the core                     (reduce-scatter stream)
     all-reduce of its result over the replicas                 (all-reduce stream)
     divide, add to the shards' gradients                       (all-reduce stream)
 
@@ -25,34 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hwfsdp import compat
-from hwfsdp.collectives import GroupTransport
-from hwfsdp.core import wrap
 from hwfsdp.core.collectives import Mean, Reducing, mean_over
 from hwfsdp.core.compat import no_autograd
-from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.ranks import Axis, ShardMesh, axis_along, default_mesh, device_of
-from hwfsdp.core.state import FSDPState
+from hwfsdp.core.mesh import Axis, ShardMesh, axis_along, default_mesh, device_of
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
 from hwfsdp.features.arguments import DataParallelMeshDims
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import flat_axis, replicas_of
-from hwfsdp.features.reductions import SteeredReducer
-
-
-def check(call: Call) -> None:
-    """Accept meshes that have two axes, or more axes with names."""
-    call.resolve = hybrid_mesh
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Let a group on such a mesh reduce over the replicas, too."""
-    for group in state.groups:
-        if replicas_of(group.mesh).group is not None:
-            group.reducer = HybridReducer(group)
-
+from hwfsdp.features.lookup import FeatureModule, flat_axis
+from hwfsdp.features.reductions import SettableReducer
 
 # --- The mesh ------------------------------------------------------------------------------------------------
 
@@ -135,7 +117,7 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> HybridMesh:
 # --- Gradients -----------------------------------------------------------------------------------------------
 
 
-class HybridReducer(SteeredReducer):
+class HybridReducer(SettableReducer):
     """Scatter, all-reduce over the replicas, divide, add.
 
     Attributes:
@@ -144,11 +126,9 @@ class HybridReducer(SteeredReducer):
             dtype.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
-        super().__init__(group)
-        self.replicas: Axis = replicas_of(group.mesh)
-        self.all_reduce_grads = True
-        self.partial_grads: dict[FSDPParam, Tensor] = {}
+    def __init__(self, replicas: Axis) -> None:
+        super().__init__()
+        self.replicas = replicas
 
     def mean(self, dtype: torch.dtype) -> Mean:
         """Return the reduce-scatter's part of the mean over all ranks; `replica_operation` returns the all-reduce's part."""
@@ -168,10 +148,10 @@ class HybridReducer(SteeredReducer):
         several = shards * self.replicas.size > 1
         return dtype in (torch.float32, torch.bfloat16) and several and usual and not self.force_sum
 
-    def stand_in(self, param: FSDPParam) -> Tensor | None:
+    def zeros_for(self, param: FSDPParam) -> Tensor | None:
         """Return zeros if a partial gradient waits. The reduction of these zeros takes the partial gradient to the replicas."""
         waiting = param in self.partial_grads and self.all_reduce_grads
-        return self.zeros(param) if waiting else super().stand_in(param)
+        return self.zeros(param) if waiting else super().zeros_for(param)
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
         """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
@@ -219,11 +199,7 @@ class HybridReducer(SteeredReducer):
         """Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current; return at once."""
         transport, operation = self.group.transport, self.replica_operation(tensor.dtype)
         with moment("all_reduce", transport):
-            if isinstance(transport, GroupTransport):
-                work = transport.all_reduce(tensor, operation, self.replicas, stream.is_host)
-            else:  # the heart's transport has no all-reduce
-                work = dist.all_reduce(tensor, operation, self.replicas.group, async_op=stream.is_host)
-            stream.add(work)
+            stream.add(transport.all_reduce(tensor, operation, self.replicas, stream.is_host))
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Add a result [n] of a reduction over the shard axis only to the partial gradients of `params`.
@@ -245,7 +221,7 @@ class HybridReducer(SteeredReducer):
                     grad.add_(self.partial_grads.pop(param))
 
 
-class HybridMethods(wrap.FSDPModule):
+class HybridMethods(FeatureModule):
     """Methods of sharded modules."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -259,5 +235,5 @@ class HybridMethods(wrap.FSDPModule):
         If not, this rank's rows of the gradients add up, reduced over the shard axis only. Switch it on for the last micro-batch.
         """
         for group in self._groups(recurse):
-            if isinstance(group.reducer, HybridReducer):
+            if group.mesh.replicate.group is not None:
                 group.reducer.all_reduce_grads = requires_all_reduce

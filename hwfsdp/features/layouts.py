@@ -1,4 +1,4 @@
-"""Other layouts: parameters that tensor parallelism has cut before, and other dimensions than 0. Seam: the layout.
+"""Other layouts: parameters that tensor parallelism has cut before, and other dimensions than 0.
 
 A plain parameter becomes a DTensor on the data-parallel mesh. A parameter may also be a DTensor already, because tensor
 parallelism (TP) has cut it over other ranks. Then FSDP cuts the part of this rank again, over the ranks that hold the same part:
@@ -13,7 +13,7 @@ say that dp cut first, and would give rows 2 and 3 to the wrong rank. But TP cut
 `_StridedShard(0, split_factor=2)`: a cut of a dimension that was already in two parts. See `hwfsdp.layout` for the arithmetic.
 
 Note [Rows]
-    In the heart, rows are slices along dim 0. A parameter that is cut along another dimension is viewed with one row per rank.
+    In the core, rows are slices along dim 0. A parameter that is cut along another dimension is viewed with one row per rank.
     This is a view of the whole parameter, so gathers write through it, and gradients are read through it.
 """
 
@@ -29,27 +29,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hwfsdp import compat
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import dtensor, local_of
-from hwfsdp.core.form import Layout
-from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
 from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, UsageError
 from hwfsdp.features.arguments import DataParallelMeshDims
-from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import flat_axis
 
 
-def choose(call: Call) -> None:
-    """Give another layout to each parameter that is a DTensor, or that is cut along another dimension."""
-    for index, ((param, fqn, _), mesh) in enumerate(zip(call.found, call.meshes, strict=True)):
-        dim = chosen_dim(fqn, param, call.shard_placement_fn, mesh)
-        if dim or isinstance(param, DTensor) or getattr(mesh, "dims", None) is not None:
-            call.layouts[index] = CutLayout(param, dim, mesh, fqn)
+def layouts_of(found: Sequence[Unclaimed], choices: Sequence[tuple[Any, HybridMesh]]) -> list[Layout]:
+    """Return how to cut each parameter. `choices`: for each, what the user's function returned, and its mesh."""
+    pairs = zip(found, choices, strict=True)
+    return [layout_of(param, name, placement, mesh) for (param, name, _), (placement, mesh) in pairs]
 
 
-def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> int:
-    """Return the dimension along which `choose`, the user's function, wants to cut this parameter; 0 without a function."""
-    placement = choose(param) if choose else None
+def layout_of(param: nn.Parameter, name: str, placement: Any, mesh: HybridMesh) -> Layout:
+    """Return how to cut a parameter: along dim 0, or otherwise if it is a DTensor or `placement` says so.
+
+    Args:
+        placement: what the user's function returned; None: `Shard(0)`.
+    """
+    dim = chosen_dim(name, param, placement, mesh)
+    if dim or isinstance(param, DTensor) or mesh.dims is not None:
+        return CutLayout(param, dim, mesh, name)
+    return Layout(param, mesh)
+
+
+def chosen_dim(name: str, param: nn.Parameter, placement: Any, mesh: ShardMesh) -> int:
+    """Return the dimension along which `placement` cuts this parameter; None is `Shard(0)`."""
     subject = f"fully_shard(shard_placement_fn=…): parameter {name!r}"
     if placement is None:
         return 0
@@ -93,11 +103,11 @@ class CutLayout(Layout):
         unsharded: mesh and placements of the unsharded parameter; None if it is a plain tensor.
     """
 
-    def __init__(self, param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> None:
+    def __init__(self, param: Tensor, dim: int, mesh: HybridMesh, name: str) -> None:
         super().__init__(local_of(param), mesh)
-        self.dim = dim
+        self.dim, self.dims = dim, mesh.dims
         self.global_shape, self.stride = param.shape, param.stride()
-        sharded, self.unsharded = placements_of(param, dim, mesh, fqn)
+        sharded, self.unsharded = placements_of(param, dim, mesh, name)
         self.device_mesh, self.placements = sharded.mesh, sharded.placements
         if dim:
             # (4, 6) cut along dim 1 for 3 ranks: (3, 4, 2)
@@ -126,7 +136,7 @@ class CutLayout(Layout):
         """Return the part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
         if not isinstance(grad, DTensor) or self.unsharded is None:
             return grad
-        own, dims = self.unsharded, getattr(self.mesh, "dims", None)
+        own, dims = self.unsharded, self.dims
         names = (*dims.shard_names, *dims.replicate_names) if dims else ()
         axes = own.mesh.mesh_dim_names or ("",) * own.mesh.ndim
         # over the data-parallel axes, the gradient stays as it is: the group's reduction sums it
@@ -140,18 +150,18 @@ class CutLayout(Layout):
 
 
 def placements_of(
-    param: Tensor, dim: int, mesh: ShardMesh, fqn: str
+    param: Tensor, dim: int, mesh: HybridMesh, name: str
 ) -> tuple[MeshPlacements, MeshPlacements | None]:
     """Return mesh and placements of `param`, sharded and unsharded, if FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
 
     Raises:
         UsageError: `param` is a DTensor whose mesh does not fit `mesh`.
     """
-    dims = getattr(mesh, "dims", None)
+    dims = mesh.dims
     if not isinstance(param, DTensor):
         if dims:
             raise UsageError(
-                f"fully_shard(dp_mesh_dims=…): parameter {fqn!r}",
+                f"fully_shard(dp_mesh_dims=…): parameter {name!r}",
                 expected="a DTensor on the whole mesh",
                 got="a plain tensor",
                 remedy="Distribute it first: distribute_module, or distribute_tensor with Replicate().",
@@ -159,8 +169,8 @@ def placements_of(
         return MeshPlacements(mesh.mesh, mesh.placements(dim)), None
     before = MeshPlacements(param.device_mesh, tuple(param.placements))
     if dims:
-        return _over_all_axes(before, dim, mesh, dims, fqn), before
-    return _over_other_axes(before, dim, mesh, fqn), before
+        return _over_all_axes(before, dim, mesh, dims, name), before
+    return _over_other_axes(before, dim, mesh, name), before
 
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
@@ -184,11 +194,11 @@ def joined_placements(
     return (*(cut if compat.is_shard(p) else p for p in own), *before)
 
 
-def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str) -> MeshPlacements:
+def _over_other_axes(before: MeshPlacements, dim: int, mesh: HybridMesh, name: str) -> MeshPlacements:
     """Place a DTensor on axes that are not data-parallel: append these axes to the data-parallel ones."""
     if before.mesh.device_type != mesh.mesh.device_type:
         raise UsageError(
-            f"fully_shard: parameter {fqn!r}",
+            f"fully_shard: parameter {name!r}",
             expected=f"a DTensor on a mesh of the data-parallel mesh's device type, {mesh.mesh.device_type!r}",
             got=f"one on a mesh of {before.mesh.device_type!r}",
             remedy="Slice both meshes from one: init_device_mesh(…, mesh_dim_names=('dp', 'tp')).",
@@ -197,7 +207,7 @@ def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str
         joined = compat.join_meshes([mesh.mesh, before.mesh])
     except (RuntimeError, TypeError, AssertionError) as error:
         raise RuntimeRefusedError(
-            f"fully_shard: parameter {fqn!r}",
+            f"fully_shard: parameter {name!r}",
             expected="a DTensor on another axis of the mesh that the data-parallel mesh was taken from",
             got=f"one on {before.mesh}, which cannot be joined with {mesh.mesh} ({error})",
             remedy="Make one named mesh, init_device_mesh(…, mesh_dim_names=('dp', 'tp')), and slice both from it.",
@@ -207,16 +217,15 @@ def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str
 
 
 def _over_all_axes(
-    before: MeshPlacements, dim: int, mesh: ShardMesh, axes: DataParallelMeshDims, fqn: str
+    before: MeshPlacements, dim: int, mesh: HybridMesh, axes: DataParallelMeshDims, name: str
 ) -> MeshPlacements:
     """Place a DTensor that lies on the whole mesh and replicates over the data-parallel axes. FSDP cuts over these axes."""
     names = before.mesh.mesh_dim_names or ()
     dims = (*axes.shard_names, *axes.replicate_names)
     placed = dict(zip(names, before.placements, strict=True)) if names else {}
-    around = getattr(mesh, "around", None)
-    if before.mesh != around or any(not isinstance(placed[name], Replicate) for name in dims):
+    if before.mesh != mesh.around or any(not isinstance(placed[name], Replicate) for name in dims):
         raise UsageError(
-            f"fully_shard(dp_mesh_dims=…): parameter {fqn!r}",
+            f"fully_shard(dp_mesh_dims=…): parameter {name!r}",
             expected=f"a DTensor on the mesh given, Replicate() over {', '.join(dims)}",
             got=f"one on {before.mesh} with placements {before.placements}",
             remedy="Distribute it over the same mesh, and leave the data-parallel axes to fully_shard.",

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hwfsdp import compat
-from hwfsdp.core import wrap
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.ranks import Axis, ShardMesh
-from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.errors import UsageError
+from hwfsdp.core import api, state
+from hwfsdp.core.mesh import ShardMesh
+from hwfsdp.errors import StateError, UsageError
+
+if TYPE_CHECKING:
+    from hwfsdp.features.context import FSDPCommContext
+    from hwfsdp.features.param import FSDPParam
+    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.state import FSDPState
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
 IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has excluded from sharding
@@ -24,32 +30,91 @@ IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has exclud
 # parameters must not be keys: torch cannot convert a DTensor to which there are weak references.
 STAND_INS: Any = WeakIdKeyDictionary()
 
+_groups: WeakSet[ParamGroup] = WeakSet()
+_lock = threading.Lock()  # threads may shard models, and step, at the same time
 
-def parameter_of(whole: Tensor) -> Any:
+
+def remember(group: ParamGroup) -> None:
+    """Add a group to `all_groups`."""
+    with _lock:
+        _groups.add(group)
+
+
+def all_groups() -> list[ParamGroup]:
+    """Return the groups of all models of this process."""
+    with _lock:
+        return list(_groups)
+
+
+def parameter_of(whole: Tensor) -> FSDPParam | None:
     """Return the `FSDPParam` of a parameter that modules had in place of the sharded one; None for any other tensor."""
     owner = STAND_INS.get(whole)
-    return owner and owner()
+    return owner and owner()  # type: ignore[no-any-return]
 
 
 def checked_state(module: Any, caller: str) -> FSDPState:
-    """Return the state of a module, or raise UsageError if there is none."""
-    state = state_of(module)
-    if state is None:
+    """Return the state of a module, or raise UsageError if `hwfsdp.fully_shard` was not called on it."""
+    found = state.state_of(module)
+    if not isinstance(found, FeatureState):
+        by_core = "" if found is None else ", on which hwfsdp.core.fully_shard was called"
         raise UsageError(
             caller,
-            expected="a module that fully_shard was called on",
-            got=type(module).__name__,
-            remedy="Call fully_shard on it first.",
+            expected="a module that hwfsdp.fully_shard was called on",
+            got=type(module).__name__ + by_core,
+            remedy="Call hwfsdp.fully_shard on it first.",
         )
-    return state
+    return cast("FSDPState", found)
 
 
-class MethodsOfState(wrap.FSDPModule):
-    """A base of classes whose methods of sharded modules need the module's state."""
+class FeatureState(state.FSDPState):
+    """The base of the classes from which `state.FSDPState` derives: what several of them use."""
 
-    def _state(self) -> Any:
+    comm_ctx: FSDPCommContext
+    group: ParamGroup | None
+
+    @property
+    def groups(self) -> list[ParamGroup]:  # type: ignore[override]
+        """The groups of the module, one for each mesh."""
+        return self.group.parts if self.group else []
+
+    @property
+    def states(self) -> list[FSDPState]:
+        """The states below the root, the root's first. As long as there is no root: only this state."""
+        return self.root.states or [self]  # type: ignore[return-value]
+
+    @property
+    def root_state(self) -> FSDPState:
+        """The state of the root. As long as there is no root: this state."""
+        return self.root.states[0] if self.root.states else self  # type: ignore[return-value]
+
+    def follow(self, root: state.FSDPState) -> None:
+        """Belong to the model of this root, and share its streams.
+
+        Raises:
+            StateError: `core.fully_shard` has sharded the root.
+        """
+        if not isinstance(root, FeatureState):
+            raise StateError(
+                f"forward of {root.name or 'the root module'}",
+                expected="one fully_shard for the whole model",
+                got="hwfsdp.core's for this module, hwfsdp's for a module in it",
+                remedy="Shard this module with hwfsdp.fully_shard, too.",
+            )
+        super().follow(root)
+
+
+class FeatureModule(api.FSDPModule):
+    """The base of the classes from which `module.FSDPModule` derives: what several of them use."""
+
+    def _state(self) -> FSDPState:
         """Return the state, or raise UsageError if there is none."""
         return checked_state(self, type(self).__name__)
+
+    if TYPE_CHECKING:
+
+        def _groups(self, recurse: bool) -> list[ParamGroup]: ...  # type: ignore[override]
+
+        def _states(self, recurse: bool) -> list[FSDPState]: ...  # type: ignore[override]
 
 
 def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
@@ -62,15 +127,10 @@ def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]
         raise UsageError(
             subject,
             expected="a module whose parameters have one mesh",
-            got=", ".join(repr(group.fqn) for group in groups),
+            got=", ".join(repr(group.name) for group in groups),
             remedy="Shard the modules of each mesh in separate calls.",
         )
     return groups
-
-
-def replicas_of(mesh: ShardMesh) -> Axis:
-    """Return the ranks that hold the same rows."""
-    return getattr(mesh, "replicate", Axis())
 
 
 def shard_axis(mesh: ShardMesh) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Several modules, one group: `fully_shard([a, b])`, and parts that are called by themselves. Seam: the state.
+"""Several modules, one group: `fully_shard([a, b])`, and parts that are called by themselves.
 
 The first of the modules to run opens the forward, and the last one ends it. If the root's forward is over before all modules have
 run, the forward of the group ends there. Afterwards, one of the modules may be called by itself, such as a head that computes a
@@ -8,54 +8,51 @@ Until then the parameters stay whole, because nothing says how many calls will f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hwfsdp.core import compat
-from hwfsdp.core.iteration import Phase
 from hwfsdp.core.observer import moment
-from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.core.state import Args, Phase
 from hwfsdp.errors import UsageError
-from hwfsdp.features.call import Call
+from hwfsdp.features.recovery import RecoveringState
 
 
-def check(call: Call) -> None:
-    """Leave out modules that are below other modules of the list."""
-    if not call.modules:
+def modules_of(given: Any) -> list[Any]:
+    """Return the modules of a call, without those that are below other modules of the list.
+
+    Raises:
+        UsageError: the list is empty.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, nn.Module | Tensor):
+        return [given]
+    modules = list(given)
+    if not modules:
         raise UsageError(
             "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
         )
-    if all(isinstance(module, nn.Module) for module in call.modules):
-        below = {child for module in call.modules for child in module.modules() if child is not module}
-        call.modules = [module for module in dict.fromkeys(call.modules) if module not in below]
+    if not all(isinstance(module, nn.Module) for module in modules):
+        return modules  # which `checks` refuses
+    below = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if module not in below]
 
 
-def choose(call: Call) -> None:
-    """Give a list of modules another state."""
-    if len(call.modules) > 1:
-        call.states.append(SeveralModules)
-
-
-class SeveralModules(FSDPState):
-    """The state of several modules.
+class SeveralModules(RecoveringState):
+    """A state whose module may be a list of several.
 
     Attributes:
-        to_run: modules that must still run before the forward in progress ends.
+        to_run: modules that must still run before the forward in progress ends. Empty if there is only one module.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.to_run: set[nn.Module] = set()
-        super().__init__(*args)
-
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if self.opens_forward():
+    def expect_all_modules(self) -> None:
+        """At the beginning of a forward, expect all modules of a list."""
+        if len(self.modules) > 1 and self.starts_forward():
             self.to_run = set(self.modules)
-        return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the forward, if this is the last of the modules."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if len(self.modules) == 1 or self.phase is Phase.PRE_BACKWARD:
             return super().post_forward(module, args, output)
         self.to_run.discard(module)
         with moment("post_forward", self):
@@ -73,6 +70,12 @@ class SeveralModules(FSDPState):
         self.to_run.clear()
         return output
 
+    def end_iteration_forward(self, output: Any) -> Any:
+        for state in reversed(self.states):
+            if len(state.modules) > 1:
+                output = state.end_with_root(output)
+        return super().end_iteration_forward(output)
+
     def end_with_root(self, output: Any) -> Any:
         """End the forward of the group if some modules have not run, because they will not run any more."""
         if self.root.forward_root is self or self.phase is not Phase.FORWARD:
@@ -83,7 +86,7 @@ class SeveralModules(FSDPState):
 
     def post_backward(self) -> None:
         """After the backward of modules that were called by themselves, make compute wait now, because no later call does it."""
-        by_themselves = self.phase is Phase.FORWARD
+        by_themselves = len(self.modules) > 1 and self.phase is Phase.FORWARD
         super().post_backward()
         if by_themselves:
             self.comm_ctx.finish_reductions()
@@ -96,17 +99,14 @@ class SeveralModules(FSDPState):
             self.group.unshard()
             self.group.wait_for_gather()
             self.group.copy_out()
-        self.queue_part()
-
-    def queue_part(self) -> None:
-        """Let autograd call `finish_part` when this backward is over."""
-        compat.call_after_backward(self.finish_part)
+        self.queue_callback((self.root, self), self.finish_part)
 
     def finish_part(self) -> None:
         """After the backward of a module that was called by itself, reduce gradients that came after post-backward.
 
         Gradients of a module whose inputs need no gradient wait for the model's own backward.
         """
+        self.comm_ctx.callbacks.pop((self.root, self), None)
         if self.group and self.group.has_late_gradients and self.phase is Phase.POST_BACKWARD:
             self.post_backward()
             self.comm_ctx.finish_reductions()

@@ -1,4 +1,4 @@
-"""What programs attach to parameters, and what they do to whole parameters. Seam: the parameter.
+"""What programs attach to parameters, and what they do to whole parameters.
 
 A sharded parameter takes the place of the program's parameter, and during computation, a whole one takes its place. So whatever
 a program does to one of the three must reach the others:
@@ -6,13 +6,16 @@ a program does to one of the three must reach the others:
     attributes, gradient hooks        given to the original parameter       → sharded and whole
     values, `requires_grad`           changed while the parameter is whole  → sharded
     another parameter in its place    after the first forward               refused, or put back with a warning
+    other memory under the shard      by `to` of a module in the group      read by the next gather
+    whole memory given away           to numpy, for example                 not freed any more, with a warning
 
 Note [Writes to whole parameters]
     Each rank keeps what it wrote to its own rows, so ranks should write the same. A tensor counts its in-place writes
-    (`_version`), and gathers are not counted (`core.form`, Note [Writing without being noticed]). So a higher count when the shard
+    (`_version`), and gathers are not counted (`core.layout`, Note [Writing without being noticed]). So a higher count when the shard
     comes back means that the program wrote. The whole parameter may have fewer bits than the shard, so only elements that differ
-    from the shard in the compute dtype are copied. This comparison is wrong once an optimizer has changed the shard. So writes are
-    copied before an optimizer steps, and later writes are lost, with a warning. Writes through `Tensor.data` are not counted.
+    from the shard in the compute dtype are copied. This comparison is wrong once the shard has changed. So writes are copied before
+    an optimizer steps, and writes that are found after any change of the shard are lost, with a warning. Writes through `Tensor.data` are not counted. So
+    a program that takes the `data` of a whole parameter may have written, until the parameter is freed.
 
 Note [Which gradient a hook gets]
     A hook that `register_hook` put on the original parameter gets this rank's whole gradient before the mean, in each backward, as
@@ -23,56 +26,44 @@ Note [Which gradient a hook gets]
 from __future__ import annotations
 
 import warnings
-from typing import Any
-from weakref import WeakSet, ref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hwfsdp import compat
-from hwfsdp.core import wrap
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import local_of, wrap_like
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import FSDPParam, ShardedState
-from hwfsdp.core.state import FSDPState
-from hwfsdp.errors import StateError, WrongTypeError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import STAND_INS
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.param import FSDPParam, Place, ShardedState, ShardMemory
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.errors import StateError, UsageError, WrongTypeError
+from hwfsdp.features.compat import displaced, writes_to
+from hwfsdp.features.extensions import ExtensionParam
+from hwfsdp.features.lookup import STAND_INS, FeatureModule, parameter_of
 
-_groups: WeakSet[ParamGroup] = WeakSet()
-_watching = False
-
-
-def choose(call: Call) -> None:
-    """Make parameters that notice changes. Look at whole parameters before each optimizer step from now on."""
-    global _watching
-    call.make_param = WatchedParam
-    if not _watching:
-        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step, reason="it copies"))
-        _watching = True
+if TYPE_CHECKING:
+    from hwfsdp.features.group import ParamGroup
 
 
-def joined(call: Call, state: FSDPState) -> None:
-    """Tell parameters their group. Warn of modules that write to their parameters in the forward."""
-    _groups.update(state.groups)
-    for group in state.groups:
-        for param in group.params:
-            assert isinstance(param, WatchedParam)
-            param.group = ref(group)
-            if group.mesh.size > 1:
-                warn_of_max_norm(param)
-    warn_of_classes(call)
+def warn_of_sharding(found: Sequence[Unclaimed], params: Sequence[FSDPParam]) -> None:
+    """Warn of modules that write to their parameters in the forward, and of classes that shards do not have."""
+    for param in params:
+        if param.mesh.size > 1:
+            warn_of_max_norm(param)
+    warn_of_classes(found)
 
 
-def warn_of_classes(call: Call) -> None:
+def warn_of_classes(found: Sequence[Unclaimed]) -> None:
     """Warn once about each class that the program derived from `nn.Parameter`."""
-    for kind, fqn in {
-        type(param): fqn for param, fqn, _ in reversed(call.found) if has_own_class(type(param))
+    for kind, name in {
+        type(param): name for param, name, _ in reversed(found) if has_own_class(type(param))
     }.items():
         warn(
-            f"parameter {fqn!r} is a {kind.__name__}. Its shard is a DTensor and keeps its attributes, but "
+            f"parameter {name!r} is a {kind.__name__}. Its shard is a DTensor and keeps its attributes, but "
             f"isinstance(param, {kind.__name__}) is False for the parameters of a sharded model. Select parameters by "
             "name or attribute instead."
         )
@@ -83,38 +74,106 @@ def warn_of_max_norm(param: FSDPParam) -> None:
     for module, _ in param.places:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             warn(
-                f"parameter {param.fqn!r} belongs to an {type(module).__name__.removeprefix('FSDP')} with max_norm={module.max_norm}. Each rank "
+                f"parameter {param.name!r} belongs to an {type(module).__name__.removeprefix('FSDP')} with max_norm={module.max_norm}. Each rank "
                 "shortens the rows of its own tokens, and only the rank that holds a row keeps it short. To shorten "
                 "all rows on all ranks, build it without max_norm, and shorten its rows after each optimizer step."
             )
 
 
-def _before_step(*_: Any) -> None:
-    for group in _groups:
-        for param in group.params if group.is_unsharded else ():
-            if isinstance(param, WatchedParam):
-                param.become_stale()
+# --- What a group does at each gather and reshard ------------------------------------------------------------
 
 
-class WatchedParam(FSDPParam):
+def check_in_place(params: Sequence[WatchedParam]) -> None:
+    """Raise StateError if the program has assigned another parameter since the first forward, or deleted it."""
+    sharded = [param for param in params if param.state is ShardedState.SHARDED]
+    for index, (module, name) in displaced((param.places, param.sharded_param) for param in sharded):
+        if sharded[index].is_own(module, name):
+            continue
+        raise StateError(
+            f"parameter {sharded[index].name!r}",
+            expected="the sharded parameter, which FSDP gathers and trains",
+            got=describe(module, name),
+            remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
+            "load_state_dict. Assign or delete parameters before fully_shard.",
+        )
+
+
+def watch(params: Sequence[WatchedParam]) -> None:
+    """Watch parameters that are whole now."""
+    wholes = wholes_of(params)
+    for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
+        if whole is not param.registered_whole:
+            param.note_registered(whole)
+        param.writes, param.trained = writes, whole.requires_grad
+        param.gave_data, param.is_stale = param.is_lent, False
+    for param, writes in zip(params, writes_to([p.sharded_param for p in params]), strict=True):
+        param.shard_writes = writes
+
+
+def keep_changes(params: Sequence[WatchedParam]) -> None:
+    """Take over what the program has changed on whole parameters, before the shards come back."""
+    wholes = wholes_of(params)
+    for index, (module, name) in displaced(zip([p.places for p in params], wholes, strict=True)):
+        if params[index].is_own(module, name):
+            continue
+        params[index].warn_once(
+            f"was whole when the program put {describe(module, name)} in its place. FSDP puts its own parameter back, and "
+            "the change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
+        )
+    for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
+        if param.gave_data or writes != param.writes:
+            param.keep_writes()
+        if whole.requires_grad is not param.trained:
+            param.trained = whole.requires_grad
+            param.sharded_param.requires_grad_(param.trained)
+
+
+def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
+    """Keep what programs wrote to whole parameters so far, because an optimizer is about to change the shards."""
+    for params in [group.params for group in groups if group.is_unsharded]:
+        for param, writes in zip(params, writes_to(wholes_of(params)), strict=True):
+            if param.gave_data or writes != param.writes:
+                param.keep_writes()
+            param.is_stale = True
+
+
+def wholes_of(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
+    return [param.unsharded_param for param in params]  # type: ignore[misc]
+
+
+# --- The parameter -------------------------------------------------------------------------------------------
+
+
+class WatchedParam(ExtensionParam):
     """A parameter that keeps what programs attach to it, and what they change while it is whole.
 
     Attributes:
-        group: a weak reference to its group. told: the warnings that were given.
-        stand_in: the last parameter that was registered in place of the sharded one; None after the sharded one has changed.
+        group: its group. told: the warnings that were given.
+        registered_whole: the last parameter that was registered in place of the sharded one; None after the sharded one has changed.
         original: the class of the original parameter, and the gradient hooks on it.
-        writes: the number of writes to the whole parameter that are in the shard already.
-        trained: `requires_grad` of the whole parameter at the gather. is_stale: True if an optimizer has stepped since the gather.
+        writes: the number of writes to the whole parameter that are in the shard already. gave_data: True if the program has taken
+            the `data` of the whole parameter since the gather, and may have written to it. is_lent: True if another library has
+            the memory of the whole parameter.
+        shard_writes: the number of writes to the sharded parameter at the gather. is_stale: True if an optimizer has stepped since.
+        trained: `requires_grad` of the whole parameter at the gather.
     """
 
-    group: ref[ParamGroup]
-    stand_in: nn.Parameter | None = None
-    writes, trained, is_stale = 0, False, False
+    group: ParamGroup
+    registered_whole: nn.Parameter | None = None
+    writes, shard_writes, gave_data, is_lent, trained, is_stale = 0, 0, False, False, False, False
 
-    def __init__(self, param: nn.Parameter, *args: Any) -> None:
+    def __init__(
+        self,
+        param: nn.Parameter,
+        places: Sequence[Place],
+        name: str,
+        policy: MixedPrecisionPolicy,
+        layout: Layout,
+        memory: ShardMemory,
+    ) -> None:
         self.original = type(param), getattr(param, compat.GRAD_HOOKS, None)
         self.told = set[str]()
-        super().__init__(param, *args)
+        super().__init__(param, places, name, policy, layout, memory)
         vars(self.sharded_param).update(own_attributes(param))
         share_hooks(self.sharded_param, param, compat.POST_ACCUMULATE_GRAD_HOOKS)
 
@@ -125,18 +184,24 @@ class WatchedParam(FSDPParam):
         super().set_unsharded(whole)
         assert self.unsharded_param is not None
         kind, hooks = self.original
-        if has_own_class(kind) and type(self.unsharded_param) is nn.Parameter:
-            self.unsharded_param.__class__ = kind
+        if type(self.unsharded_param) is nn.Parameter:
+            self.unsharded_param.__class__ = kind if has_own_class(kind) else WholeParameter
         if hooks is not None:
             setattr(self.unsharded_param, compat.GRAD_HOOKS, hooks)
 
-    def adopt_registered(self) -> None:
-        """Adopt the parameter that is registered now. It inherits what was attached to the one before."""
-        before, self.stand_in = self.sharded_param, None
-        super().adopt_registered()
-        if self.sharded_param is not before:
-            inherit(self.sharded_param, vars(before))
-            share_hooks(self.sharded_param, before, compat.GRAD_HOOKS, compat.POST_ACCUMULATE_GRAD_HOOKS)
+    def inherit_from(self, before: nn.Parameter) -> None:
+        """Attach to the sharded parameter what was attached to the one before."""
+        inherit(self.sharded_param, vars(before))
+        share_hooks(self.sharded_param, before, compat.GRAD_HOOKS, compat.POST_ACCUMULATE_GRAD_HOOKS)
+
+    def note_registered(self, param: nn.Parameter) -> None:
+        """Note a parameter that modules have in place of the sharded one. Setting an attribute on one sets it on the other."""
+        self.registered_whole = param
+        STAND_INS[param] = ref(self)
+        if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
+            param.__dict__ = vars(self.sharded_param)
+        else:  # another subclass of Tensor may keep what it needs among its attributes
+            inherit(param, vars(self.sharded_param))
 
     def add_sharded_grad(self, grad: Tensor) -> None:
         """Let the hooks on the sharded parameter see or replace `grad`, then add it."""
@@ -145,7 +210,7 @@ class WatchedParam(FSDPParam):
             found = hook(wrap_like(grad, self.sharded_param))
             if found is not None and not isinstance(found, DTensor):
                 raise WrongTypeError(
-                    f"gradient hook of parameter {self.fqn!r}",
+                    f"gradient hook of parameter {self.name!r}",
                     expected="a DTensor, as it gets, or None",
                     got=type(found).__name__,
                     remedy="Compute with the DTensor. A hook that needs the whole gradient is registered before fully_shard.",
@@ -154,80 +219,30 @@ class WatchedParam(FSDPParam):
                 grad = local_of(found.redistribute(placements=self.sharded_param.placements))
         super().add_sharded_grad(grad)
 
-    # --- transitions ---
-
-    def to_unsharded(self) -> None:
-        """SHARDED → UNSHARDED, if the shard is still in its place.
-
-        Raises:
-            StateError: the program has assigned or deleted a parameter since the first forward.
-        """
-        there = compat.not_registered(self.places, self.sharded_param)
-        if there is not None and self.state is ShardedState.SHARDED:
-            raise StateError(
-                f"parameter {self.fqn!r}",
-                expected="the sharded parameter, which FSDP gathers and trains",
-                got=describe(*there),
-                remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
-                "load_state_dict. Assign or delete parameters before fully_shard.",
-            )
-        super().to_unsharded()
-        whole = self.unsharded_param
-        assert whole is not None
-        self.writes, self.trained, self.is_stale = compat.writes_to(whole), whole.requires_grad, False
-
-    def register(self, param: nn.Parameter) -> None:
-        """Make `param` the modules' parameter. Before another one replaces the whole one, keep what the program changed on that."""
-        if self.state is ShardedState.UNSHARDED and param is not self.unsharded_param:
-            self.keep_changes()
-        if param is not self.sharded_param and param is not self.stand_in:
-            self.stand_in = param
-            STAND_INS[param] = ref(self)
-            if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
-                param.__dict__ = vars(
-                    self.sharded_param
-                )  # so setting an attribute on one sets it on the other
-            else:  # another subclass of Tensor may keep what it needs among its attributes
-                inherit(param, vars(self.sharded_param))
-        super().register(param)
-
     # --- changes of the whole parameter ---
 
-    def keep_changes(self) -> None:
-        """Take over what the program has changed on the whole parameter."""
-        whole = self.unsharded_param
-        assert whole is not None
-        if (there := compat.not_registered(self.places, whole)) is not None:
-            self.warn_once(
-                f"was whole when the program put {describe(*there)} in its place. FSDP puts its own parameter back, and the "
-                "change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
-            )
-        if compat.writes_to(whole) != self.writes:
-            self.keep_writes()
-        if whole.requires_grad is not self.trained:
-            self.trained = whole.requires_grad
-            self.sharded_param.requires_grad_(self.trained)
+    def is_own(self, module: nn.Module, name: str) -> bool:
+        """True if a place has the sharded or the whole parameter. `functional_call` puts back the one that it found."""
+        there = getattr(module, name, None)
+        return isinstance(there, Tensor) and (there is self.sharded_param or parameter_of(there) is self)
 
     def warn_once(self, message: str) -> None:
         if message not in self.told:
             self.told.add(message)
-            warn(f"parameter {self.fqn!r} {message}")
-
-    def become_stale(self) -> None:
-        """Keep what was written so far, because an optimizer is about to change the shard."""
-        assert self.unsharded_param is not None
-        if compat.writes_to(self.unsharded_param) != self.writes:
-            self.keep_writes()
-        self.is_stale = True
+            warn(f"parameter {self.name!r} {message}")
 
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Copy what the program wrote to this rank's rows of the whole parameter (Note [Writes to whole parameters])."""
         whole, layout = self.unsharded_param, self.layout
         assert whole is not None
-        self.writes = compat.writes_to(whole)
-        if self.is_stale or not self.form.reads_rows:
-            why = "an optimizer step came before" if self.is_stale else "it travels in a form of its own"
+        known, (self.writes, shard_writes) = self.writes, writes_to([whole, self.sharded_param])
+        is_changed = shard_writes != self.shard_writes
+        if self.is_stale or is_changed or self.is_extension:
+            if self.writes == known:  # it gave its data, perhaps to be read only
+                return
+            changed = "an optimizer step came before" if self.is_stale else "the shard was written, too"
+            why = changed if self.is_stale or is_changed else "it travels in a form of its own"
             self.warn_once(
                 f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
                 "sharded parameter."
@@ -237,12 +252,50 @@ class WatchedParam(FSDPParam):
         local = self.local.view(rows.shape)
         before = local.to(rows.device)
         local.copy_(torch.where(rows == before.to(rows.dtype), before, rows.to(local.dtype)))
-        if (group := self.group()) is not None:  # the next gather reads the shard on the copy stream
-            streams = group.comm_ctx.streams
-            streams.copy.wait(streams.compute.record())
+        (self.shard_writes,) = writes_to([self.sharded_param])
+        streams = self.group.comm_ctx.streams
+        streams.copy.wait(streams.compute.record())  # the next gather reads the shard on the copy stream
 
 
-class KeepsAttributes(wrap.FSDPModule):
+class WholeParameter(nn.Parameter):
+    """The class of a whole parameter. It notices that the program takes or sets its `data` (Note [Writes to whole parameters])."""
+
+    @property
+    def data(self) -> Tensor:
+        # a compiler cannot trace the look-up
+        param = None if torch.compiler.is_compiling() else parameter_of(self)
+        if param is not None:
+            param.gave_data = True
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy the values into the memory that gathers fill. It cannot be replaced."""
+        param = parameter_of(self)
+        if value.shape != self.shape:
+            raise UsageError(
+                f"data of parameter {param.name if param else ''!r}",
+                expected=f"a tensor of shape {tuple(self.shape)}",
+                got=str(tuple(value.shape)),
+                remedy="Change shapes before fully_shard.",
+            )
+        if param and (value.dtype, value.device) != (self.dtype, self.device):
+            param.warn_once(
+                f"is whole, and stays {self.dtype} on {self.device}: only the values that it got as {value.dtype} on {value.device} "
+                "are copied. To convert a module, call reshard() on the sharded one first."
+            )
+        self.data.copy_(value.detach().clone())  # `value` may be a view of this memory
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), requires_grad=self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
+
+class KeepsAttributes(FeatureModule):
     """Methods of sharded modules."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +305,7 @@ class KeepsAttributes(wrap.FSDPModule):
         result = super()._apply(*args, **kwargs)
         for param, attributes in zip(params, kept, strict=True):
             inherit(param.sharded_param, attributes)
-            param.stand_in = None  # type: ignore[attr-defined]
+            param.registered_whole = None
         return result
 
 

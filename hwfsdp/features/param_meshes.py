@@ -1,4 +1,4 @@
-"""Meshes per parameter: one call of `fully_shard`, several groups, such as dense parameters and experts. Seams: the group, the state.
+"""Meshes per parameter: one call of `fully_shard`, several groups, such as dense parameters and experts.
 
 `shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh in addition to the dimension. Expert parallelism
 needs this. A rank holds only some of the experts, so fewer ranks share an expert than share the dense parameters around it:
@@ -7,92 +7,96 @@ needs this. A rank holds only some of the experts, so fewer ranks share an exper
     experts 0 and 1     sharded over ranks 0   2
     experts 2 and 3     sharded over ranks   1   3
 
-The parameters of one mesh are a group. `MeshGroups` holds the groups of a call, and takes the place of the heart's one group. So
-the heart's schedule stays the same. The order is the same as in FSDP2: gathers go from the first group to the last. Reductions,
+The parameters of one mesh are a group. `MeshGroups` holds the groups of a call, and takes the place of the core's one group. So
+the core's schedule stays the same. The order is the same as in FSDP2: gathers go from the first group to the last. Reductions,
 and the gathers that a backward starts ahead, go from the last group to the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hwfsdp.core import group as core
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import address_of, local_of
-from hwfsdp.core.context import FSDPCommContext
-from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.observer import moment
-from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.ranks import ShardMesh
-from hwfsdp.core.state import FSDPState
 from hwfsdp.errors import UsageError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import replicas_of
+from hwfsdp.features.param import FSDPParam
+from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
+from hwfsdp.features.lookup import FeatureState
+
+if TYPE_CHECKING:
+    from hwfsdp.features.state import FSDPState
 
 
-def check_params(call: Call) -> None:
-    """Ask the user's function once for each parameter, and note the parameter's mesh and placement in the call.
+class Choice(NamedTuple):
+    """Where one parameter is cut: what the user's function returned (None: `Shard(0)`), and over which mesh."""
+
+    placement: Any
+    mesh: HybridMesh
+
+
+def choices_of(
+    found: Sequence[Unclaimed], ask: Callable[[nn.Parameter], Any] | None, mesh: HybridMesh
+) -> list[Choice]:
+    """Ask the user's function once for each parameter. Without a function, or if it names no mesh: `mesh`, the mesh of the call.
 
     Raises:
         UsageError: a mesh does not fit, or parameters on two meshes share memory.
     """
-    ask = call.shard_placement_fn
     if ask is None:
-        return
-    placements: dict[nn.Parameter, Any] = {}
+        return [Choice(None, mesh) for _ in found]
+    choices: list[Choice] = []
     # By id of a mesh's description. The description is kept beside the mesh, so that no other object gets its id.
-    known: dict[int, tuple[Any, ShardMesh]] = {}
-    for index, (param, fqn, _) in enumerate(call.found):
-        result = placements[param] = ask(param)
-        if hasattr(result, "mesh_info"):
-            info, placements[param] = result.mesh_info, result.placement
-            if id(info) not in known:
-                subject = f"fully_shard(shard_placement_fn=…): parameter {fqn!r}"
-                known[id(info)] = info, resolve(info, call, subject)
-            call.meshes[index] = known[id(info)][1]
-    call.shard_placement_fn = placements.get
-    check_memory(call)
+    known: dict[int, tuple[Any, HybridMesh]] = {}
+    for param, name, _ in found:
+        result = ask(param)
+        if not hasattr(result, "mesh_info"):
+            choices.append(Choice(result, mesh))
+            continue
+        info = result.mesh_info
+        if id(info) not in known:
+            subject = f"fully_shard(shard_placement_fn=…): parameter {name!r}"
+            known[id(info)] = info, resolve(info, mesh, subject)
+        choices.append(Choice(result.placement, known[id(info)][1]))
+    check_memory(found, choices)
+    return choices
 
 
-def choose(call: Call) -> None:
-    """Make a group for each mesh, if parameters have meshes other than the call's."""
-    call.states.append(MeshesState)  # after `steering`, whose lists come first
-    if all(mesh is call.ranks for mesh in call.meshes):
-        return
-    make_group = call.make_group
-
-    def make_groups(params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext) -> ParamGroup:
-        found: dict[Any, list[FSDPParam]] = {}
-        for param in params:
-            found.setdefault(ranks_of(param.mesh), []).append(param)
-        groups = [make_group(members, members[0].mesh, comm_ctx) for members in found.values()]
-        return groups[0] if len(groups) == 1 else MeshGroups(groups, mesh)
-
-    call.make_group = make_groups
+def by_mesh(params: Sequence[FSDPParam]) -> list[list[FSDPParam]]:
+    """Return the parameters of each mesh, in the order in which their first parameters were registered."""
+    found: dict[Any, list[FSDPParam]] = {}
+    for param in params:
+        found.setdefault(ranks_of(param.mesh), []).append(param)
+    return list(found.values())
 
 
 # --- The meshes ----------------------------------------------------------------------------------------------
 
 
-def ranks_of(mesh: ShardMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def ranks_of(mesh: HybridMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the groups of ranks over which this mesh shards and replicates. Parameters of one group have the same two."""
-    return mesh.shard.group, replicas_of(mesh).group
+    return mesh.shard.group, mesh.replicate.group
 
 
-def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
+def resolve(info: Any, around: HybridMesh, subject: str) -> HybridMesh:
     """Return the mesh that a result names, as this process sees it.
 
     Args:
         info: a DeviceMesh, or an object with the attributes of torch's `FSDPMeshInfo`: `mesh`, `shard_mesh_dim`,
             `replicate_mesh_dim`, and, if `mesh` was taken out of a mesh of all parallelisms, `spmd_mesh` and `dp_mesh_dims`.
+        around: the mesh of the call.
 
     Raises:
         UsageError: this is not a mesh to shard over, or it does not fit the mesh of the call.
     """
-    mesh, around = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None), call.ranks
+    mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
     if not isinstance(mesh, DeviceMesh) or not has_axes(info, mesh):
         raise UsageError(
             subject,
@@ -109,7 +113,7 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
         )
     check_ranks(mesh, around.mesh, subject)
     dims = getattr(info, "dp_mesh_dims", None)
-    return call.resolve(mesh if dims is None else info.spmd_mesh, dims)
+    return hybrid_mesh(mesh if dims is None else info.spmd_mesh, dims)
 
 
 def has_axes(info: Any, mesh: DeviceMesh) -> bool:
@@ -140,15 +144,15 @@ def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
     raise UsageError(subject, expected=expected, got=got, remedy=remedy)
 
 
-def check_memory(call: Call) -> None:
+def check_memory(found: Sequence[Unclaimed], choices: Sequence[Choice]) -> None:
     """Raise UsageError if parameters on two meshes share memory: sharding would separate them."""
-    seen: dict[Any, tuple[str, ShardMesh]] = {}
-    for (param, fqn, _), mesh in zip(call.found, call.meshes, strict=True):
+    seen: dict[Any, tuple[str, HybridMesh]] = {}
+    for (param, name, _), (_, mesh) in zip(found, choices, strict=True):
         address = address_of(local_of(param))
-        other, others_mesh = seen.setdefault(address, (fqn, mesh))
+        other, others_mesh = seen.setdefault(address, (name, mesh))
         if ranks_of(mesh) != ranks_of(others_mesh):
             raise UsageError(
-                f"fully_shard(shard_placement_fn=…): parameter {fqn!r}",
+                f"fully_shard(shard_placement_fn=…): parameter {name!r}",
                 expected=f"the mesh of {other!r}, with which it shares its memory",
                 got="another one",
                 remedy="Tie them as one nn.Parameter, or give one of them its own memory.",
@@ -188,8 +192,8 @@ class MeshGroups(ParamGroup):
     """The groups of one call, in place of one group. Each call of a method is passed on to all groups.
 
     Attributes:
-        parts: the groups, in the order in which their first parameters were registered. Each has a `label`, which comes after the
-            module's name in the group's name: "" on the mesh of the call, else the axes or the size of its mesh.
+        parts: the groups, in the order in which their first parameters were registered.
+            Each has a `suffix`, which comes after the module's name in its name.
     """
 
     comm_ctx: Any = OfEach()
@@ -198,20 +202,37 @@ class MeshGroups(ParamGroup):
     reduce_grads: Any = OfEach()
     unshard_in_backward: Any = OfEach()
 
-    def __init__(self, parts: Sequence[ParamGroup], mesh: ShardMesh) -> None:
-        self.parts: list[Any] = list(parts)
-        self.fqn = self.module_fqn = ""
+    def __init__(self, name: str, parts: Sequence[ParamGroup], mesh: HybridMesh) -> None:
+        self._parts = list(parts)
         self.params = [param for part in parts for param in part.params]
         self.mesh = mesh
         self.post_forward_indices: list[int] = []
-        for part, label in zip(self.parts, labels_of([part.mesh for part in parts], mesh), strict=True):
-            part.label = label
+        for part, suffix in zip(self.parts, suffixes_of([part.mesh for part in parts], mesh), strict=True):
+            part.suffix, part.shards, part.transport.shards = suffix, part.mesh.size, part.mesh.size
+        self.rename(name)
 
-    def rename(self, fqn: str, module_fqn: str) -> None:
-        self.fqn, self.module_fqn = fqn, module_fqn
+    @property
+    def parts(self) -> list[ParamGroup]:
+        return self._parts
+
+    def rename(self, name: str) -> None:
+        self.name = name
         for part in self.parts:
-            part.rename(fqn + part.label, module_fqn)
-            part.transport.shards = part.shards = part.mesh.size  # for torch's profiler
+            part.rename(name + part.suffix)
+
+    def join(self, state: FSDPState) -> None:
+        self.state = state
+        for part in self.parts:
+            part.join(state)
+
+    def set_label(self, label: str) -> None:
+        self.label = label
+        for part in self.parts:
+            part.set_label(label)
+
+    @property
+    def is_unsharded(self) -> bool:  # type: ignore[override]
+        return all(part.is_unsharded for part in self.parts)
 
     def each(self) -> Iterator[ParamGroup]:
         """Yield the groups, first to last. For the observer, all work until the next group belongs to this group."""
@@ -249,8 +270,8 @@ class MeshGroups(ParamGroup):
             comm_ctx.max_reductions = most
 
 
-def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
-    """Return a label for each group of one module, such as " [efsdp]". The group on `mesh`, or else the first one, has ""."""
+def suffixes_of(meshes: Sequence[HybridMesh], mesh: HybridMesh) -> list[str]:
+    """Return a suffix for the name of each group of one module, such as " [efsdp]". The group on `mesh`, or else the first one, has ""."""
     names = ["×".join(each.mesh.mesh_dim_names or ()) or f"{each.size} ranks" for each in meshes]
     names = [name if names.count(name) == 1 else f"{name}, {i}" for i, name in enumerate(names)]
     keys = [ranks_of(each) for each in meshes]
@@ -258,31 +279,16 @@ def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
     return ["" if i == plain else f" [{name}]" for i, name in enumerate(names)]
 
 
-def parts_of(group: ParamGroup) -> list[ParamGroup]:
-    """Return the groups behind one group of the schedule; usually only the group itself."""
-    return group.parts if isinstance(group, MeshGroups) else [group]
-
-
-class MeshesState(FSDPState):
+class MeshesState(FeatureState):
     """A state whose module, or the one before it, may have several groups."""
 
-    @property
-    def groups(self) -> list[ParamGroup]:
-        return parts_of(self.group) if self.group else []
-
-    def name_states(self) -> list[FSDPState]:
-        states = super().name_states()
-        for state in states:
-            if isinstance(state.group, MeshGroups):
-                state.group.rename(state.fqn, state.module_fqn)
-        return states
-
-    def enter_backward(self) -> list[ParamGroup]:
+    def note_backward_and_predict(self) -> list[core.ParamGroup]:
         """Return the groups of the module before, the last one first. If this module has one group, return only the last of them."""
         indices = list(self.group.post_forward_indices) if self.group else []
-        found = super().enter_backward()
+        found: Any = super().note_backward_and_predict()
         if not isinstance(self.group, MeshGroups):
-            return [parts_of(group)[-1] for group in found]
-        before = reversed(self.comm_ctx.post_forward_order[: indices[-1] if indices else 0])
+            return [group.parts[-1] for group in found]
+        order: Any = self.comm_ctx.post_forward_order
+        before = reversed(order[: indices[-1] if indices else 0])
         other = next((group for group in before if group is not self.group), None)
-        return [*reversed(parts_of(other))] if other else []
+        return [*reversed(other.parts)] if other else []

@@ -1,4 +1,4 @@
-"""Repair the states that an exception leaves behind. Seam: the state.
+"""Repair the states that an exception leaves behind.
 
 An exception may come from anywhere, so there is no list of places. Two rules are enough. First, a whole parameter is valid until
 the next optimizer step: an iteration that begins after a step frees everything that was gathered before the step. Second,
@@ -16,77 +16,40 @@ an exception.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any
-from weakref import WeakSet, ref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+from weakref import ref
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hwfsdp.core import wrap
 from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
-from hwfsdp.core.context import ForwardOrder, FSDPCommContext
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.iteration import Phase, RootContext
+from hwfsdp.core.context import ForwardOrder, RootContext
 from hwfsdp.core.observer import moment
-from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.call import Call, absent
-from hwfsdp.features.lookup import calls_in_progress, checked_state
+from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.lookup import FeatureModule, FeatureState, calls_in_progress
 
-_states: WeakSet[RecoveringState] = WeakSet()
-_lock = threading.Lock()  # threads may shard models, and step, at the same time
-_watching = False
+if TYPE_CHECKING:
+    from hwfsdp.features.state import FSDPState as WholeState
+    from hwfsdp.features.group import ParamGroup
 
 # By root and state; the state is None for the callback of the root itself.
 Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]
 
 
-def choose(call: Call) -> None:
-    """Put this before the states chosen so far. Watch the steps of optimizers from now on."""
-    global _watching
-    call.states.insert(0, RecoveringState)
-    if not _watching:
-        watch: Any = torch.compiler.disable(_watch_step, reason="it marks states")
-        register_optimizer_step_pre_hook(watch)
-        register_optimizer_step_post_hook(watch)
-        _watching = True
-
-
-def _watch_step(optimizer: Optimizer, *_: Any) -> None:
-    """Mark the models whose shards the optimizer holds: a step begins or ends, and what was gathered before is stale.
-
-    If it holds other DTensors, which may share memory with shards, mark all models. Optimizers without DTensors do not count. They
-    may exist on one rank only, and then only this rank would gather again.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    held = {id(p) for p in params if isinstance(p, DTensor)}
-    with _lock:
-        states = list(_states) if held else []
-    owned = [(state, {id(p.sharded_param) for g in state.groups for p in g.params}) for state in states]
-    has_others = not held.issubset(set().union(*(ids for _, ids in owned)))
-    for state, ids in owned:
-        if has_others or not held.isdisjoint(ids):
-            state.stepped = (state.root.states or [state])[0].stepped = True  # type: ignore[attr-defined]
-
-
-def callbacks_of(comm_ctx: FSDPCommContext) -> Callbacks:
-    """Return the functions that the backward in progress calls at its end, for each root or part of a model that it reached."""
-    found: Callbacks = vars(comm_ctx).setdefault("callbacks", {})
-    return found
+def mark_step(groups: Sequence[ParamGroup]) -> None:
+    """Mark the models of these groups: an optimizer's step begins or ends, and what was gathered before is stale."""
+    for group in groups:
+        group.state.stepped = group.state.root_state.stepped = True
 
 
 def backward_broke(comm_ctx: FSDPCommContext) -> bool:
     """True if a backward ended without calling the functions that it should call at its end."""
-    return any(callback() is None for callback in callbacks_of(comm_ctx).values())
+    return any(callback() is None for callback in comm_ctx.callbacks.values())
 
 
-class RecoveringState(FSDPState):
+class RecoveringState(FeatureState):
     """A state that notices an exception of an earlier iteration.
 
     Attributes:
@@ -97,39 +60,21 @@ class RecoveringState(FSDPState):
     """
 
     always_call = True
-
-    def __init__(self, *args: Any) -> None:
-        self.stepped, self.handled, self.accumulated = False, 0, False
-        super().__init__(*args)
-        with _lock:
-            _states.add(self)
-
-    @property
-    def head(self) -> RecoveringState:
-        """The state of the root, or this state as long as there is no root."""
-        head = self.root.states[0] if self.root.states else self
-        if not isinstance(head, RecoveringState):
-            raise StateError(
-                f"forward of {head.fqn or 'the root module'}",
-                expected="one fully_shard for the whole model",
-                got="hwfsdp.core's for this module, hwfsdp's for a module in it",
-                remedy="Shard this module with hwfsdp.fully_shard, too.",
-            )
-        return head
+    stepped, handled, accumulated = False, 0, False
 
     # --- is something unfinished? ---
 
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def break_off_left_over(self) -> None:
+        """Break off an earlier forward or backward that an exception ended, before a forward of this module."""
         if self.phase is not Phase.IDLE and self.is_left_over():
             self.break_off()
-        return super().pre_forward(module, args, kwargs)
 
     def is_left_over(self) -> bool:
         """True if an exception ended the forward or backward that left this state in its phase, which is not IDLE."""
         if in_backward():
             return backward_broke(self.comm_ctx)
-        entered_again = self.phase is Phase.FORWARD and (self.head is self or self.is_stale())
-        return bool(callbacks_of(self.comm_ctx)) or (entered_again and not self.is_inside_forward())
+        entered_again = self.phase is Phase.FORWARD and (self.root_state is self or self.is_stale())
+        return bool(self.comm_ctx.callbacks) or (entered_again and not self.is_inside_forward())
 
     def is_inside_forward(self) -> bool:
         """True if the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
@@ -142,64 +87,56 @@ class RecoveringState(FSDPState):
 
     def is_stale(self) -> bool:
         """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""
-        return self.head.stepped and not in_backward()
+        return self.root_state.stepped and not in_backward()
 
     def is_outermost(self) -> bool:
         return super().is_outermost() or (self.is_stale() and not self.is_inside_forward())
 
-    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Begin an iteration with the shards that the optimizer left, and with nothing left of an earlier iteration."""
+    def clear_up(self) -> None:
+        """Before an iteration: have the shards that the optimizer left, and nothing left of an earlier iteration."""
         if not self.root.states:
             with no_autograd():
                 self.become_root()
-            self.head.stepped = any(getattr(state, "stepped", False) for state in self.root.states)
-        if (callbacks_of(self.comm_ctx) or self.root.forward_root) and not in_backward():
+            self.stepped = any(state.stepped for state in self.states)
+        if (self.comm_ctx.callbacks or self.root.forward_root) and not in_backward():
             self.break_off()
         self.free_stale()
         self.handled = id(sys.exc_info()[1])
-        for state in self.root.states:
+        for state in self.states:
             if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
                 state.phase = Phase.IDLE
                 for group in state.groups:
                     group.reshard()
-        return super().begin_iteration(args, kwargs)
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Break off the iteration if an exception leaves the outermost forward. torch calls this hook after an exception, too."""
+    def break_off_raised(self) -> bool:
+        """Break off the iteration if an exception leaves the outermost forward, and return True."""
         outermost = self.root.forward_root is self
-        if outermost and id(sys.exc_info()[1]) != self.handled and not in_backward():
-            with moment("post_forward", self):
-                self.break_off()
-            return output
-        return super().post_forward(module, args, output)
+        if not outermost or id(sys.exc_info()[1]) == self.handled or in_backward():
+            return False
+        with moment("post_forward", self):
+            self.break_off()
+        return True
 
     def free_stale(self) -> None:
         """Free what was gathered before the last optimizer step."""
         if self.is_stale():
-            self.head.stepped = False
+            self.root_state.stepped = False
             for group in self.root.groups or self.groups:
                 group.drop_gather()
-                if group.params[0].state is not ShardedState.SHARDED:
-                    group.reshard()
+                group.reshard()
 
-    def before_unshard(self) -> None:
-        """Repair everything unfinished before the user gathers by hand."""
+    def break_off_broken_backward(self) -> None:
         if backward_broke(self.comm_ctx):
             self.break_off()
-        self.free_stale()
-        super().before_unshard()  # type: ignore[misc]
 
     # --- the end of a backward ---
 
     def queue_final_callback(self) -> None:
         self.queue_callback((self.root, None), self.finish_backward)
 
-    def queue_part(self) -> None:
-        self.queue_callback((self.root, self), self.finish_part)
-
     def queue_callback(self, key: tuple[RootContext, FSDPState | None], callback: Callable[[], None]) -> None:
         """Let autograd call `callback` once, when this backward is over. Break off an earlier backward that did not end."""
-        callbacks = callbacks_of(self.comm_ctx)
+        callbacks = self.comm_ctx.callbacks
         queued = callbacks.get(key)
         if queued is not None and queued() is not None:
             return
@@ -208,20 +145,11 @@ class RecoveringState(FSDPState):
         call_after_backward(callback)
         callbacks[key] = ref(callback)
 
-    def finish_part(self) -> None:
-        callbacks_of(self.comm_ctx).pop((self.root, self), None)
-        super().finish_part()  # type: ignore[misc]
-
-    def finish_states(self) -> None:
-        super().finish_states()
-        self.note_end_of_backward()
-
     def note_end_of_backward(self) -> None:
         """Note that autograd made its last call: the backward was not broken off."""
-        for state in self.root.states:
-            if isinstance(state, RecoveringState):
-                state.accumulated = any(map(has_accumulated, state.groups))
-        callbacks_of(self.comm_ctx).pop((self.root, None), None)
+        for state in self.states:
+            state.accumulated = any(map(has_accumulated, state.groups))
+        self.comm_ctx.callbacks.pop((self.root, None), None)
 
     # --- putting back ---
 
@@ -231,9 +159,9 @@ class RecoveringState(FSDPState):
         Raises:
             StateError: this is not the root.
         """
-        if self.head is not self:
+        if self.root_state is not self:
             raise StateError(
-                f"reset_iter_state of {self.fqn}",
+                f"reset_iter_state of {self.name}",
                 expected="the root module",
                 got="a module below it",
                 remedy="Call it on the module that is called first in a forward.",
@@ -241,7 +169,7 @@ class RecoveringState(FSDPState):
         self.break_off()
         self.comm_ctx.finish_reductions()
         self.comm_ctx.forget_forwards()
-        for state in self.root.states or [self]:
+        for state in self.states:
             state.forward_order = ForwardOrder()
             for group in state.groups:
                 group.drop_gather()
@@ -256,12 +184,12 @@ class RecoveringState(FSDPState):
         """
         # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
         # gradients after their zero_grad.
-        callbacks = callbacks_of(self.comm_ctx)
+        callbacks = self.comm_ctx.callbacks
         broken = dict.fromkeys(root for root, _ in callbacks)
         for root in broken:
             root.backwards += 1
         if broken:
-            finish_broken_backward([state for root in broken for state in root.states], self.comm_ctx)
+            finish_broken_backward([state for root in broken for state in states_of(root)], self.comm_ctx)
         callbacks.clear()
         self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
         for root in {**broken, self.root: None}:
@@ -269,18 +197,18 @@ class RecoveringState(FSDPState):
 
     def end_unfinished(self, root: RootContext) -> None:
         """Do the work of `break_off` for the states of one root, of this model or of another one."""
-        for state in root.states or [self]:
+        states = states_of(root) or self.states
+        for state in states:
             with moment("broken_off", state):
                 state.phase = Phase.IDLE
-                getattr(state, "to_run", set()).clear()
-                state.forward_order.forget()
+                state.to_run.clear()
                 for group in state.groups:
                     group.reshard()
         root.forward_root = None
-        (root.states or [self])[0].stepped = True  # type: ignore[attr-defined]
+        states[0].stepped = True
 
 
-class RecoveringModule(wrap.FSDPModule):
+class RecoveringModule(FeatureModule):
     """Methods of sharded modules."""
 
     def reset_iter_state(self) -> None:
@@ -292,17 +220,20 @@ class RecoveringModule(wrap.FSDPModule):
         Raises:
             StateError: the module is below the root, or another model that shares the context waits for its reduction.
         """
-        state: Any = checked_state(self, type(self).__name__)
-        if not isinstance(state, RecoveringState):
-            raise absent("reset_iter_state", "recovery")
-        state.reset_iteration()
+        self._state().reset_iteration()
+
+
+def states_of(root: RootContext) -> list[WholeState]:
+    """Return the states below a root."""
+    return cast("list[WholeState]", root.states)
 
 
 def has_accumulated(group: ParamGroup) -> bool:
     """True if a group that does not reduce over all ranks still has gradients of a backward."""
-    partial = getattr(group.reducer, "partial_grads", {})
-    reduces = group.reduce_grads and getattr(group.reducer, "all_reduce_grads", True)
-    return not reduces and (bool(partial) or any(p.has_unreduced_grad for p in group.params))
+    reduces = group.reduce_grads and group.reducer.all_reduce_grads
+    return not reduces and (
+        bool(group.reducer.partial_grads) or any(p.has_unreduced_grad for p in group.params)
+    )
 
 
 def drop_grads(group: ParamGroup) -> None:
@@ -311,19 +242,19 @@ def drop_grads(group: ParamGroup) -> None:
         param.accumulated_grad = None
         if param.unsharded_param is not None:
             param.unsharded_param.grad = None
-    getattr(group.reducer, "partial_grads", {}).clear()
+    group.reducer.partial_grads.clear()
 
 
-def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:
+def finish_broken_backward(states: Sequence[WholeState], comm_ctx: FSDPCommContext) -> None:
     """End the reductions that a broken backward started, and drop its gradients that are not on the shards yet.
 
     The user may have cleared or used the shards' gradients since then, so nothing may be added to them now. If earlier
     micro-batches left unreduced gradients (`accumulated`), their sum stays, with the gradients that the broken backward added.
     """
-    groups = [g for state in states if not getattr(state, "accumulated", False) for g in state.groups]
+    groups = [g for state in states if not state.accumulated for g in state.groups]
     dropped = [(param, param.sharded_param) for group in groups for param in group.params]
     with no_autograd():
-        for param, shard in dropped:  # a stand-in without hooks; no code reads its gradient
+        for param, shard in dropped:  # a dummy without hooks; no code reads its gradient
             param.sharded_param = nn.Parameter(shard.detach(), requires_grad=shard.requires_grad)
         try:
             comm_ctx.finish_reductions()

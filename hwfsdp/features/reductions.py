@@ -1,34 +1,27 @@
-"""Sums instead of means, other divisors, hooks on reduced gradients, parameters without a gradient. Seam: the reducer."""
+"""Sums instead of means, other divisors, hooks on reduced gradients, parameters without a gradient."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hwfsdp.core import wrap
 from hwfsdp.core.collectives import Mean, Reducing, mean_over
-from hwfsdp.core.group import ParamGroup, Reducer, divided
+from hwfsdp.core.group import Reducer, divided
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import DeviceStream, Stream, StreamEvent
 from hwfsdp.errors import UsageError
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import replicas_of, the_only
+from hwfsdp.features.lookup import FeatureModule, the_only
+
+if TYPE_CHECKING:
+    from hwfsdp.features.group import ParamGroup
 
 
-def joined(call: Call, state: FSDPState) -> None:
-    """Give a reducer with settings to each group that has the heart's reducer."""
-    for group in state.groups:
-        if type(group.reducer) is Reducer:
-            group.reducer = SteeredReducer(group)
-
-
-class SteeredReducer(Reducer):
+class SettableReducer(Reducer):
     """A reducer that does what `FSDPModule`'s setters say.
 
     Attributes:
@@ -37,10 +30,14 @@ class SteeredReducer(Reducer):
         hook: called with each reduced flat gradient, before the division; it may change the gradient. hook_stream: the stream of
             the hook; None: the all-reduce stream.
         reduce_unused: if True, parameters without a gradient are reduced as zeros, because other ranks may have a gradient.
+        all_reduce_grads, partial_grads: of `hybrid_sharding`; without replicas, always True and empty.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
-        super().__init__(group)
+    group: ParamGroup
+
+    def __init__(self) -> None:
+        self.all_reduce_grads = True
+        self.partial_grads: dict[FSDPParam, Tensor] = {}
         self.divide_factor: float | None = None
         self.force_sum = self.reduce_unused = False
         self.hook: Callable[[Tensor], None] | None = None
@@ -52,7 +49,7 @@ class SteeredReducer(Reducer):
             return mean_over(shards, dtype)
         return mean_over(shards, dtype, self.divide_factor, self.force_sum)
 
-    def stand_in(self, param: FSDPParam) -> Tensor | None:
+    def zeros_for(self, param: FSDPParam) -> Tensor | None:
         """If `reduce_unused`, return zeros for a trained parameter. Before its first gather return None: no rank has used it."""
         trained = param.sharded_param.requires_grad and param.unsharded_param is not None
         return self.zeros(param) if self.reduce_unused and trained else None
@@ -89,7 +86,7 @@ class SteeredReducer(Reducer):
         stream.then(lambda: group.add_sharded_grads(params, divided(result, divisor)))
 
 
-class ReductionMethods(wrap.FSDPModule):
+class ReductionMethods(FeatureModule):
     """Methods of sharded modules."""
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
@@ -139,7 +136,7 @@ class ReductionMethods(wrap.FSDPModule):
         """
         the_only(self._groups(recurse=False), "set_all_reduce_hook")
         for reducer in self._reducers(recurse=False):
-            if stream is not None and replicas_of(reducer.group.mesh).group:
+            if stream is not None and reducer.group.mesh.replicate.group:
                 raise UsageError(
                     "set_all_reduce_hook(stream=…)",
                     expected="no stream under hybrid sharding",
@@ -152,6 +149,5 @@ class ReductionMethods(wrap.FSDPModule):
                 reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
                 reducer.hook_stream.streams = streams
 
-    def _reducers(self, recurse: bool) -> list[SteeredReducer]:
-        reducers = [group.reducer for group in self._groups(recurse)]
-        return [reducer for reducer in reducers if isinstance(reducer, SteeredReducer)]
+    def _reducers(self, recurse: bool) -> list[SettableReducer]:
+        return [group.reducer for group in self._groups(recurse)]

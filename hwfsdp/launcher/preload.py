@@ -30,7 +30,7 @@ def adopt_orphans() -> None:
 
 def import_for_ranks() -> None:
     """Import the modules that every rank needs."""
-    for module in ("torch.distributed.tensor", "hwfsdp.features.door", compat.LATE_IMPORT):
+    for module in ("torch.distributed.tensor", "hwfsdp.features.api", compat.LATE_IMPORT):
         importlib.import_module(module)
 
 

@@ -185,8 +185,8 @@ def explain(model: nn.Module) -> Explanation:
             names[m] or type(m).__name__.removeprefix("FSDP") for m in state.modules if m in names
         )
         for part, param in ((part, p) for part in state.groups for p in part.params):
-            fqn = fqns.pop(param.places[0].registered(), param.fqn)
-            rows.append(_row(param, fqn, group + getattr(part, "label", "")))
+            fqn = fqns.pop(param.places[0].registered(), param.name)
+            rows.append(_row(param, fqn, group + getattr(part, "suffix", "")))
             params.append(param)
     return Explanation(rows, list(fqns.values()), _totals(params))
 

@@ -21,7 +21,7 @@
     collectives      wrappers that log the collectives of torch.distributed
     functional       wrappers that log functional collectives
     stream_clocks    the clock of each set of streams
-    instrument       reports from the heart to a recording
+    instrument       reports from the core to a recording
     recording        puts the instruments in place, and removes them again
     onlooker         reports on modules that have no instruments
 

@@ -8,7 +8,7 @@ Most instruments are outside the code that they watch. So they also see other im
 - the optimizer's own hooks give optimizer spans;
 - the ledger reads bytes from the storages (`memory`).
 
-The heart reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `onlooker` gives the
+The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `onlooker` gives the
 spans.
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.

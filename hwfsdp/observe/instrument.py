@@ -1,4 +1,4 @@
-"""The instrument that a recording puts into the heart's slot (`core.observer`).
+"""The instrument that a recording puts into the core's slot (`core.observer`).
 
 Forwards and backwards become spans. Copies into and out of flat buffers become events. Waits and the order of streams become
 edges of the log. A recording sees everything else from outside (`recording`).
@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from hwfsdp.core.compat import in_backward
-from hwfsdp.core.iteration import Phase
+from hwfsdp.core.state import Phase
 from hwfsdp.core.observer import Observer
-from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
 from hwfsdp.observe import events
@@ -42,6 +41,7 @@ class Instrument:
         self._after: WeakKeyDictionary[StreamEvent, tuple[int, ...]] = WeakKeyDictionary()
         self._forwards: dict[FSDPState, list[Draft]] = {}
         self._backwards: dict[FSDPState, Draft] = {}
+        self._parents: dict[FSDPState, FSDPState | None] = {}
 
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -53,10 +53,10 @@ class Instrument:
         if name in _COPIES:
             flat = (reads if name == "copy_out" else writes)[0]
             nbytes = flat.numel() * flat.element_size()
-            span = events.span(name, stream, owner=of.fqn, bytes=nbytes, reads=reads, writes=writes)
+            span = events.span(name, stream, owner=of.name, bytes=nbytes, reads=reads, writes=writes)
             return _both(span, around)
         if name in _OF_GROUPS:
-            return _both(events.scope(owner=of.fqn), around)
+            return _both(events.scope(owner=of.name), around)
         if name in _OF_STATES:
             return _both(getattr(self, f"_{name}")(of, recorder), around)
         return around
@@ -124,7 +124,9 @@ class Instrument:
     def _open_backward(self, state: FSDPState, recorder: Recorder) -> None:
         """Open a backward span. Spans nest as modules do, although the backward may enter a module before or after its last child."""
         if state not in self._backwards and state.phase is not Phase.POST_BACKWARD:
-            if parent := _parent_of(state):
+            if state not in self._parents:
+                self._parents[state] = _parent_of(state)
+            if parent := self._parents[state]:
                 self._open_backward(parent, recorder)
             self._backwards[state] = _begin_span("backward", state, recorder)
 
@@ -164,29 +166,29 @@ def _both(
 
 
 def _scope(phase: str, state: FSDPState) -> AbstractContextManager[Any]:
-    return events.scope(phase, state.fqn, clock_of(state.comm_ctx.streams))
+    return events.scope(phase, state.name, clock_of(state.comm_ctx.streams))
 
 
 def _parent_of(state: FSDPState) -> FSDPState | None:
     """Return the state of the closest sharded module above."""
-    own = state.module_fqn.split(", ")[0]
-    above = {}
-    for other in state.root.states:
-        for fqn in other.module_fqn.split(", "):
-            if other is not state and (fqn == "" or own.startswith(f"{fqn}.")):
-                above[fqn] = other
-    return above[max(above, key=len)] if above else None
+    above: FSDPState | None = None
+    for other in state.root.states:  # each after the states of the modules around it
+        if other is state:
+            return above
+        if any(state.modules[0] is module for given in other.modules for module in given.modules()):
+            above = other
+    return None
 
 
 def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
     """Open the span of a forward or a backward. It reads the module's parameters that are whole now."""
-    params = [p for g in state.groups if g.params[-1].state is ShardedState.UNSHARDED for p in g.params]
+    params = [p for g in state.groups if g.is_unsharded for p in g.params]
     whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
     ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
     if known is None or known[0] != ids:  # other tensors than the last time
         known = recorder.visited[state.modules[0]] = ids, recorder.identify(whole)
         recorder.ledger.visit_params(whole)
-    draft = recorder.begin(op, "compute", owner=state.fqn)
+    draft = recorder.begin(op, "compute", owner=state.name)
     draft.reads = known[1]
     return draft
 

@@ -3,10 +3,10 @@
 A place is a file, a line and a function: "hwfsdp/core/group.py:98 ParamGroup.unshard". An event has up to `MOST` places, from
 the inside out, with " < " between them: the line that issued it, the line that called this line's function, and so on.
 
-Places are in the heart, in the features, in the training loop, and in the user's files: files that neither belong to hwfsdp nor
+Places are in the core, in the features, in the training loop, and in the user's files: files that neither belong to hwfsdp nor
 are installed. Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or observe, and the
-modules of the heart through which every event passes, such as streams. If a method calls another method of the same name, as a
-feature's method calls the heart's, only the inner one is shown.
+modules of the core through which every event passes, such as streams. If a method calls another method of the same name, as a
+feature's method calls the core's, only the inner one is shown.
 
 The log keeps no source. It keeps a checksum of each file, so a program that shows a line later can see if the file has changed.
 """
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 MOST = 5
 _SHOWN = ("core/", "features/", "train/")
 _PASSED_THROUGH = tuple(
-    f"core/{chapter}.py" for chapter in ("observer", "streams", "ranks", "compat", "autograd_hooks")
+    f"core/{chapter}.py" for chapter in ("observer", "streams", "mesh", "compat", "autograd_hooks")
 )
 _INSTALLED = tuple(
     f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.mesh import Axis
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.precision import Dtypes
 from hwfsdp.core.state import state_of
-from hwfsdp.features.lookup import replicas_of
 from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.validate import MOST_RANKS, Check, between, each, flag, record, text, whole
 
@@ -113,14 +113,15 @@ def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) 
 
 def _about_group(group: ParamGroup) -> GroupAbout:
     smaller = getattr(group, "smaller", None) or group.mesh
+    replicas = getattr(group.mesh, "replicate", Axis())  # the core's has no replicas
     again = smaller.size if group.reshard_after_forward and group.unshard_in_backward else 0
     params = tuple(map(_about_param, group.params))
-    return GroupAbout(group.fqn, group.mesh.size, replicas_of(group.mesh).size, again, params)
+    return GroupAbout(group.name, group.mesh.size, replicas.size, again, params)
 
 
 def _about_param(param: FSDPParam) -> ParamAbout:
     trained = param.sharded_param.requires_grad
-    return about_param(param.fqn, param.layout.rows, param.dtypes, trained)
+    return about_param(param.name, param.layout.rows, param.dtypes, trained)
 
 
 def about_param(fqn: str, shape: Iterable[int], dtypes: Dtypes, trained: bool) -> ParamAbout:

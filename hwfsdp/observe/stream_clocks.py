@@ -1,6 +1,6 @@
 """A clock for each set of streams (`events`, Note [Clocks]).
 
-The streams of the heart have no clocks. The host's clock times work of the host. Events of the device time work of the device,
+The streams of the core have no clocks. The host's clock times work of the host. Events of the device time work of the device,
 and they are read after the recording. Other kinds of streams register their clock (`register`).
 """
 
@@ -100,6 +100,6 @@ def _clocks(streams: StreamSet) -> tuple[Clock, HostTime]:
 
 
 def use_newest() -> None:
-    """From now on, let the newest set's clock time all events that are on no stream of the heart."""
+    """From now on, let the newest set's clock time all events that are on no stream of the core."""
     if StreamSet.newest is not None:
         events.use_clock(*_clocks(StreamSet.newest))

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RankError, UsageError, in_one_line
-from hwfsdp.features.door import fully_shard
+from hwfsdp.features.api import fully_shard
 from hwfsdp.launcher import worker
 from hwfsdp.observe import events
 

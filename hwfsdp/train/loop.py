@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.ranks import default_mesh
+from hwfsdp.core.mesh import default_mesh
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.ranks import launch, stoppable
 from hwfsdp.launcher.worker import stop_requested

@@ -25,7 +25,7 @@ from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.store import SaveHandle, async_save, inspect, load, save
 from hwfsdp.compat import dtensor
 from hwfsdp.errors import UsageError
-from hwfsdp.core.ranks import default_mesh
+from hwfsdp.core.mesh import default_mesh
 
 ROWS = "rows of a batch, all ranks together"  # the setting that ranks may share differently after a resume
 

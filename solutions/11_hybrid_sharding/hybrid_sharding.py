@@ -10,13 +10,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hwfsdp.core.collectives import Reducing
 from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.mesh import Axis, axis_along
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.ranks import Axis, axis_along
 from hwfsdp.core.streams import StreamEvent
 
 # Names of the package that may help:
 #
-# hwfsdp.core.ranks
+# hwfsdp.core.mesh
 #     class      Axis(group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0)
 #                  One axis of a mesh, as this process sees it: `size` ranks. This process has number `rank`.
 #     function   axis_along(mesh: DeviceMesh, dim: int) -> Axis
@@ -49,11 +49,10 @@ from hwfsdp.core.streams import StreamEvent
 #                  Run `function` here, in order. Called inside `run`.
 #     attribute  StreamSet.all_reduce
 # hwfsdp.core.context
-#     attribute  FSDPCommContext.streams
-#                  see `streams.StreamSet`.
+#     property   FSDPCommContext.streams -> StreamSet
+# hwfsdp.features.context
 #     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
-#                  Keep a tensor until the iteration is over. Its end waits for the work on this stream. For
-#                  features: the heart holds nothing.
+#                  Keep a tensor until the iteration is over. Its end waits for the work on this stream.
 # hwfsdp.core.group
 #     attribute  ParamGroup.mesh: ShardMesh
 #                  the ranks over which they are sharded.
@@ -69,15 +68,14 @@ from hwfsdp.core.streams import StreamEvent
 #     function   divided(tensor: Tensor, by: float) -> Tensor
 #                  Divide `tensor` in place; return it.
 #     attribute  Reducer.group: ParamGroup
-#                  the group of these gradients.
+#                  the group of these gradients, which sets it.
 # hwfsdp.features.hybrid_sharding
 #     attribute  HybridReducer.replicas: Axis
 #                  the ranks of the all-reduce.
-#     attribute  HybridReducer.all_reduce_grads: bool
-#                  if False, partial gradients add up.
-#     attribute  HybridReducer.partial_grads: dict[FSDPParam, Tensor]
-#                  by parameter, the gradient of this rank's rows, reduced over the shard axis only:
-#                  `local_shape`, reduce dtype.
+# hwfsdp.features.reductions
+#     attribute  SettableReducer.all_reduce_grads: bool
+#     attribute  SettableReducer.partial_grads: dict[FSDPParam, Tensor]
+# hwfsdp.features.hybrid_sharding
 #     method     HybridReducer.start_all_reduce(tensor: Tensor, stream: Stream) -> None
 #                  Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current;
 #                  return at once.
@@ -85,7 +83,7 @@ from hwfsdp.core.streams import StreamEvent
 #                  Queue the usual work: divide, add to the shards' gradients. If there is a hook, it runs
 #                  before the division.
 # hwfsdp.features.reductions
-#     method     SteeredReducer.add_divided(stream: Stream, params: Sequence[FSDPParam], result: Tensor,
+#     method     SettableReducer.add_divided(stream: Stream, params: Sequence[FSDPParam], result: Tensor,
 #                    divisor: float) -> None
 #                  Queue on `stream`, which is current: call the hook, divide `result`, add it to the shards'
 #                  gradients.

@@ -500,6 +500,7 @@ def test_load_returns_one_state_dict_bare_and_several_as_a_list(
     assert_same(as_read(tmp_path / "c"), loaded)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch.load, before 2.13
 def test_state_that_is_neither_flat_nor_tensors_survives(tmp_path: Path) -> None:
     base = numbered(12)
     model = {

@@ -459,11 +459,11 @@ def test_a_subclass_with_memory_of_its_own_keeps_its_class_and_a_tensor_its_attr
     weight = nn.Parameter(torch.arange(6.0))
     weight.scale, weight.itself = torch.ones(2), weight
     source = {"a": torch.arange(4.0).as_subclass(Named), "holes": weight.detach().as_subclass(Named)[::2]}
-    source["a"].names, source["weight"] = [weight], weight
+    source["a"].tied, source["weight"] = [weight], weight
     staged = stage(source, share_memory=True)
     for key in ("a", "holes"):
         assert type(staged[key]) is Named and staged[key].tolist() == source[key].tolist()
-    assert staged["a"].names == [staged["weight"]] and staged["a"].names is not source["a"].names
+    assert staged["a"].tied == [staged["weight"]] and staged["a"].tied is not source["a"].tied
     assert type(staged["weight"]) is Tensor and staged["weight"].itself is staged["weight"]
     assert staged["weight"].scale.is_shared() and staged["weight"].scale.tolist() == [1, 1]
 

@@ -1,4 +1,4 @@
-"""Start ranks that can import only the heart of the package."""
+"""Start ranks that can import only the core of the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OnlyTheHeart(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         package, _, rest = name.partition(".")
         if package == "hwfsdp" and rest and rest.split(".")[0] not in ("core", *OF_HWFSDP):
-            raise ImportError(f"{name}: only the heart may be imported here")
+            raise ImportError(f"{name}: only the core may be imported here")
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The programs that ranks run with the heart alone and with torch's FSDP2. The library is an argument."""
+"""The programs that ranks run with the core alone and with torch's FSDP2. The library is an argument."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hwfsdp import core
 from hwfsdp.core import observer, streams
+from hwfsdp.core.compat import all_gather_single
 from hwfsdp.core.errors import UsageError
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.ranks import Transport
+from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import state_of
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
 
@@ -139,7 +140,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return case → its results with the heart, and with torch's FSDP2."""
+    """Return case → its results with the core, and with torch's FSDP2."""
     return {name: (trained(case, core), trained(case, fsdp)) for name, case in CASES.items()}
 
 
@@ -147,13 +148,13 @@ def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 class Watched:
-    """An instrument that writes down what the heart reports."""
+    """An instrument that writes down what the core reports."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
     def moment(self, name: str, of: Any, *_: Any) -> Any:
-        self.seen.append(f"{name} {of.module_fqn or 'root'}")
+        self.seen.append(f"{name} {'root' if of.name == 'Model' else of.name}")
         return nullcontext()
 
     def made(self, buffer: Tensor) -> None: ...
@@ -181,7 +182,7 @@ def observed() -> tuple[list[str], dict[str, int]]:
 
     def whole() -> int:
         groups = [state_of(m).groups for m in (*model.blocks, model)]  # type: ignore[union-attr]
-        forms = [p.form.gathered for each in groups for group in each for p in group.params]
+        forms = [p.gathered for each in groups for group in each for p in group.params]
         return sum(g.untyped_storage().nbytes() for g in forms if g is not None)
 
     tokens = torch.arange(5)
@@ -202,8 +203,8 @@ def observed() -> tuple[list[str], dict[str, int]]:
     for module in (*model.blocks, model):
         found = state_of(module)
         assert found is not None and found.group is not None
-        gathered = [p.form.gathered for p in found.group.params]
-        sizes[found.module_fqn] = sum(g.nbytes for g in gathered if g is not None)
+        gathered = [p.gathered for p in found.group.params]
+        sizes[found.name] = sum(g.nbytes for g in gathered if g is not None)
     return [
         s for s in watched.seen if s.startswith(("all_gather", "copy_out", "reduce")) and "waits" not in s
     ], {
@@ -279,7 +280,7 @@ def groups_in_memory() -> dict[str, list[int]]:
 
     class Gathers(Watched):
         def moment(self, name: str, of: Any, stream: str = "", reads: Any = (), writes: Any = ()) -> Any:
-            if name == "copy_in" and stream == "copy" and "blocks" in of.fqn:
+            if name == "copy_in" and stream == "copy" and "blocks" in of.name:
                 buffers.append(StorageWeakRef(writes[0].untyped_storage()))
             return nullcontext()
 
@@ -292,7 +293,7 @@ def groups_in_memory() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def count(when: str) -> None:
-        wholes = [group.params[0].form.gathered for group in groups]
+        wholes = [group.params[0].gathered for group in groups]
         alive = sum(whole is not None and whole.untyped_storage().nbytes() > 0 for whole in wholes)
         found[when].append(alive + sum(not buffer.expired() for buffer in buffers))
 
@@ -307,10 +308,28 @@ def groups_in_memory() -> dict[str, list[int]]:
     return found
 
 
+def stream_sets() -> int:
+    """Count the sets of streams that a model of several groups makes in two steps."""
+    made: list[StreamSet] = []
+
+    def make() -> StreamSet:
+        made.append(StreamSet(streams.HostStream))
+        return made[-1]
+
+    with streams.backend("cpu", make):
+        model = Model()
+        for block in model.blocks:
+            core.fully_shard(block)
+        core.fully_shard(model)
+        for _ in range(2):
+            model(torch.arange(5)).sum().backward()
+    return len(made)
+
+
 def gather_a_copy(transport: Transport, whole: Tensor, part: Tensor, async_op: bool) -> None:
     """Gather in other memory, because the threads of gloo keep their tensors for some moments."""
     copied = torch.empty_like(whole)
-    dist.all_gather_single(copied, part.clone(), group=transport.ranks.group)
+    all_gather_single(copied, part.clone(), transport.ranks.group, False)
     whole.copy_(copied)
 
 
@@ -326,7 +345,7 @@ def adoptions() -> list[int]:
     counts = []
     for assign in (False, True):
         adopted: list[str] = []
-        with mock.patch.object(FSDPParam, "adopt_registered", lambda param: adopted.append(param.fqn)):
+        with mock.patch.object(FSDPParam, "adopt_registered", lambda param: adopted.append(param.name)):
             model.load_state_dict(model.state_dict(), assign=assign)
         counts.append(len(adopted))
     return counts
@@ -364,10 +383,13 @@ class Found(NamedTuple):
     observed: Any
     frames: dict[str, list[str]]
     in_memory: dict[str, list[int]]
+    stream_sets: int
     adoptions: list[int]
     refused: dict[str, tuple[str, bool]]
 
 
 def seen() -> tuple[Any, ...]:
     """Return the fields of `Found`."""
-    return tuple(Found(observed(), frames_to_collectives(), groups_in_memory(), adoptions(), refused()))
+    return tuple(
+        Found(observed(), frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused())
+    )

@@ -1,4 +1,4 @@
-"""The heart alone is a working FSDP2: bit-equal to torch's, while no other part of the package can be imported."""
+"""The core alone is a working FSDP2: bit-equal to torch's, while no other part of the package can be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import hwfsdp.core
 from core import alone, programs
 
-HEART = Path(hwfsdp.core.__file__).parent
+CORE = Path(hwfsdp.core.__file__).parent
 CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
 
 
@@ -55,7 +55,7 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
     for here, there in zip(names[:0:-1], names[-2:0:-1]):
         assert backward.index(f"all_gather {there}") < backward.index(f"copy_out {here}"), "gathered ahead"
     assert [s for s in seen if s.startswith("reduce")] == [f"reduce_scatter {name}" for name in names[::-1]]
-    root, block = alive[""], alive["blocks.0"]
+    root, block = alive["Model"], alive["blocks.0"]
     assert alive["between steps"] == alive["after backward"] == 0
     assert alive["after forward"] == root, "the root stays whole for the backward that follows at once"
     assert (
@@ -69,6 +69,10 @@ def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once
     assert sorted(name.split("_")[0] for name in found) == ["all", "reduce"]
     for way in found.values():
         assert "Transport" in way[-3] and len(way) <= 9, way
+
+
+def test_a_model_makes_its_streams_once_however_many_groups_it_has(seen_once: Any) -> None:
+    assert seen_once.stream_sets == 1
 
 
 def test_one_group_is_whole_and_one_on_its_way_while_a_module_computes_on_a_device(seen_once: Any) -> None:
@@ -96,10 +100,10 @@ def test_a_second_call_for_a_module_or_a_parameter_is_refused_and_changes_nothin
 
 
 def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
-    files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
+    files = sorted(path.stem for path in CORE.glob("*.py") if path.stem != "__init__")
     assert sorted(CHAPTERS) == files
     for number, chapter in enumerate(CHAPTERS):
-        source = (HEART / f"{chapter}.py").read_text()
+        source = (CORE / f"{chapter}.py").read_text()
         code = source.replace(checked_only(source), "")
         used = set(re.findall(r"from hwfsdp\.core\.(\w+) import", code))
         for line in re.findall(r"from hwfsdp\.core import (.+)", code):
@@ -109,12 +113,12 @@ def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
 
 
 def test_station_ten_names_places_that_are_there() -> None:
-    """The README of the station names the places in the heart that match the learner's file."""
-    (page,) = (HEART.parents[1] / "exercises").glob("10_*/README.md")
+    """The README of the station names the places in the core that match the learner's file."""
+    (page,) = (CORE.parents[1] / "exercises").glob("10_*/README.md")
     cells = re.findall(r"^\| \d\d(?:, \d\d)? \| (.+) \|$", page.read_text(), re.MULTILINE)
     assert len(cells) == 9
     for chapter, rest in (part.split(".py`", 1) for cell in cells for part in cell.split("; ")):
-        source = (HEART / f"{chapter.strip('`')}.py").read_text()
+        source = (CORE / f"{chapter.strip('`')}.py").read_text()
         for name in re.findall(r"`(?:\w+\.)?(\w+)`", rest):
             assert re.search(rf"(def|class) {name}\b", source), (chapter, name)
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
 from hwfsdp.course import landlock, privileges
 from hwfsdp.course.confinement import limits_in_force
@@ -266,8 +267,10 @@ def pass_around(piece):
     for _ in range(dist.get_world_size() - 1):
         pass_on(piece, torch.empty_like(piece))
 """
+HAS_NEW_NAMES = hasattr(dist, "all_gather_single")  # since torch 2.13
+GATHER = "all_gather" if HAS_NEW_NAMES else "allgather_base"  # a process group's method
 HIDING = {
-    "in the open": ("from contextlib import nullcontext\n", "nullcontext()", "calls all_gather"),
+    "in the open": ("from contextlib import nullcontext\n", "nullcontext()", f"calls {GATHER}"),
     "while the recording is paused": (
         "from hwfsdp.observe.events import paused\n",
         "paused()",
@@ -281,10 +284,18 @@ HIDING = {
 }
 
 
+def in_this_torch(text: str) -> str:
+    """Give the collectives their names before torch 2.13, if the installed torch has these only."""
+    if HAS_NEW_NAMES:
+        return text
+    text = text.replace("all_gather_single", "all_gather_into_tensor")
+    return text.replace("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 @pytest.mark.parametrize("how", HIDING)
 def test_a_ring_of_the_librarys_collectives_scores_nothing(how: str) -> None:
     lines, hidden, told = HIDING[how]
-    text = f"{starter(RINGS)}\n{lines}{THE_LIBRARYS.replace('HIDDEN', hidden)}"
+    text = f"{starter(RINGS)}\n{lines}{in_this_torch(THE_LIBRARYS.replace('HIDDEN', hidden))}"
     result = graded(RINGS, COURSE, text, Options(seed=2))
     assert result.score == 0 and told in described(result)
 

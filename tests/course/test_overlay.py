@@ -20,7 +20,7 @@ PLACES = (
     Place("hwfsdp.core.sharding", "chunk_extent"),
     Place("hwfsdp.core.param", "FSDPParam.local"),
     Place("hwfsdp.core.param", "FSDPParam.register"),
-    Place("hwfsdp.core.form", "free"),
+    Place("hwfsdp.core.layout", "free"),
 )
 
 
@@ -81,7 +81,7 @@ def on_a_rank(text: str, ask: Any) -> Any:
 def test_every_module_that_imports_a_hole_gets_the_learners_function() -> None:
     def ask() -> Any:
         import hwfsdp.core.collectives
-        import hwfsdp.core.form
+        import hwfsdp.core.layout
         import hwfsdp.core.param
         import hwfsdp.core.sharding
 
@@ -89,7 +89,7 @@ def test_every_module_that_imports_a_hole_gets_the_learners_function() -> None:
             hwfsdp.core.sharding.chunk_length(10, 2),
             hwfsdp.core.collectives.chunk_length(10, 2),
             hwfsdp.core.sharding.padded_length(10, 2),
-            tuple(hwfsdp.core.form.chunk_extent(10, 2, 0)),
+            tuple(hwfsdp.core.layout.chunk_extent(10, 2, 0)),
         )
 
     assert on_a_rank(ANSWER, ask) == (7, 7, 14, (14, 3))

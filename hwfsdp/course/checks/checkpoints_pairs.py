@@ -28,7 +28,7 @@ from hwfsdp.course.checks import piece, shared_folder
 from hwfsdp.course.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.errors import FSDPError
-from hwfsdp.features.door import fully_shard
+from hwfsdp.features.api import fully_shard
 
 
 def sizes(seed: int) -> tuple[int, int]:

@@ -22,16 +22,16 @@ import hwfsdp
 from hwfsdp.collectives import GroupTransport
 from hwfsdp.comm import history
 from hwfsdp.core.collectives import Mean, Reducing
-from hwfsdp.core.context import FSDPCommContext, InFlight
-from hwfsdp.core.form import Layout
+from hwfsdp.core.layout import Layout
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam, Place
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.ranks import Axis
-from hwfsdp.core.streams import HostStream, Stream
+from hwfsdp.core.mesh import Axis, Transport
+from hwfsdp.core.streams import HostStream, Stream, StreamEvent
 from hwfsdp.course.checks.hybrid_sharding_models import ALL, batch, build
 from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, copied, ready, watch
 from hwfsdp.course.run import Report, attempt, log_data
+from hwfsdp.features.context import FSDPCommContext
 from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
@@ -140,10 +140,9 @@ def _reducer(seed: int, mesh: HybridMesh) -> HybridReducer:
         module.register_parameter("weight", param)
         places, layout = [Place(module, "weight")], Layout(param, mesh)
         params.append(FSDPParam(param, places, f"p{number}", MixedPrecisionPolicy(), layout))
-    group = ParamGroup(params, mesh, FSDPCommContext("cpu"))
-    group.transport = GroupTransport(mesh.shard, mesh.device)
-    group.rename("group", "group")
-    group.reducer = reducer = HybridReducer(group)
+    reducer = HybridReducer(mesh.replicate)
+    transport = GroupTransport(mesh.shard, mesh.device)
+    ParamGroup("group", params, mesh, FSDPCommContext("cpu"), transport, reducer)
     return reducer
 
 
@@ -280,12 +279,14 @@ def _watched_reductions() -> Iterator[dict[str, list[Any]]]:
     inputs, going_on = list[Watched](), list[str]()
     seen: dict[str, list[Any]] = {"kept": [], "goes_on": [], "issued": [], "queued": []}
 
-    def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
-        if reduction.transport.ranks.size > 1:
+    def keep_until_reduced(
+        self: FSDPCommContext, flat: Tensor, done: StreamEvent, transport: Transport
+    ) -> None:
+        if transport.ranks.size > 1:
             seen["kept"].append(bytes_alive(inputs))
-            inputs.append(watch(reduction.buffer))
+            inputs.append(watch(flat))
         seen["goes_on"].append(going_on.pop() if going_on else "reduce_scatter")
-        keep(self, reduction)
+        keep(self, flat, done, transport)
 
     def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
         going_on.append(stream.name)

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.compat import local_of, storage_key
-from hwfsdp.core.form import Layout
-from hwfsdp.core.param import FSDPParam, Home, Place
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.param import FSDPParam, Place, ShardMemory
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.course.checks import piece
 from hwfsdp.course.checks.lifetimes import bytes_alive, copied, watch
+from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.layouts import CutLayout
 
 Data = dict[str, Any]
@@ -68,20 +68,20 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 HELD = [Held(shape, how) for how, shapes in SHAPES.items() for shape in shapes] + [Held((3, 12), dim=1)]
 
 
-class _Host(Home):
+class _Host(ShardMemory):
     """Keep a separate copy as host memory, as if the device were not the CPU."""
 
     kept: Tensor
 
-    def keep(self, shard: Tensor) -> Tensor:
+    def place(self, shard: Tensor) -> Tensor:
         self.kept = shard.clone()
         return self.kept
 
 
-def exchanged(case: Held, mesh: ShardMesh, seed: int) -> Data:
+def exchanged(case: Held, mesh: HybridMesh, seed: int) -> Data:
     """Report which tensors are where after `hold_rows`, and the bytes of memory that should be free."""
     whole = nn.Parameter(torch.zeros(case.shape))
-    home = _Host() if case.how == "kept on the host" else Home()
+    home = _Host() if case.how == "kept on the host" else ShardMemory()
     layout = CutLayout(whole, case.dim, mesh, "weight") if case.dim else Layout(whole, mesh)
     module = nn.Module()
     module.register_parameter("weight", whole)

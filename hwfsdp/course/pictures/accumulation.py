@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hwfsdp.course.pictures.drawing import headline
-from hwfsdp.features.door import fully_shard
+from hwfsdp.features.api import fully_shard
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.events import Event, active

@@ -19,8 +19,8 @@ def waiting() -> Iterator[None]:
     """Let compute wait for every reduction as soon as it starts. Notebook 05 uses this, too."""
     keep = FSDPCommContext.keep_until_reduced
 
-    def keep_and_wait(context: FSDPCommContext, reduction: Any) -> None:
-        keep(context, reduction)
+    def keep_and_wait(context: FSDPCommContext, *reduction: Any) -> None:
+        keep(context, *reduction)
         context.wait_for_reductions()
 
     with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp.course.pictures.drawing import arrow, box, clear, headline, say, stacks
-from hwfsdp.features.door import fully_shard
+from hwfsdp.features.api import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hwfsdp.core import form as storage
+from hwfsdp.core import layout as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
 from hwfsdp.course.pictures.drawing import arrow, cells, clear, headline, say
 from hwfsdp.plot import sheet, style

@@ -27,12 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import reduce_scatter_single  # by name, before anything is recorded
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat
 from hwfsdp.streams import StreamEvent, StreamSet, after_backward, streams_for
+
+try:  # by name, before anything is recorded
+    from torch.distributed import reduce_scatter_single
+except ImportError:  # its name before torch 2.13
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 Places = list[tuple[nn.Module, str]]  # modules, and names in them
 

@@ -1,27 +1,47 @@
-"""The door that users call: `fully_shard` with all its arguments.
+"""`fully_shard` with all its arguments.
 
-It does the same as the heart's `fully_shard` (`core.wrap`), but with parts that features choose for these arguments.
+It does the same as the core's `fully_shard` (`core.api`), and calls each feature by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from hwfsdp import features
+from hwfsdp import compat
+from hwfsdp.collectives import GroupTransport
 from hwfsdp.core import precision
-from hwfsdp.core.compat import local_of
-from hwfsdp.core.context import FSDPCommContext
-from hwfsdp.core.form import Layout
-from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
+from hwfsdp.core.api import Unclaimed, become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.param import ShardMemory
+from hwfsdp.core.state import state_of
+from hwfsdp.features import process_hooks
+from hwfsdp.features.advice import note_new_model
 from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from hwfsdp.features.call import Call, absent, ask, state_class
+from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
+from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.param import FSDPParam
+from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, hybrid_mesh
+from hwfsdp.features.layouts import layouts_of
 from hwfsdp.features.module import FSDPModule
+from hwfsdp.features.module_lists import modules_of
+from hwfsdp.features.offload import memory_of
+from hwfsdp.features.param_changes import warn_of_sharding
+from hwfsdp.features.param_dtypes import policies_of
+from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
+from hwfsdp.features.post_forward_mesh import (
+    PostForwardGroup,
+    PostForwardParam,
+    checked_reshard,
+    post_forward_mesh,
+)
+from hwfsdp.features.reductions import SettableReducer
+from hwfsdp.features.state import FSDPState
+from hwfsdp.interop.composition import replicated_params
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,78 +146,81 @@ def fully_shard(
         if __name__ == "__main__":
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
-    several = isinstance(module, Iterable) and not isinstance(module, nn.Module | Tensor)
-    modules: list[Any] = [*module] if several else [module]
-    call = Call(
-        modules,
-        mesh,
-        reshard_after_forward,
-        shard_placement_fn,
-        mp_policy,
-        offload_policy,
-        set(ignored_params or ()),
-        dp_mesh_dims,
-        comm_ctx,
-        module_class=FSDPModule,
-    )
-    ask("check", call)
-    call.ranks = call.resolve(mesh, dp_mesh_dims)
-    call.found = unclaimed_params(call.modules, call.ignored_params)
-    call.meshes = [call.ranks for _ in call.found]
-    refuse_absent(call)
-    ask("check_params", call)
-    call.layouts = [Layout(found.param, mesh) for found, mesh in zip(call.found, call.meshes, strict=True)]
-    call.policies = [mp_policy for _ in call.found]
-    ask("choose", call)
-    state = shard(call)
-    state.fqn = module_fqn or ""
-    ask("joined", call, state)
+    # check: until `build`, nothing is changed
+    modules = checked_modules(modules_of(module))
+    check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims, comm_ctx)
+    ignored = {*(ignored_params or ()), *replicated_params(modules)}
+    over = hybrid_mesh(mesh, dp_mesh_dims)
+
+    # find the parameters, and choose how to cut each of them
+    found = unclaimed_params(modules, ignored)
+    check_params(found)
+    choices = choices_of(found, shard_placement_fn, over)
+    layouts = layouts_of(found, choices)
+    reshard = checked_reshard(reshard_after_forward, over, found, layouts)
+    policies = policies_of(found, mp_policy)
+
+    # build
+    process_hooks.register()
+    move_to(over.device, modules, found)
+    comm_ctx = comm_ctx or FSDPCommContext(over.device.type)
+    params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), reshard)
+    group = group_of(", ".join(type(each).__name__ for each in modules), params, over, comm_ctx, reshard)
+    FSDPState(modules, group, comm_ctx, mp_policy, over.device, reshard is None, module_fqn or "")
+
+    # join
+    for param in params:
+        follow_state_dicts(param, param.group)
+    for each in modules:
+        become_fsdp_module(each, FSDPModule)
+        compat.note_applied(each, "fully_shard")
+    mark_claimed(found)
+    note_new_model(ignored)
+    warn_of_sharding(found, params)
     return module
 
 
-def shard(call: Call) -> FSDPState:
-    """Shard the parameters of a call with the parts that were chosen; return the state of its modules."""
-    move_to(call.ranks.device, call.modules, call.found)
-    comm_ctx = call.comm_ctx or FSDPCommContext(call.ranks.device.type)
-    params = [
-        call.make_param(param, places, fqn, policy, layout, call.home, call.make_form)
-        for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
+def params_of(
+    found: Sequence[Unclaimed],
+    policies: Sequence[precision.MixedPrecisionPolicy],
+    layouts: Sequence[Layout],
+    memory: ShardMemory,
+    reshard: bool | int | None,
+) -> list[FSDPParam]:
+    """Shard the parameters that were found."""
+    make_param = FSDPParam if isinstance(reshard, bool | None) else PostForwardParam
+    return [
+        make_param(param, places, name, policy, layout, memory)
+        for (param, name, places), policy, layout in zip(found, policies, layouts, strict=True)
     ]
-    group = call.make_group(params, call.ranks, comm_ctx) if params else None
-    if group:
-        is_cut = call.ranks.shard.group is not None
-        group.reshard_after_forward = is_cut and call.reshard_after_forward is not False
-        group.rename(", ".join(type(module).__name__ for module in call.modules), "")
-        for param in params:
-            follow_state_dicts(param, group)
-    auto = call.reshard_after_forward is None
-    kind = state_class(tuple(call.states))
-    state = kind(call.modules, group, comm_ctx, call.mp_policy, call.ranks.device, auto)
-    for module in call.modules:
-        become_fsdp_module(module, call.module_class)
-    return state
 
 
-def refuse_absent(call: Call) -> None:
-    """Raise UnsupportedError if the call needs a feature that was taken out."""
-    params = [found.param for found in call.found]
-    asked = (
-        ("module_lists", "[a, b]", len(call.modules) > 1),
-        ("smaller_mesh", "reshard_after_forward=<number of ranks>", type(call.reshard_after_forward) is int),
-        ("offload", "offload_policy=CPUOffloadPolicy()", hasattr(call.offload_policy, "pin_memory")),
-        ("param_dtypes", "mp_policy=…", getattr(call.mp_policy, "param_dtype_override_fn", None) is not None),
-        ("layouts", "shard_placement_fn=…", call.shard_placement_fn is not None),
-        ("layouts", "a module with DTensors", any(isinstance(param, DTensor) for param in params)),
-        ("extensions", "a module with tensor extensions", any(map(is_extension, params))),
-    )
-    for feature, given, is_asked in asked:
-        if is_asked and feature not in features.FEATURES:
-            raise absent(given, feature)
+def group_of(
+    name: str,
+    params: Sequence[FSDPParam],
+    over: HybridMesh,
+    comm_ctx: FSDPCommContext,
+    reshard: bool | int | None,
+) -> ParamGroup | None:
+    """Make the group of a call, or the groups of several meshes behind one; None if there is no parameter.
 
-
-def is_extension(param: nn.Parameter) -> bool:
-    """True if a parameter defines how it is gathered."""
-    return hasattr(local_of(param) if isinstance(param, DTensor) else param.data, "fsdp_pre_all_gather")
+    Args:
+        over: the mesh of the call. reshard: what `checked_reshard` returned.
+    """
+    groups = []
+    for members in by_mesh(params):
+        mesh = members[0].mesh
+        transport = GroupTransport(mesh.shard, mesh.device, name, [tuple(p.layout.shape) for p in members])
+        reducer = SettableReducer() if mesh.replicate.group is None else HybridReducer(mesh.replicate)
+        smaller = mesh if isinstance(reshard, bool | None) else post_forward_mesh(mesh, reshard)
+        make_group = ParamGroup if smaller is mesh else PostForwardGroup
+        group = make_group(name, members, mesh, comm_ctx, transport, reducer)
+        group.smaller = None if smaller is mesh else smaller
+        group.reshard_after_forward = over.shard.group is not None and reshard is not False
+        groups.append(group)
+    if len(groups) > 1:
+        return MeshGroups(name, groups, over)
+    return groups[0] if groups else None
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's has it, too

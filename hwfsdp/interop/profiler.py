@@ -1,4 +1,4 @@
-"""The ranges of FSDP2 in torch's profiler. Seams: the observer, the state.
+"""The ranges of FSDP2 in torch's profiler.
 
 The instrument is in the slot only while a profiler is running, so other steps do not pay for it. torch does not tell
 when a profiler starts. So each state looks for one where its work begins: before a forward, before a backward, and before the
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
 from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
-from hwfsdp.core.iteration import Phase
-from hwfsdp.core.ranks import Transport
-from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.core.mesh import Transport
+from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.core.streams import Stream, StreamEvent
-from hwfsdp.features.call import Call
+from hwfsdp.releases import release_of
 
 _NOTHING = nullcontext()
 _NAMES = {  # moments that have another name in FSDP2
@@ -28,6 +28,7 @@ _NAMES = {  # moments that have another name in FSDP2
     "backward_prefetch": "backward_prefetch for",
     "copy_out": "all_gather_copy_out",
     "finish_backward": "root_post_backward_callback",
+    "take_and_free": "post_backward_reshard",
 }
 _OTHERS = (  # FSDP2 does not show them
     "copy_in",
@@ -37,30 +38,10 @@ _OTHERS = (  # FSDP2 does not show them
     "post_backward",
     "part",
     *(("post_backward_accumulate",) if REDUCES_IN_GRAD_DTYPE else ()),  # since 2.15
+    *(("post_backward_rs_wait",) if release_of(torch.__version__) < (2, 12) else ()),
 )
 _OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # shown if the state has a group
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
-
-
-def choose(call: Call) -> None:
-    """Let states look for a profiler before they do anything else."""
-    call.states.insert(0, ProfiledState)
-
-
-class ProfiledState(FSDPState):
-    """A state that looks for a profiler where its work begins."""
-
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        follow_profiler()
-        return super().pre_forward(module, args, kwargs)
-
-    def pre_backward(self) -> None:
-        follow_profiler()
-        super().pre_backward()
-
-    def before_unshard(self) -> None:
-        follow_profiler()
-        super().before_unshard()  # type: ignore[misc]
 
 
 def follow_profiler() -> None:
@@ -84,7 +65,13 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
         return _NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
     shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
-    return profiler_range(_NAMES.get(name, name), "" if nameless else of.module_fqn, shards)
+    return profiler_range(_NAMES.get(name, name), "" if nameless else label_of(of), shards)
+
+
+def label_of(of: Any) -> str:
+    """Return torch's name for the module of a state, a group or a transport; the core's have no label."""
+    label = getattr(of.group if isinstance(of, FSDPState) else of, "label", None)
+    return label or ""
 
 
 class ProfilerRanges:

@@ -1,9 +1,9 @@
-"""The switch: torch's public FSDP2 names become ours, for programs that import them from torch. Seam: the door.
+"""`install`: torch's public FSDP2 names become ours, for programs that import them from torch.
 
 In your own program, importing `fully_shard` from hwfsdp is enough. But a library may test `isinstance(module, FSDPModule)` with
 torch's class. Then it does not recognize our modules, and may silently do nothing.
 
-torch's `replicate` uses torch's own FSDP2, and the switch does not change this. A pipeline stage tests by `isinstance` whether
+torch's `replicate` uses torch's own FSDP2, and `install` does not change this. A pipeline stage tests by `isinstance` whether
 its module is sharded, or replicated in this way. So its test gets both classes.
 """
 

@@ -1,4 +1,4 @@
-"""torch's names for attributes of sharded modules that its pipeline stages, and some programs, read. Seam: the state.
+"""torch's names for attributes of sharded modules that its pipeline stages, and some programs, read.
 
     fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module. Programs read:
         _mp_policy                                          the policy of the call
@@ -18,7 +18,7 @@ of a group, by functions of its own. So the schedule calls these by the names th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,33 +26,10 @@ from torch import nn
 
 from hwfsdp import compat
 from hwfsdp.core.compat import no_autograd
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.iteration import Phase
+from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import MethodsOfState
-
-
-def choose(call: Call) -> None:
-    """Let programs look at states by torch's names."""
-    call.states.append(ViewedState)
-
-
-def joined(call: Call, state: FSDPState) -> None:
-    """Let programs look at groups by torch's names."""
-    assert isinstance(state, ViewedState)
-    # `state.group` stands for several groups if there are several meshes.
-    for group in filter(None, {state.group, *state.groups}):
-        vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
-        vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
-        group.__class__ = named(type(group))  # type: ignore[arg-type]
-
-
-@cache
-def named(kind: type[ParamGroup]) -> type[ParamGroup]:
-    """Return a class of groups that also have torch's names."""
-    return type(kind.__name__, (NamedGroup, kind), {})
+from hwfsdp.features.lookup import FeatureModule, FeatureState
 
 
 def renamed(path: str) -> property:
@@ -61,11 +38,10 @@ def renamed(path: str) -> property:
     return property(attrgetter(path), lambda group, value: setattr(getattr(group, owner), name, value))
 
 
-class NamedGroup:
+class NamedGroup(group.ParamGroup):
     """Attributes of groups that programs read or set, by torch's names."""
 
-    # None until the root names the group
-    _module_fqn = property(lambda group: group.module_fqn if group.fqn else None)
+    _module_fqn = property(attrgetter("label"))
     _all_gather_comm = renamed("transport.gather")
     _reduce_scatter_comm = renamed("transport.scatter")
     gradient_divide_factor = renamed("reducer.divide_factor")
@@ -76,6 +52,10 @@ class NamedGroup:
     is_sharded = property(lambda group: group.params[0].state is ShardedState.SHARDED)
     _orig_dtype = property(lambda group: group.params[0].dtypes.orig)
     _reduce_dtype = property(lambda group: group.params[0].dtypes.reduce)
+
+    @cached_property
+    def fsdp_params(self) -> list[ParamView]:
+        return [ParamView(param) for param in self.params]
 
 
 class SharedView(NamedTuple):
@@ -91,7 +71,7 @@ class ParamView:
     def __init__(self, param: FSDPParam) -> None:
         self._param = param
 
-    _param_fqn = property(attrgetter("_param.fqn"))
+    _param_fqn = property(attrgetter("_param.name"))
     sharded_param = property(attrgetter("_param.sharded_param"))
     unsharded_param = _unsharded_param = property(attrgetter("_param.unsharded_param"))
 
@@ -107,7 +87,7 @@ class HookView(NamedTuple):
             compat.remove_hook(module, self.hook)
 
 
-class ViewedState(FSDPState):
+class ViewedState(FeatureState):
     """A state with torch's names."""
 
     def __init__(self, *args: Any) -> None:
@@ -141,19 +121,8 @@ class ViewedState(FSDPState):
     def _root_post_backward_final_callback(self) -> None:
         self.finish_backward()
 
-    def pre_backward(self) -> None:
-        """Call the group's method once per backward, as torch does. Autograd calls this once per output."""
-        if self.group and self.phase is not Phase.PRE_BACKWARD:
-            vars(self.group)["pre_backward"]()
-        else:
-            super().pre_backward()
 
-    def begin_backward(self) -> None:
-        """Do the work of a group's `pre_backward`. A program may replace that method."""
-        super().pre_backward()
-
-
-class Viewed(MethodsOfState):
+class Viewed(FeatureModule):
     """A method of sharded modules."""
 
     def _get_fsdp_state(self) -> Any:

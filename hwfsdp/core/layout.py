@@ -1,8 +1,7 @@
-"""How a parameter is cut, and how it travels: rows go in, the whole tensor comes out.
+"""The part of a parameter that each rank keeps, and memory that comes and goes.
 
-A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where the gathered data goes, and
-how this data becomes the whole tensor. A feature that cuts or sends parameters in another way gives `FSDPParam` another layout or
-form.
+A `Layout` says which part of a parameter this rank keeps, and how gathered data becomes the whole tensor. A feature that cuts
+parameters in another way gives `FSDPParam` another layout.
 
 Note [Free by resizing, not by replacing]
     Autograd saves tensors of the forward for the backward, such as the weight of a linear layer. If FSDP made a new tensor in
@@ -19,22 +18,17 @@ Note [Writing without being noticed]
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core import compat
-from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import chunk_extent, local_shape, padded_local_shape
-
-if TYPE_CHECKING:
-    from hwfsdp.core.param import FSDPParam
 
 
 class Layout:
-    """The part of a parameter that this rank keeps, as a DTensor. Here it is the rank's chunk of rows, `Shard(0)`. Seam.
+    """The part of a parameter that this rank keeps, as a DTensor. Here it is the rank's chunk of rows, `Shard(0)`. Extension point.
 
     Here `rows_of`, `as_whole` and `whole_grad` return their argument. Layouts that cut in other ways override them.
 
@@ -80,56 +74,6 @@ class Layout:
     def whole_grad(self, grad: Tensor) -> Tensor:
         """Return a gradient [`shape`], made from `grad`, which autograd computed for the result of `as_whole`."""
         return grad
-
-
-class Form:
-    """The tensors that the gathers of one parameter read and write. Seam.
-
-    Attributes:
-        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
-            the first gather.
-        reads_rows: True if gathers read the rows themselves, `FSDPParam.padded_shard`.
-    """
-
-    reads_rows = True
-
-    def __init__(self, param: FSDPParam) -> None:
-        self.param = param
-        self.gathered: Tensor | None = None
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype in which each of `inputs` is gathered."""
-        return [self.param.dtypes.compute]
-
-    def inputs(self) -> list[Tensor]:
-        """Return the tensors that this rank contributes to a gather, each 1D. Called on the copy stream."""
-        return [self.param.padded_shard]
-
-    def outputs(self) -> list[Tensor]:
-        """Return memory for the gathered data: for each input a view whose dim 0 counts the ranks, contents undefined.
-
-        It is the same storage each time, unless the compute dtype changed. The first call also makes the unsharded parameter.
-        """
-        layout, dtype = self.param.layout, self.param.dtypes.compute
-        if self.gathered is None or self.gathered.dtype != dtype:
-            with torch.inference_mode(False), torch.no_grad():
-                numel = layout.mesh.size * layout.padded_numel
-                self.gathered = torch.empty(numel, dtype=dtype, device=layout.mesh.device)
-                alias = self.gathered.data[: layout.shape.numel()].view(layout.shape)
-                self.param.set_unsharded(alias)  # Note [Writing without being noticed]
-                self._rows = layout.by_rank(self.gathered)
-                free(self.gathered)  # so that this first allocation is a resizing, too, which instruments see
-        allocate(self.gathered)
-        return [self._rows]
-
-    def finish(self) -> None:
-        """Make the unsharded parameter from `outputs`. Here there is nothing to do, because it lies in this memory already."""
-
-    def free(self) -> None:
-        """Give back the memory of the whole parameter, unless it must stay. A second call does nothing."""
-        if self.gathered is not None and not self.param.keeps_memory:
-            free(self.gathered)
 
 
 # --- Storage -------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Checks before a model's first forward in one of torch's pipeline stages. Seam: the state.
+"""Checks before a model's first forward in one of torch's pipeline stages.
 
 A zero-bubble schedule splits each backward in two. The first part computes the gradients of the inputs, a later part the
 gradients of the weights. The first part looks up the weights among the module's parameters. If these are shards at that time,
 torch finds no weights, and leaves out their gradients silently. So the parameters must stay whole from the forward on
 (`reshard_after_forward=False`). torch's schedule gathers and frees them itself.
 
-A stage recognizes only modules of torch's `FSDPModule`. After `hwfsdp.install()` it recognizes ours, too (`switch`).
+A stage recognizes only modules of torch's `FSDPModule`. After `hwfsdp.install()` it recognizes ours, too (`install`).
 """
 
 from __future__ import annotations
@@ -19,39 +19,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import UsageError
-from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import FeatureState
 
 _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
 
 
-def choose(call: Call) -> None:
-    """Let outermost modules check whether they run in a stage."""
-    call.states.append(StagedState)
-
-
-class StagedState(FSDPState):
+class StagedState(FeatureState):
     """A state that checks the stage in which it runs.
 
     Attributes:
         checked: for each group below, True if it was freed after forward when the stage was checked. None before the check.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.checked: list[bool | None] | None = None
-        super().__init__(*args)
+    checked: list[bool | None] | None = None
 
-    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        args, kwargs = super().begin_iteration(args, kwargs)
+    def check_stage(self) -> None:
+        """Check the stage, if there is one and it was not checked with these settings."""
         stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
-        freed = [group.reshard_after_forward for group in self.root.groups]
-        if stages is not None and self.checked != freed and torch.is_grad_enabled():
-            self.check_stage(stages)
-        return args, kwargs
+        if stages is None or not torch.is_grad_enabled():
+            return
+        if self.checked != [group.reshard_after_forward for group in self.root.groups]:
+            self.look_up_stage(stages)
 
-    def check_stage(self, stages: ModuleType) -> None:
+    def look_up_stage(self, stages: ModuleType) -> None:
         """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
 
         Raises:
@@ -66,7 +58,7 @@ class StagedState(FSDPState):
             self.check_split(stage.submod, known, type(schedule).__name__)
         elif stage.submod in self.modules and not known:
             warnings.warn(
-                f"torch's pipeline stage takes {self.fqn!r} for a module that is not sharded, and lets it reduce its gradients once "
+                f"torch's pipeline stage takes {self.name!r} for a module that is not sharded, and lets it reduce its gradients once "
                 f"per micro-batch. {_INSTALL}",
                 UserWarning,
                 stacklevel=2,
@@ -76,7 +68,7 @@ class StagedState(FSDPState):
     def check_split(self, module: nn.Module, known: bool, schedule: str) -> None:
         """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
         trained = [g for g in self.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
-        freed = [group.fqn for group in trained if group.reshard_after_forward]
+        freed = [group.name for group in trained if group.reshard_after_forward]
         if known and not freed:
             return
         got, remedy = (

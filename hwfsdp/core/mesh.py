@@ -1,6 +1,6 @@
 """The ranks that take part, and how bytes move between them.
 
-A `DeviceMesh` arranges ranks in a grid with named axes. The heart shards parameters over the one axis of a 1D mesh. It asks a
+A `DeviceMesh` arranges ranks in a grid with named axes. The core shards parameters over the one axis of a 1D mesh. It asks a
 `Transport` for buffers and for two collectives: all-gather and reduce-scatter. The transport decides how bytes move. The
 transport in this module calls `torch.distributed`.
 """
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """The ranks over which parameters are sharded.
+    """The ranks over which parameters are sharded. Extension point.
 
     Attributes:
         mesh: the user's mesh. shard: its axis of ranks that hold different rows.
@@ -107,16 +107,16 @@ def device_of(device_type: str) -> torch.device:
 
 
 class Transport:
-    """The way in which the bytes of one parameter group move. Seam.
+    """The way in which the bytes of one parameter group move. Extension point.
 
     A call with `async_op` returns a work to wait for. A call without it blocks the current stream, and returns None.
 
     Attributes:
         ranks: the W ranks between which bytes move. device: the device of its buffers.
-        fqn, module_fqn: the group's names, for errors and instruments (`observer`).
+        name: the group's name, for errors and instruments (`observer`).
     """
 
-    fqn = module_fqn = ""
+    name = ""
 
     def __init__(self, ranks: Axis, device: torch.device) -> None:
         self.ranks, self.device = ranks, device

@@ -1,4 +1,4 @@
-"""Methods of sharded modules that steer the schedule from outside. Seam: the state.
+"""Methods of sharded modules that set when a model gathers, frees and reduces.
 
 Their names, arguments and meanings are the same as in torch's `FSDPModule`, version 2.15. A method with the argument `recurse`
 also applies to all sharded modules below. Every other method applies to the module's own group.
@@ -9,25 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import compat, observer, wrap
+from hwfsdp.core import api, compat, observer
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import Args, FSDPState, Kwargs, state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import CopyRefusedError, RefusedError, RuntimeRefusedError, UsageError, WrongTypeError
 from hwfsdp.features import compat as features_compat
-from hwfsdp.features.call import Call
-from hwfsdp.features.lookup import MethodsOfState, checked_state
+from hwfsdp.features.lookup import FeatureModule, FeatureState, checked_state
 
-
-def choose(call: Call) -> None:
-    """Give states the attributes that the methods set."""
-    call.states.append(SteeredState)
+if TYPE_CHECKING:
+    from hwfsdp.features.state import FSDPState
 
 
 class UnshardHandle:
@@ -44,7 +41,7 @@ class UnshardHandle:
             group.copy_out()
 
 
-class SteeredState(FSDPState):
+class SettableState(FeatureState):
     """A state with settings.
 
     Attributes:
@@ -54,26 +51,24 @@ class SteeredState(FSDPState):
         max_reductions: the number of reductions that may be in flight. The largest number of a model's states counts.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.forward_prefetch: list[FSDPState] = []
-        self.backward_prefetch: list[FSDPState] = []
-        self.post_optim_event: torch.Event | None = None
-        self.max_reductions = 1
-        super().__init__(*args)
+    forward_prefetch: Sequence[FSDPState] = ()
+    backward_prefetch: Sequence[FSDPState] = ()
+    post_optim_event: torch.Event | None = None
+    max_reductions = 1
 
-    def enter_forward(self) -> list[ParamGroup]:
-        learned = super().enter_forward()  # also if a list decides: this notes the order
+    def note_forward_and_predict(self) -> list[ParamGroup]:
+        learned = super().note_forward_and_predict()  # also if a list decides: this notes the order
         return [group for state in self.forward_prefetch for group in state.groups] or learned
 
-    def enter_backward(self) -> list[ParamGroup]:
-        expected = super().enter_backward()
+    def note_backward_and_predict(self) -> list[ParamGroup]:
+        expected = super().note_backward_and_predict()
         if not self.backward_prefetch:
             return expected
         return [group for state in self.backward_prefetch for group in reversed(state.groups)]
 
     def wait_for_optimizer(self) -> None:
-        root, streams = self.root.states[0], self.comm_ctx.streams
-        if not isinstance(root, SteeredState) or root.post_optim_event is None:
+        root, streams = self.root_state, self.comm_ctx.streams
+        if root.post_optim_event is None:
             super().wait_for_optimizer()
             return
         on_compute, root.post_optim_event = StreamEvent(streams.compute, root.post_optim_event), None
@@ -82,25 +77,17 @@ class SteeredState(FSDPState):
             observer.slot.recorded(on_compute)
         streams.copy.wait(on_compute)
 
-    def before_unshard(self) -> None:
-        """Called before the user gathers by hand, outside the schedule."""
-
-    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def refuse_tracing(self) -> None:
         if features_compat.is_traced():
-            raise not_compiled(f"trace or export of {self.fqn or 'the root module'}")
-        return super().begin_iteration(args, kwargs)
-
-    def become_root(self) -> None:
-        super().become_root()
-        self.share_max_reductions()
+            raise not_compiled(f"trace or export of {self.name or 'the root module'}")
 
     def share_max_reductions(self) -> None:
         """Set the number of reductions that may be in flight: the largest that any state asks for. All groups share this limit."""
-        asked = [getattr(state, "max_reductions", 1) for state in self.root.states if state.groups]
+        asked = [state.max_reductions for state in self.states if state.groups]
         self.comm_ctx.max_reductions = max(asked, default=1)
 
 
-class SteeredModule(MethodsOfState):
+class ModuleMethods(FeatureModule):
     """Methods of sharded modules."""
 
     # --- parameters ---
@@ -140,18 +127,17 @@ class SteeredModule(MethodsOfState):
             state.auto_reshard = False
             for group in state.groups:
                 group.reshard_after_forward = reshard_after_forward and group.mesh.shard.group is not None
-                if hasattr(group, "smaller"):
-                    if group.smaller is not None and not group.is_unsharded:  # it may have larger shards
-                        group.reshard()
-                    group.smaller = None
+                if group.smaller is not None and not group.is_unsharded:  # it may have larger shards
+                    group.reshard()
+                group.smaller = None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether whole parameters keep their memory, and so their addresses, while sharded. CUDA graphs need this."""
         for group in self._groups(recurse):
             for param in group.params:
-                param.keeps_memory = keep
+                param.keeps_memory = keep or param.is_lent
                 if not keep and param.state is ShardedState.SHARDED:
-                    param.form.free()
+                    param.free_whole()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing. FSDP2 then allocates gathers on the compute stream; the results are the same."""
@@ -169,13 +155,13 @@ class SteeredModule(MethodsOfState):
 
     # --- order ---
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[wrap.FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[api.FSDPModule]) -> None:
         """Set the modules to gather during this module's forward, instead of the learned one."""
-        self._state().forward_prefetch = states_of(modules, "set_modules_to_forward_prefetch")
+        self._state().forward_prefetch = checked_states(modules, "set_modules_to_forward_prefetch")
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[wrap.FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[api.FSDPModule]) -> None:
         """Set the modules to gather during this module's backward, instead of the previous one in the order."""
-        self._state().backward_prefetch = states_of(modules, "set_modules_to_backward_prefetch")
+        self._state().backward_prefetch = checked_states(modules, "set_modules_to_backward_prefetch")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set what the next forward's gathers wait for, instead of everything on the current stream. Call it on the root.
@@ -208,10 +194,9 @@ class SteeredModule(MethodsOfState):
                 remedy="1 is the default; 2 lets a slow reduction overlap with the next copy-in.",
             )
         for state in self._states(recurse):
-            if isinstance(state, SteeredState):
-                state.max_reductions = max_input_buffers
-                if state.root.states:
-                    state.share_max_reductions()
+            state.max_reductions = max_input_buffers
+            if state.root.states:
+                state.share_max_reductions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply `to`, `half` and other conversions to the shards. A gradient whose dtype the user has set keeps this dtype."""
@@ -277,7 +262,7 @@ def not_compiled(subject: str) -> RuntimeRefusedError:
     )
 
 
-def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
+def checked_states(modules: Iterable[Any], caller: str) -> list[FSDPState]:
     """Return the states of sharded modules.
 
     Raises:
@@ -292,9 +277,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         UsageError: the module has no such method.
     """
-    state = state_of(module)
-    if state is None:
+    if state_of(module) is None:
         return
+    state = checked_state(module, "register_fsdp_forward_method")
     method = getattr(module, method_name, None)
     if method is None:
         raise UsageError(
@@ -317,11 +302,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(call_as_forward, module))
 
 
-def share_comm_ctx(modules: Sequence[wrap.FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[api.FSDPModule]) -> None:
     """Let several roots communicate through the context of the first, such as the stages of a pipeline on one rank."""
-    states = states_of(modules, "share_comm_ctx")
+    states = checked_states(modules, "share_comm_ctx")
     for state in states[1:]:
-        for member in state.root.states or [state]:
+        for member in state.states:
             member.comm_ctx = states[0].comm_ctx
             for group in member.groups:
                 group.comm_ctx = states[0].comm_ctx

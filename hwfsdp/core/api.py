@@ -1,4 +1,4 @@
-"""The door: `fully_shard`.
+"""The function that users call: `fully_shard`.
 
     for block in model.blocks:
         fully_shard(block)
@@ -8,9 +8,9 @@
 Call it on children before their parents, because each call claims all parameters below its module that no call has claimed
 before. The module stays the same object. Its class becomes a subclass that also derives from `FSDPModule`.
 
-This chapter leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
+This module leaves out meshes of several axes (such as hybrid sharding), lists of modules, offloading, methods that steer the
 schedule by hand, checks, such as whether two calls share a tied parameter, and recovery after an exception. These are in
-`hwfsdp.features`, built on this heart. `hwfsdp.fully_shard` is the door to both.
+`hwfsdp.features`, built on this core. `hwfsdp.fully_shard` has both.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hwfsdp.core import compat
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.errors import UsageError
-from hwfsdp.core.form import Layout
-from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.group import ParamGroup, Reducer
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.mesh import Transport, shard_mesh
 from hwfsdp.core.param import FSDPParam, Place, ShardedState
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.ranks import shard_mesh
 from hwfsdp.core.state import FSDPState, state_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,18 +69,18 @@ def fully_shard(
             got=f"{type(module).__name__}, which was",
             remedy="Call it once per module, children before their parents.",
         )
-    ranks = shard_mesh(mesh)
+    over = shard_mesh(mesh)
     found = unclaimed_params([module], ignored_params or set())
-    move_to(ranks.device, [module], found)
-    params = [FSDPParam(param, places, fqn, mp_policy, Layout(param, ranks)) for param, fqn, places in found]
-    comm_ctx = FSDPCommContext(ranks.device.type)
-    group = ParamGroup(params, ranks, comm_ctx) if params else None
-    if group:
+    move_to(over.device, [module], found)
+    params = [FSDPParam(param, places, name, mp_policy, Layout(param, over)) for param, name, places in found]
+    comm_ctx, group = FSDPCommContext(over.device.type), None
+    if params:
+        transport = Transport(over.shard, over.device)
+        group = ParamGroup(type(module).__name__, params, over, comm_ctx, transport, Reducer())
         group.reshard_after_forward = reshard_after_forward is not False
-        group.rename(type(module).__name__, "")
         for param in params:
             follow_state_dicts(param, group)
-    FSDPState([module], group, comm_ctx, mp_policy, ranks.device, auto_reshard=reshard_after_forward is None)
+    FSDPState([module], group, comm_ctx, mp_policy, over.device, auto_reshard=reshard_after_forward is None)
     become_fsdp_module(module, FSDPModule)
     return module
 
@@ -92,7 +92,7 @@ class Unclaimed(NamedTuple):
     """A parameter that no group has: its first name, and all places where it is registered, the first one first."""
 
     param: nn.Parameter
-    fqn: str
+    name: str
     places: list[Place]
 
 
@@ -114,7 +114,7 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
                     raise UsageError(
                         f"fully_shard: parameter {prefix + name!r}",
                         expected="a parameter of one group only",
-                        got=f"one of the group {owner.fqn!r}: both modules share a {type(module).__name__}",
+                        got=f"one of the group {owner.name!r}: both modules share a {type(module).__name__}",
                         remedy="Call it on children before parents: first on the shared module, or once on a module above both.",
                     )
                 unclaimed = found.setdefault(param, Unclaimed(param, prefix + name, []))
@@ -174,7 +174,7 @@ def follow_state_dicts(param: FSDPParam, group: ParamGroup) -> None:
 
 
 class FSDPModule:
-    """A sharded module: a base class beside the module's own. With `recurse`, a method also sets the modules below."""
+    """A sharded module: a base class beside the module's own. Extension point. With `recurse`, a method also sets the modules below."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: slicing a sharded nn.Sequential gives a plain one."""

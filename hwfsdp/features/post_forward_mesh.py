@@ -1,6 +1,6 @@
 """Parameters that stay sharded over fewer ranks between forward and backward: `reshard_after_forward=<number>`.
 
-Seams: the form, and the group. After forward, each rank keeps the rows that it would hold on a smaller mesh. So the backward
+After forward, each rank keeps the rows that it would hold on a smaller mesh. So the backward
 gathers from fewer ranks, such as the ranks of one host. This is between ZeRO-3 (all ranks) and ZeRO-2 (no ranks).
 
 | state        | registered on the modules | memory besides the shard       | left by        | to        |
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from enum import Enum, auto
 from math import prod
 from typing import Any
@@ -24,15 +25,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import dtensor, no_autograd
-from hwfsdp.core.context import FSDPCommContext
-from hwfsdp.core.form import Form
-from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import FSDPParam, ShardedState
-from hwfsdp.core.ranks import ShardMesh, Transport, axis_along
+from hwfsdp.core.layout import Layout
+from hwfsdp.core.mesh import ShardMesh, axis_along
+from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.call import Call
+from hwfsdp.features.freed import forbid_reads
+from hwfsdp.features.param import FSDPParam
+from hwfsdp.features.param_changes import keep_changes
+from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
 
 
@@ -45,43 +49,40 @@ class PostForward(Enum):
 POST_FORWARD = PostForward.POST_FORWARD
 
 
-def choose(call: Call) -> None:
-    """Accept a number of ranks in place of True or False."""
-    reshard, mesh = call.reshard_after_forward, call.ranks
-    if reshard is None or isinstance(reshard, bool) or mesh.shard.group is None:
-        return
+def checked_reshard(
+    reshard: bool | int | None, mesh: ShardMesh, found: Sequence[Unclaimed], layouts: Sequence[Layout]
+) -> bool | int | None:
+    """Return `reshard_after_forward` in its simplest form: True in place of all ranks, False in place of one.
+
+    Args:
+        layouts: one for each parameter found.
+
+    Raises:
+        UsageError: the number does not divide the number of shards. UnsupportedError: a parameter cannot be resharded to it.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard
+    if mesh.shard.group is None:
+        return True
     if reshard == 1:
         warnings.warn(
             "reshard_after_forward=1 is a world size: parameters stay whole after forward. Pass True to reshard them.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-        call.reshard_after_forward = False
-        return
-    meshes = (mesh, *call.meshes)
-    if all([smaller_mesh(each, reshard) is each for each in meshes]):  # a list: each of them is checked
-        return
-    refuse_special_params(call, reshard)
-    call.make_form = LargerShard
-    call.make_group = lambda params, ranks, comm_ctx: make_group(params, ranks, comm_ctx, reshard)
+        return False
+    meshes = (mesh, *(layout.mesh for layout in layouts))
+    if all([post_forward_mesh(each, reshard) is each for each in meshes]):  # a list: each of them is checked
+        return True
+    refuse_special_params(found, layouts, reshard)
+    return reshard
 
 
-def make_group(params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext, size: int) -> ParamGroup:
-    """Make a group that reshards to `size` ranks; if the mesh has no more ranks than this, the heart's own group."""
-    smaller = smaller_mesh(mesh, size)
-    if smaller is mesh:
-        return ParamGroup(params, mesh, comm_ctx)
-    return SmallerMeshGroup(params, mesh, comm_ctx, smaller)
-
-
-def refuse_special_params(call: Call, size: int) -> None:
+def refuse_special_params(found: Sequence[Unclaimed], layouts: Sequence[Layout], size: int) -> None:
     """Refuse parameters that cannot be resharded to `size` ranks."""
-    every = zip(call.found, call.layouts, strict=True)
-    found = [(u, layout) for u, layout in every if layout.mesh.size != size]
+    cut = [(u, layout) for u, layout in zip(found, layouts, strict=True) if layout.mesh.size != size]
     special = [
-        u.fqn
-        for u, _ in found
-        if isinstance(u.param, DTensor) or hasattr(u.param.data, "fsdp_pre_all_gather")
+        u.name for u, _ in cut if isinstance(u.param, DTensor) or hasattr(u.param.data, "fsdp_pre_all_gather")
     ]
     if special:
         raise UnsupportedError(
@@ -90,7 +91,7 @@ def refuse_special_params(call: Call, size: int) -> None:
             got=f"DTensors, or tensors with fsdp_pre_all_gather: {', '.join(special)}",
             remedy="Pass True or False.",
         )
-    uneven = [u.fqn for u, layout in found if layout.rows != layout.shape and u.param.shape[0] % size]
+    uneven = [u.name for u, layout in cut if layout.rows != layout.shape and u.param.shape[0] % size]
     if uneven:
         raise UnsupportedError(
             "fully_shard(reshard_after_forward=<number of ranks>)",
@@ -103,7 +104,7 @@ def refuse_special_params(call: Call, size: int) -> None:
 _smaller: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, int], ShardMesh]] = WeakKeyDictionary()
 
 
-def smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
+def post_forward_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     """Return a mesh of the same ranks that shards over each `size` consecutive ones; it is made once per process group.
 
     Raises:
@@ -126,68 +127,64 @@ def smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     return made[key]
 
 
-class LargerShard(Form):
-    """The form of a parameter that may be gathered from the larger shards of fewer ranks.
+class PostForwardParam(FSDPParam):
+    """A parameter that may be gathered from the larger shards of fewer ranks.
 
     Attributes:
-        mesh: these ranks. larger: [ceil(d0 / S) * rest], compute dtype: the rows that this rank of S keeps after forward; None at
+        over: these ranks. larger: [ceil(d0 / S) * rest], compute dtype: the rows that this rank of S keeps after forward; None at
             other times.
     """
 
-    def __init__(self, param: FSDPParam) -> None:
-        super().__init__(param)
-        self.mesh: ShardMesh | None = None
-        self.larger: Tensor | None = None
+    over: ShardMesh | None = None
+    larger: Tensor | None = None
 
-    def inputs(self) -> list[Tensor]:
-        return super().inputs() if self.larger is None else [self.larger]
+    def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
+        return super().gather_inputs() if self.larger is None else [(self.larger, self.dtypes.compute)]
 
-    def outputs(self) -> list[Tensor]:
-        usual = super().outputs()
-        if self.larger is None or self.mesh is None or self.gathered is None:
+    def allocate_whole(self) -> list[Tensor]:
+        usual = super().allocate_whole()
+        if self.larger is None or self.over is None or self.gathered is None:
             return usual
-        return [self.gathered[: self.mesh.size * self.larger.numel()].view(self.mesh.size, -1)]
+        return [self.gathered[: self.over.size * self.larger.numel()].view(self.over.size, -1)]
 
-    def finish(self) -> None:
+    def to_unsharded(self) -> None:
         self.larger = None
+        super().to_unsharded()
 
-    def keep(self, mesh: ShardMesh) -> None:
-        """Free the whole parameter, except the rows that this rank of `mesh` keeps, which get their own memory.
+    def to_post_forward(self, mesh: ShardMesh) -> None:
+        """UNSHARDED → POST_FORWARD: free the whole parameter, except the rows that this rank of `mesh` keeps in memory of their own.
 
         S, the number of ranks of `mesh`, divides the world size, so S such chunks are never larger than the gathered memory. A
         DTensor of these rows is registered, so that the user can look at it.
         """
-        param, shape = self.param, self.param.layout.shape
+        shape = self.layout.shape
         assert self.gathered is not None
         n = padded_local_numel(shape, mesh.size)
-        self.mesh, self.larger = mesh, self.gathered[mesh.rank * n : (mesh.rank + 1) * n].clone()
+        self.over, self.larger = mesh, self.gathered[mesh.rank * n : (mesh.rank + 1) * n].clone()
         kept = local_shape(shape, mesh.size, mesh.rank)
         local = self.larger[: prod(kept)].view(kept)
-        shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, param.layout.stride)
-        param.register(nn.Parameter(shown, requires_grad=param.sharded_param.requires_grad))
-        super().free()
-        param.state = POST_FORWARD
+        shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, self.layout.stride)
+        shown_param = nn.Parameter(shown, requires_grad=self.sharded_param.requires_grad)
+        self.note_registered(shown_param)
+        self.register(shown_param)
+        super().free_whole()
+        self.state = POST_FORWARD
 
-    def free(self) -> None:
+    def free_whole(self) -> None:
         self.larger = None
-        super().free()
+        super().free_whole()
 
 
-class SmallerMeshGroup(ParamGroup):
+class PostForwardGroup(ParamGroup):
     """A group whose parameters stay sharded over fewer ranks after forward.
 
-    Attributes:
-        smaller: the mesh of these ranks; None if the user has changed the setting since then.
+    `smaller` is the mesh of these ranks; None if the user has changed the setting since then.
     """
 
-    def __init__(
-        self, params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext, smaller: ShardMesh
-    ) -> None:
-        super().__init__(params, mesh, comm_ctx)
-        self.smaller: ShardMesh | None = smaller
+    params: list[PostForwardParam]  # type: ignore[assignment]
 
     @property
-    def gather_transport(self) -> Transport:
+    def gather_transport(self) -> GroupTransport:
         """The transport from the ranks that hold larger shards, if there are such shards."""
         if self.smaller is None or self.params[0].state is not POST_FORWARD:
             return self.transport
@@ -195,14 +192,17 @@ class SmallerMeshGroup(ParamGroup):
         over_fewer.ranks = self.smaller.shard
         return over_fewer
 
-    @torch.no_grad()
     def post_forward(self) -> None:
         if self.smaller is None or not self.reshard_after_forward:
             super().post_forward()
             return
-        for param in self.params:
-            if param.state is ShardedState.UNSHARDED and isinstance(param.form, LargerShard):
-                param.form.keep(self.smaller)
+        whole = [param for param in self.params if param.state is ShardedState.UNSHARDED]
+        keep_changes(whole)
+        self.is_unsharded = False
+        with no_autograd():
+            for param in whole:
+                param.to_post_forward(self.smaller)
+        forbid_reads(whole)
         streams = self.comm_ctx.streams
         streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
 

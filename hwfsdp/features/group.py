@@ -1,0 +1,132 @@
+"""The group that features work with: the core's, with what features attach to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.core import group
+from hwfsdp.core.mesh import ShardMesh
+from hwfsdp.core import param as core
+from hwfsdp.core.param import ShardedState
+from hwfsdp.errors import UnsupportedError
+from hwfsdp.features.compat import with_new_memory
+from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.param import FSDPParam
+from hwfsdp.features.hybrid_sharding import HybridMesh
+from hwfsdp.features.freed import allow_reads, forbid_reads
+from hwfsdp.features.lookup import remember
+from hwfsdp.features.param_changes import check_in_place, keep_changes, watch
+from hwfsdp.features.reductions import SettableReducer
+from hwfsdp.interop.torch_view import NamedGroup
+
+if TYPE_CHECKING:
+    from hwfsdp.features.state import FSDPState
+
+
+class ParamGroup(NamedGroup, group.ParamGroup):
+    """A group.
+
+    Attributes:
+        state: the schedule of its module.
+        suffix: what comes after the module's name in its name, if the module has groups over several meshes: the axes or the size
+            of its mesh; "" on the mesh of the call.
+        label: the module's name in torch's profiler: "" for the root; None until there is a root.
+        shards: for torch's profiler, the number of ranks if the module has several groups; else 0.
+        smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
+    """
+
+    state: FSDPState
+    suffix = ""
+    label: str | None = None
+    shards = 0
+    smaller: ShardMesh | None = None
+
+    mesh: HybridMesh
+    params: list[FSDPParam]  # type: ignore[assignment]
+    comm_ctx: FSDPCommContext
+    transport: GroupTransport
+    reducer: SettableReducer
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[FSDPParam],
+        mesh: HybridMesh,
+        comm_ctx: FSDPCommContext,
+        transport: GroupTransport,
+        reducer: SettableReducer,
+    ) -> None:
+        super().__init__(name, params, mesh, comm_ctx, transport, reducer)
+        for param in params:
+            param.group = self
+
+    def unshard(self) -> None:
+        """Start the gather. Conversions of a module below, such as `model.head.to(dtype)`, may have replaced the memory of shards."""
+        if self._gathering is None and not self.is_unsharded:
+            if changed := with_new_memory(self.params):
+                for param in changed:
+                    param.adopt_registered()
+                self.comm_ctx.streams.copy.wait(
+                    self.comm_ctx.streams.compute.record()
+                )  # which may have copied rows
+            super().unshard()
+
+    def copy_out(self) -> None:
+        if self._gathering is None:
+            return
+        try:
+            check_in_place(self.params)
+            allow_reads(self.params)
+            super().copy_out()
+        except BaseException:  # a refusal, or no memory
+            forbid_reads([param for param in self.params if param.state is ShardedState.SHARDED])
+            self.drop_gather()
+            raise
+        watch(self.params)
+
+    def reshard(self) -> None:
+        held = [param for param in self.params if param.state is not ShardedState.SHARDED]
+        keep_changes([param for param in held if param.state is ShardedState.UNSHARDED])
+        try:
+            super().reshard()
+        finally:
+            forbid_reads([param for param in held if param.state is ShardedState.SHARDED])
+
+    def take_grads(self) -> tuple[list[core.FSDPParam], list[Tensor]]:
+        """Return the parameters that have a gradient to reduce, and these gradients.
+
+        Raises:
+            UnsupportedError: a gradient is sparse, and cannot be cut into rows.
+        """
+        params, grads = super().take_grads()
+        for param, grad in zip(params, grads, strict=True):
+            if grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"gradient of parameter {param.name!r}",
+                    expected="a dense gradient",
+                    got=f"one of layout {grad.layout}",
+                    remedy="Build the layer with sparse=False, or leave it out: fully_shard(…, ignored_params={its weight}).",
+                )
+        return params, grads
+
+    def pre_backward(self) -> None:
+        """Do what the schedule does before a backward. torch's group has this method, and programs may replace it."""
+        self.state.begin_backward()
+
+    def join(self, state: FSDPState) -> None:
+        """Belong to a schedule from now on."""
+        self.state = state
+        remember(self)
+
+    @property
+    def parts(self) -> list[ParamGroup]:
+        """The groups behind one group of the schedule (`param_meshes`); here only this one."""
+        return [self]
+
+    def set_label(self, label: str) -> None:
+        self.label = self.transport.label = label

@@ -1,0 +1,179 @@
+"""The schedule with all features.
+
+A feature that changes when something happens is a class. `FSDPState` derives from these classes, in an order that is written
+down here once. Moments at which several features have something to do are methods of `FSDPState`: they read from top to bottom.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hwfsdp.core.context import RootContext
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.state import Args, Kwargs, Phase, state_of
+from hwfsdp.errors import StateError, UsageError
+from hwfsdp.features.advice import ComparingState
+from hwfsdp.features.checks import CheckedState, check_ready
+from hwfsdp.features.containers import LendingState, Lent
+from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.custom_collectives import TransportState
+from hwfsdp.features.entries import EnteredState
+from hwfsdp.features.finalization import FinalizedState
+from hwfsdp.features.freed import explain_in_forward
+from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.module_lists import SeveralModules
+from hwfsdp.features.module_methods import SettableState
+from hwfsdp.features.param_meshes import MeshesState
+from hwfsdp.interop.pipelines import StagedState
+from hwfsdp.interop.profiler import follow_profiler
+from hwfsdp.interop.torch_view import ViewedState
+
+
+class FSDPState(
+    LendingState,  # maps the inputs and watches the outputs of a forward
+    FinalizedState,  # the caller may end backwards; otherwise they end as its base says, RecoveringState
+    SeveralModules,  # a forward ends when the last module of a list has run
+    TransportState,  # a copy-out comes before the next gather starts, if both may have one buffer
+    SettableState,  # what the user's lists say to gather next comes before what is expected,
+    MeshesState,  # which is several groups if the next module has several meshes
+    EnteredState,  # around the core: notes what a forward made
+    CheckedState,  # the others add methods only, so their order does not matter
+    ComparingState,
+    ViewedState,
+    StagedState,
+):
+    """The schedule of the modules of one `fully_shard` call.
+
+    If several bases have a method, the first one's runs first, and calls the next one's:
+
+        map_inputs, watch             containers → core
+        finish_backward               finalization → core
+        queue_final_callback          finalization → recovery, in place of the core
+        break_off, end_unfinished     finalization → recovery
+        post_forward, post_backward   module_lists → core
+        end_forward                   module_lists → entries → core
+        end_iteration_forward         module_lists → entries → core
+        prefetch_forward, …_backward  custom_collectives → core
+        note_forward_and_predict      module_methods → entries → core
+        note_backward_and_predict     module_methods → param_meshes → core
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: ParamGroup | None,
+        comm_ctx: FSDPCommContext,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        auto_reshard: bool,
+        name: str,
+    ) -> None:
+        self.lent: list[Lent] = []
+        self.to_run: set[nn.Module] = set()
+        self.forwards: deque[range] = deque(maxlen=4)
+        super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
+        if group:
+            group.join(self)
+
+    # --- forward ---
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Prepare the forward. If a line raises, torch calls `post_forward`, too."""
+        follow_profiler()
+        self.lent.append(Lent())  # before all lines that raise: `post_forward` takes it away
+        self.refuse_pending_reduction()
+        self.break_off_left_over()  # before all lines that look at the phase
+        self.expect_all_modules()
+        self.check_transforms(module)
+        args, kwargs = super().pre_forward(module, args, kwargs)
+        args, kwargs = self.lend(args, kwargs)
+        self.lent[-1].is_entered = True
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """End the forward. torch calls this hook after an exception, too."""
+        explain_in_forward(sys.exc_info()[1], module)
+        try:
+            if self.break_off_raised() or not (self.lent and self.lent[-1].is_entered):
+                return output
+            return super().post_forward(module, args, output)
+        finally:
+            self.give_back()
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Begin the outermost forward."""
+        self.refuse_tracing()
+        self.clear_up()  # becomes the root, if this is the first forward
+        args, kwargs = super().begin_iteration(args, kwargs)
+        self.check_stage()
+        return args, kwargs
+
+    def become_root(self) -> None:
+        """Become the root, and check the whole model.
+
+        Raises:
+            StateError, UsageError: the model cannot run. Then it has no root yet: the user may correct it and try again.
+        """
+        self.check_root()
+        super().become_root()
+        paths: dict[FSDPState, list[str]] = {}
+        for path, module in self.modules[0].named_modules():
+            if state := cast("FSDPState | None", state_of(module)):
+                paths.setdefault(state, []).append(path)
+        for state, found in paths.items():
+            if state.group:
+                state.group.set_label(", ".join(found))
+        self.compare_models()
+        self.share_max_reductions()
+        self.name_for_other_ranks()
+        try:
+            for state in self.states:
+                for group in state.groups:
+                    check_ready(group)
+            self.check_manual()
+        except (StateError, UsageError):
+            self.root.states = []
+            raise
+
+    # --- backward ---
+
+    def pre_backward(self) -> None:
+        """Autograd calls this once per output. The group's method of the same name is called once per backward, as torch does."""
+        follow_profiler()
+        if self.group and self.phase is not Phase.PRE_BACKWARD:
+            self.group.pre_backward()  # which calls `begin_backward`; a program may replace it
+        else:
+            super().pre_backward()
+
+    def begin_backward(self) -> None:
+        super().pre_backward()
+
+    def finish_states(self) -> None:
+        super().finish_states()
+        self.note_end_of_backward()
+        for state in self.states:
+            state.hid_outputs = False
+
+    # --- outside of the schedule ---
+
+    def before_unshard(self) -> None:
+        """Called before the user gathers by hand. Before the first forward, check what this forward would have checked."""
+        follow_profiler()
+        self.break_off_broken_backward()
+        self.free_stale()
+        for group in () if self.root.states else self.groups:
+            group.adopt_registered()
+            check_ready(group)
+
+    def end_unfinished(self, root: RootContext) -> None:
+        super().end_unfinished(root)
+        states = cast("list[FSDPState]", root.states) or [self]
+        for state in reversed(states):  # the innermost first
+            for lent in reversed(state.lent):  # a KeyboardInterrupt leaves it
+                lent.give_back()
