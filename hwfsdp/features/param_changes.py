@@ -41,7 +41,7 @@ from hwfsdp.core.layout import Layout
 from hwfsdp.core.param import FSDPParam, Place, ShardedState, ShardMemory
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import StateError, UsageError, WrongTypeError
-from hwfsdp.features.compat import displaced, writes_to
+from hwfsdp.features.compat import displaced, plain_class, writes_to
 from hwfsdp.features.extensions import ExtensionParam
 from hwfsdp.features.lookup import STAND_INS, FeatureModule, parameter_of
 
@@ -100,14 +100,15 @@ def check_in_place(params: Sequence[WatchedParam]) -> None:
 
 def watch(params: Sequence[WatchedParam]) -> None:
     """Watch parameters that are whole now."""
-    wholes = wholes_of(params)
-    for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
-        if whole is not param.registered_whole:
-            param.note_registered(whole)
-        param.writes, param.trained = writes, whole.requires_grad
-        param.gave_data, param.is_stale = param.is_lent, False
-    for param, writes in zip(params, writes_to([p.sharded_param for p in params]), strict=True):
-        param.shard_writes = writes
+    wholes, shards = wholes_of(params), [param.sharded_param for param in params]
+    with plain_class():  # their attributes are read faster
+        for param, whole, writes, of_shard in zip(
+            params, wholes, writes_to(wholes), writes_to(shards), strict=True
+        ):
+            if whole is not param.registered_whole:
+                param.note_registered(whole)
+            param.writes, param.shard_writes, param.trained = writes, of_shard, whole.requires_grad
+            param.gave_data, param.is_stale = param.is_lent, False
 
 
 def keep_changes(params: Sequence[WatchedParam]) -> None:
@@ -120,12 +121,14 @@ def keep_changes(params: Sequence[WatchedParam]) -> None:
             f"was whole when the program put {describe(module, name)} in its place. FSDP puts its own parameter back, and "
             "the change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
         )
-    for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
+    with plain_class():  # their attributes are read faster
+        now = [(whole.requires_grad, writes) for whole, writes in zip(wholes, writes_to(wholes), strict=True)]
+    for param, (trained, writes) in zip(params, now, strict=True):
         if param.gave_data or writes != param.writes:
             param.keep_writes()
-        if whole.requires_grad is not param.trained:
-            param.trained = whole.requires_grad
-            param.sharded_param.requires_grad_(param.trained)
+        if trained is not param.trained:
+            param.trained = trained
+            param.sharded_param.requires_grad_(trained)
 
 
 def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
