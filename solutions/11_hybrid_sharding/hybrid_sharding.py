@@ -52,7 +52,7 @@ from hwfsdp.core.streams import StreamEvent
 #     property   FSDPCommContext.streams -> StreamSet
 # hwfsdp.features.context
 #     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
-#                  Keep a tensor until the iteration is over. Its end waits for the work on this stream.
+#                  Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
 # hwfsdp.core.group
 #     attribute  ParamGroup.mesh: ShardMesh
 #                  the ranks over which they are sharded.

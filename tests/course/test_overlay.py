@@ -36,7 +36,7 @@ def overlay(text: str, places: tuple[Place, ...] = PLACES) -> Overlay:
 ANSWER = """
 from hwfsdp.core.param import FSDPParam as Base, Place as Slot
 from hwfsdp.core.sharding import Extent, padded_length
-from hwfsdp.core import form as storage
+from hwfsdp.core import layout as storage
 
 FREED = []
 
@@ -97,7 +97,7 @@ def test_every_module_that_imports_a_hole_gets_the_learners_function() -> None:
 
 def test_methods_and_properties_are_the_learners_with_the_helpers_they_added() -> None:
     def ask() -> Any:
-        from hwfsdp.core import form as storage
+        from hwfsdp.core import layout as storage
         from hwfsdp.core.param import FSDPParam
 
         param = object.__new__(FSDPParam)
