@@ -38,6 +38,7 @@ _CAUSES = (
     "(4) state_dict() or load_state_dict() ran in the forward, which puts the shards back: call it outside. "
     "Or keep it whole: fully_shard(module, reshard_after_forward=False), or unshard() before the read and reshard() after it."
 )
+_WATCHED_INPUT = ("CallInBackward", "is a view and is being modified inplace")
 _IN_PLACE = UnsupportedError(
     "forward of a sharded module with several inputs that need a gradient",
     expected="inputs that it only reads, because autograd watches them together",
@@ -155,9 +156,7 @@ def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Excepti
 
 def explain_in_forward(error: BaseException | None, module: nn.Module) -> None:
     """Replace the text of torch's error about freed or sharded parameters. `error` leaves a forward of `module`."""
-    if isinstance(error, RuntimeError) and "CallInBackward is a view and is being modified inplace" in str(
-        error
-    ):
+    if isinstance(error, RuntimeError) and all(part in str(error) for part in _WATCHED_INPUT):
         error.args = (str(_IN_PLACE),)
     if not isinstance(error, RuntimeError) or not any(part in str(error) for part in (*_FREED, _SHARDED)):
         return
