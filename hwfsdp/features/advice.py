@@ -202,7 +202,7 @@ class ComparingState(FeatureState):
     """A state that compares its model with the other ranks' models, and notes the outermost module around it."""
 
     def compare_models(self) -> None:
-        """As the new root, compare the groups of the model with those of the other ranks."""
+        """Compare the groups of this model, whose root this state has become, with the groups of the other ranks."""
         _models.add(outermost_caller(self.modules[0]))
         note_new_model()
         groups = [group for state in self.states for group in state.groups]

@@ -66,8 +66,10 @@ class EnteredState(FeatureState):
         return super().note_forward_and_predict()
 
     def end_forward(self, output: Any) -> Any:
-        """Do not free parameters that the caller may still read: a part of the output, what a generator computes with, and those of a
-        root that is called inside one of its own methods.
+        """End the forward. The parameters stay whole if the caller may still read them.
+
+        This is so in three cases: the output has a parameter; the output is a generator, which computes later; the root was called
+        inside one of its own methods.
         """
         group = self.group
         stays = group is not None and (isinstance(output, LAZY) or has_parameter(output))

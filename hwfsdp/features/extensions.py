@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core.layout import Layout, allocate, free
-from hwfsdp.core.param import FSDPParam, Place, ShardMemory
-from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.layout import allocate, free
+from hwfsdp.core.param import FSDPParam
 from hwfsdp.errors import RefusedError
 from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import shard_axis
@@ -67,16 +66,8 @@ class ExtensionParam(FSDPParam):
     mesh: HybridMesh
     is_extension = False
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        places: Sequence[Place],
-        name: str,
-        policy: MixedPrecisionPolicy,
-        layout: Layout,
-        memory: ShardMemory,
-    ) -> None:
-        super().__init__(param, places, name, policy, layout, memory)
+    def shard(self, whole: Tensor, requires_grad: bool) -> None:
+        super().shard(whole, requires_grad)
         self.look_at_local()
 
     def look_at_local(self) -> None:

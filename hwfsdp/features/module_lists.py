@@ -20,7 +20,7 @@ from hwfsdp.features.recovery import RecoveringState
 
 
 def modules_of(given: Any) -> list[Any]:
-    """Return the modules of a call, without those that are below other modules of the list.
+    """Return the modules of a call. A module that is inside another module of the list is left out.
 
     Raises:
         UsageError: the list is empty.

@@ -20,7 +20,7 @@ from hwfsdp.features.lookup import all_groups
 
 @functools.cache
 def register() -> None:
-    """Register the hooks, once. A compiler must not trace those that change something, because it cannot see their effects."""
+    """Register the hooks, once. Two of them change something that a compiler cannot see, so the compiler must not trace them."""
     compat.watch_backwards(entries.watch_entries, freed.explained_in_backward, freed.with_wholes)
     disable: Any = torch.compiler.disable
     register_optimizer_step_pre_hook(disable(before_step, reason="FSDP hooks"))
@@ -39,10 +39,10 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def changed_by(optimizer: Optimizer) -> list[ParamGroup]:
-    """Return the groups whose shards a step of this optimizer may change: those that it holds.
+    """Return the groups whose shards a step of this optimizer may change. These are the groups whose parameters it holds.
 
-    If it holds other DTensors, which may share memory with shards, return all groups. Optimizers without DTensors do not count. They
-    may exist on one rank only, and then only this rank would gather again.
+    If it also holds other DTensors, return all groups, because these DTensors may share memory with shards. For an optimizer without
+    DTensors, return none. Such an optimizer may exist on one rank only, and then only this rank would gather again.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
     owned = [(group, {id(p.sharded_param) for p in group.params}) for group in (all_groups() if held else ())]
