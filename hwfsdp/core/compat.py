@@ -7,8 +7,8 @@ Supported: torch 2.11 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-_NOTHING = nullcontext()
 
 # --- Collectives -------------------------------------------------------------------------------------------
 
@@ -71,7 +69,27 @@ def no_autograd() -> AbstractContextManager[Any]:
     """
     if torch._C._are_functorch_transforms_active():
         return _no_transforms()
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return _NO_GRAD if torch.is_grad_enabled() else NOTHING
+
+
+class Nothing:
+    """A block in which nothing is wrapped. Its methods are not Python functions, so it costs half as much as `nullcontext`."""
+
+    __enter__ = __exit__ = staticmethod("".format)
+
+
+class _NoGrad:
+    """`torch.no_grad` for blocks around which autograd is on. It has no state, so one object serves all of them."""
+
+    def __enter__(self) -> None:
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(True)
+
+
+NOTHING = cast(AbstractContextManager[Any], Nothing())
+_NO_GRAD = _NoGrad()
 
 
 @contextmanager
@@ -209,13 +227,14 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 # --- Modules -----------------------------------------------------------------------------------------------
 
 
-def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Set `module.name = param`. The module must have a parameter of this name already.
+def register_parameter(places: Iterable[tuple[nn.Module, str]], param: nn.Parameter) -> None:
+    """Set `module.name = param` for each (module, name). The module must have a parameter of this name already.
 
     `nn.Module.__setattr__` first looks for the name in several places. That would cost time at every transition of every
     parameter. But a module may have its own `__setattr__`, such as `nn.RNN`, which keeps a list. Then we call this method.
     """
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = param
-    else:
-        setattr(module, name, param)
+    for module, name in places:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[name] = param
+        else:
+            setattr(module, name, param)

@@ -234,14 +234,19 @@ class ParamGroup:
 
         If parameters ask for different dtypes, the result is the dtype to which torch promotes them. It can hold all values.
         """
-        dtypes = [p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)]
+        dtypes = {p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)}
         return functools.reduce(torch.promote_types, dtypes)
 
     def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
         """Return each of `params` with its rows, a view of a reduction's `result` [n]. `result` has the padded chunks end to end."""
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
-            (p, chunk[: p.local_numel].view(p.layout.local_shape))
+            (
+                p,
+                (chunk if p.padded_numel == p.local_numel else chunk[: p.local_numel]).view(
+                    p.layout.local_shape
+                ),
+            )
             for p, chunk in zip(params, chunks, strict=True)
         ]
 

@@ -19,10 +19,12 @@ Subjects have `name`, the name of the parameter group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+from hwfsdp.core.compat import NOTHING
 
 if TYPE_CHECKING:
     from hwfsdp.core.streams import Stream, StreamEvent
@@ -49,7 +51,6 @@ class Observer(Protocol):
         """Wrap `current`, the block in which work is issued on a stream."""
 
 
-_NOTHING = nullcontext()
 slot: Observer | None = None
 
 
@@ -64,7 +65,7 @@ def moment(
     name: str, of: Any, stream: str = "", reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
 ) -> AbstractContextManager[Any]:
     """Wrap a block in which something happens that an instrument may want to see."""
-    return _NOTHING if slot is None else slot.moment(name, of, stream, reads, writes)
+    return NOTHING if slot is None else slot.moment(name, of, stream, reads, writes)
 
 
 def made(buffer: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core import compat
-from hwfsdp.core.compat import address_of, local_of
+from hwfsdp.core.compat import address_of, local_of, register_parameter
 from hwfsdp.core.errors import UsageError
 from hwfsdp.core.layout import Layout, allocate, free
 from hwfsdp.core.precision import MixedPrecisionPolicy, resolve_dtypes
@@ -113,7 +113,7 @@ class FSDPParam:
         self.shard(local_of(param), param.requires_grad)
         compat.inherit_grad_dtype(self.sharded_param, param)
         self.dtypes = resolve_dtypes(self.sharded_param, policy)
-        self.register(self.sharded_param)
+        register_parameter(self.places, self.sharded_param)
 
     @property
     def local(self) -> Tensor:
@@ -187,19 +187,14 @@ class FSDPParam:
         assert self.unsharded_param is not None, f"{self.name}: to_unsharded before a gather"
         if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
             self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-        self.register(self.unsharded_param)
+        register_parameter(self.places, self.unsharded_param)
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
         """UNSHARDED → SHARDED: the modules have the shard again, and the memory of the whole parameter is free."""
-        self.register(self.sharded_param)
+        register_parameter(self.places, self.sharded_param)
         self.free_whole()
         self.state = ShardedState.SHARDED
-
-    def register(self, param: nn.Parameter) -> None:
-        """Make `param` the modules' parameter, at all places."""
-        for module, name in self.places:
-            compat.register_parameter(module, name, param)
 
     # --- gradients ---
 
@@ -283,7 +278,7 @@ class FSDPParam:
         if param is not self.sharded_param:
             compat.inherit_grad_dtype(param, self.sharded_param)
             self.sharded_param = param
-        self.register(param)  # a load may have assigned another one at some of the places
+        register_parameter(self.places, param)  # a load may have assigned another one at some of the places
         self.dtypes = resolve_dtypes(param, self.policy)
         self.hold_rows(param)
 

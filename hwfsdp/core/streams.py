@@ -27,15 +27,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from hwfsdp.core import observer
+from hwfsdp.core.compat import NOTHING
 
 NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
-_NOTHING = nullcontext()
 
 
 class Work(Protocol):
@@ -49,7 +49,7 @@ class StreamEvent:
     """A point in a stream, after all work that was issued there before.
 
     Args:
-        native: the device's own event, if there is one.
+        native: the device's own event; on the host, the number of the queue's entries that are done then.
     """
 
     def __init__(self, stream: Stream, native: Any = None) -> None:
@@ -114,7 +114,7 @@ class Stream(ABC):
 
     def _current(self) -> AbstractContextManager[Any]:
         """Make this stream the one on which work is issued; on the host there is only one."""
-        return _NOTHING
+        return NOTHING
 
 
 class StreamSet:
@@ -138,16 +138,6 @@ class StreamSet:
 
 
 # --- CPU ---------------------------------------------------------------------------------------------------
-
-
-class HostEvent(StreamEvent):
-    """The point at which the first `ticket` entries of a host stream's queue are done."""
-
-    stream: HostStream
-
-    def __init__(self, stream: HostStream, ticket: int) -> None:
-        super().__init__(stream)
-        self.ticket = ticket
 
 
 class HostStream(Stream):
@@ -179,12 +169,12 @@ class HostStream(Stream):
     def settle(self) -> None:
         self.finish(self.issued)
 
-    def finish(self, ticket: int) -> None:
-        """Block until the first `ticket` entries ever queued are done.
+    def finish(self, count: int) -> None:
+        """Block until the first `count` entries ever queued are done.
 
         If one fails, the functions after it are dropped, up to the next collective: their input never came.
         """
-        while self.finished < ticket:
+        while self.finished < count:
             self.finished += 1
             entry = self._queue.popleft()
             try:
@@ -195,12 +185,12 @@ class HostStream(Stream):
                     self.finished += 1
                 raise
 
-    def _record(self) -> HostEvent:
-        return HostEvent(self, self.issued)
+    def _record(self) -> StreamEvent:
+        return StreamEvent(self, self.issued)
 
     def _wait(self, event: StreamEvent) -> None:
-        if isinstance(event, HostEvent):
-            event.stream.finish(event.ticket)
+        if isinstance(event.stream, HostStream):
+            event.stream.finish(event.native)
 
 
 # --- Accelerators ------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def warn_of_max_norm(param: FSDPParam) -> None:
 def check_in_place(params: Sequence[WatchedParam]) -> None:
     """Raise StateError if the program has assigned another parameter since the first forward, or deleted it."""
     sharded = [param for param in params if param.state is ShardedState.SHARDED]
-    for index, (module, name) in displaced((param.places, param.sharded_param) for param in sharded):
+    for index, (module, name) in displaced([(param.places, param.sharded_param) for param in sharded]):
         if sharded[index].is_own(module, name):
             continue
         raise StateError(
@@ -114,7 +114,9 @@ def watch(params: Sequence[WatchedParam]) -> None:
 def keep_changes(params: Sequence[WatchedParam]) -> None:
     """Take over what the program has changed on whole parameters, before the shards come back."""
     wholes = wholes_of(params)
-    for index, (module, name) in displaced(zip([p.places for p in params], wholes, strict=True)):
+    for index, (module, name) in displaced(
+        [(p.places, whole) for p, whole in zip(params, wholes, strict=True)]
+    ):
         if params[index].is_own(module, name):
             continue
         params[index].warn_once(

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.collectives import GroupTransport
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import dtensor, no_autograd
+from hwfsdp.core.compat import dtensor, no_autograd, register_parameter
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
@@ -166,7 +166,7 @@ class PostForwardParam(FSDPParam):
         shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, self.layout.stride)
         shown_param = nn.Parameter(shown, requires_grad=self.sharded_param.requires_grad)
         self.note_registered(shown_param)
-        self.register(shown_param)
+        register_parameter(self.places, shown_param)
         super().free_whole()
         self.state = POST_FORWARD
 

@@ -111,5 +111,5 @@ def exchanged(case: Held, mesh: HybridMesh, seed: int) -> Data:
     del old, given, whole, module, local
     made.sharded_param = param  # as `adopt_registered` has done before
     for owner, name in made.places:
-        compat.register_parameter(owner, name, made.sharded_param)
+        compat.register_parameter([(owner, name)], made.sharded_param)
     return facts | {"kept": bytes_alive(gone)}
