@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -231,6 +232,15 @@ def outside_transforms(method: F) -> F:
 def read_debug_level() -> None:
     """Take `TORCH_DISTRIBUTED_DEBUG` from the environment as it is now, not as it was when torch was imported."""
     getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported, but not declared)
+
+
+def one_gloo_thread(gloo: Any, timeout: timedelta) -> Any:
+    """Return the options of a group of class `gloo` that runs its collectives in one thread; torch's default is two."""
+    options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    options._devices = devices or [gloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    return options
 
 
 def collectives_are_checked() -> bool:

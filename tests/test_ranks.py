@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,21 @@ def test_ranks_are_new_processes_and_see_the_environment_of_the_call_not_that_of
     [second] = launch(look, 1, timeout=60)
     assert (first[0], first[2], second[0], second[2]) == (1, None, 1, "late")
     assert first[1] != second[1]
+
+
+def gloo_threads() -> list[int]:
+    """Return the number of threads that run the collectives of the default group, and of a group that the rank makes."""
+    groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=77))]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    assert options[1]._timeout == timedelta(seconds=77)
+    return [each._threads for each in options]
+
+
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_no_gloo_group_of_a_rank_runs_two_collectives_at_once(monkeypatch, interface: str) -> None:
+    """Torch's two threads free the same memory if gathers of DTensors end at the same time."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    assert launch(gloo_threads, 2) == [[1, 1], [1, 1]]
 
 
 def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> None:

@@ -203,6 +203,27 @@ def _library_call(frame: FrameType | None) -> str:
     return f"{function} of torch.distributed" if function else ""
 
 
+@functools.cache
+def use_one_gloo_thread() -> None:
+    """Let each gloo group that this process makes from now on run its collectives in one thread, one after the other.
+
+    Torch gives each group two threads. After a collective, its thread stores the name of the collective in a string of the group,
+    without a lock. A name of more than 15 characters is on the heap, such as "ALLGATHER_COALESCED", the collective of
+    `DTensor.full_tensor`. If both threads store such a name at once, both free the old one, and the process aborts.
+    """
+    gloo = getattr(dist, "ProcessGroupGloo", None)  # not declared; a build of torch may be without it
+    if gloo is None:
+        return
+    make = gloo.__init__
+
+    @functools.wraps(make)
+    def init(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        is_time = isinstance(timeout, timedelta)  # else the caller's own options
+        make(group, store, rank, size, compat.one_gloo_thread(gloo, timeout) if is_time else timeout)
+
+    gloo.__init__ = init
+
+
 def init_process_group(
     device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
 ) -> None:
@@ -215,6 +236,7 @@ def init_process_group(
         UsageError: the machine has no GPU for this rank.
     """
     compat.read_debug_level()  # torch read the environment when the server imported it
+    use_one_gloo_thread()
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if device == "cuda":
         number, found = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
