@@ -6,6 +6,7 @@ Without names of parts, it measures all parts except `gpu`, `grading` and `profi
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     if REPORT in parts:
         print(as_markdown(machine_of(chosen.out), load(chosen.out)))
         return
+    os.environ.setdefault("HWFSDP_GLOO_THREADS", "2")  # FSDP2 runs on torch's own gloo groups
     began, measured = time.monotonic(), False
     for part in parts:
         fresh = PARTS[part](chosen)

@@ -241,12 +241,7 @@ class ParamGroup:
         """Return each of `params` with its rows, a view of a reduction's `result` [n]. `result` has the padded chunks end to end."""
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
-            (
-                p,
-                (chunk if p.padded_numel == p.local_numel else chunk[: p.local_numel]).view(
-                    p.layout.local_shape
-                ),
-            )
+            (p, chunk[: p.local_numel].view(p.layout.local_shape))
             for p, chunk in zip(params, chunks, strict=True)
         ]
 

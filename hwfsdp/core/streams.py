@@ -189,7 +189,7 @@ class HostStream(Stream):
         return StreamEvent(self, self.issued)
 
     def _wait(self, event: StreamEvent) -> None:
-        if isinstance(event.stream, HostStream):
+        if isinstance(event.stream, HostStream) and isinstance(event.native, int):
             event.stream.finish(event.native)
 
 

@@ -210,9 +210,10 @@ def use_one_gloo_thread() -> None:
     Torch gives each group two threads. After a collective, its thread stores the name of the collective in a string of the group,
     without a lock. A name of more than 15 characters is on the heap, such as "ALLGATHER_COALESCED", the collective of
     `DTensor.full_tensor`. If both threads store such a name at once, both free the old one, and the process aborts.
+    `HWFSDP_GLOO_THREADS=2` in the environment leaves torch's two threads.
     """
     gloo = getattr(dist, "ProcessGroupGloo", None)  # not declared; a build of torch may be without it
-    if gloo is None:
+    if gloo is None or os.environ.get("HWFSDP_GLOO_THREADS") == "2":
         return
     make = gloo.__init__
 
