@@ -218,9 +218,10 @@ def use_one_gloo_thread() -> None:
     make = gloo.__init__
 
     @functools.wraps(make)
-    def init(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
-        is_time = isinstance(timeout, timedelta)  # else the caller's own options
-        make(group, store, rank, size, compat.one_gloo_thread(gloo, timeout) if is_time else timeout)
+    def init(group: Any, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
+        if isinstance(timeout, timedelta) and not any(others.values()):  # else the caller has options of its own
+            timeout, others = compat.one_gloo_thread(gloo, timeout), {}
+        make(group, store, rank, size, timeout, **others)
 
     gloo.__init__ = init
 
