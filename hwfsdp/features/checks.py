@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +21,11 @@ from hwfsdp.errors import (
     UsageError,
     WrongTypeError,
 )
-from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.group import FSDPCommContext, ParamGroup
+from hwfsdp.features.compat import is_traced
 from hwfsdp.features.extensions import has_methods
 from hwfsdp.features.lookup import CLAIMED, FeatureState, parameter_of
-from hwfsdp.features.offload import check_in_host_memory
-
-if TYPE_CHECKING:
-    from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.policies import check_in_host_memory
 
 # --- Before a call -------------------------------------------------------------------------------------------
 
@@ -161,6 +159,10 @@ class CheckedState(FeatureState):
                     for group in state.groups:
                         check_not_replaced(group)
 
+    def refuse_tracing(self) -> None:
+        if is_traced():
+            raise not_compiled(f"trace or export of {self.name or 'the root module'}")
+
     def check_root(self) -> None:
         """Check that the root is one module, and that it is the first to run a forward.
 
@@ -191,6 +193,16 @@ class CheckedState(FeatureState):
                     got="a forward of this module before the root's forward",
                     remedy="Run the whole model once before calling a part of it by itself.",
                 )
+
+
+def not_compiled(subject: str) -> RuntimeRefusedError:
+    """Make the error of a compiler that does not run the hooks of `fully_shard`."""
+    return RuntimeRefusedError(
+        subject,
+        expected="a module that is not sharded",
+        got="one whose hooks gather and free parameters",
+        remedy="Load its state into a model that is not sharded, and compile or export this one. For training, use torch.compile.",
+    )
 
 
 def check_not_replaced(group: core.ParamGroup) -> None:

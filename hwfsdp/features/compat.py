@@ -1,4 +1,4 @@
-"""Private parts of torch's autograd that `entries`, `freed` and `param_changes` need.
+"""Private parts of torch's autograd that `entries`, `whole` and `param` need.
 
 Supported: torch 2.11 to 2.15.
 """

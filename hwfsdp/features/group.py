@@ -1,4 +1,4 @@
-"""The group that features work with: the core's, with what features attach to it."""
+"""The group that features work with, and what groups share: the core's, with what features attach to them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,70 @@ import torch
 from torch import Tensor
 
 from hwfsdp.collectives import GroupTransport
-from hwfsdp.core import group
+from hwfsdp.core import context, group
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
+from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import UnsupportedError
 from hwfsdp.features.compat import with_new_memory
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.param import FSDPParam
 from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.freed import allow_reads, forbid_reads
+from hwfsdp.features.whole import allow_reads, forbid_reads
 from hwfsdp.features.lookup import remember
-from hwfsdp.features.param_changes import check_in_place, keep_changes, watch
+from hwfsdp.features.param import FSDPParam, check_in_place, keep_changes, watch
 from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
+    from hwfsdp.features.finalization import GradientReductionHandle
+    from hwfsdp.features.recovery import Callbacks
     from hwfsdp.features.state import FSDPState
+
+
+class FSDPCommContext(context.FSDPCommContext):
+    """The streams and buffers that the groups of a model share. Several models may share one context.
+
+    Args:
+        device_type: the device type of the mesh, for example "cuda".
+
+    Attributes:
+        streams: see `core.streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
+        post_forward_order: groups in the order in which their forwards ended, once per forward.
+        callbacks: the functions that the backward in progress calls at its end (`recovery`).
+        reduction: the reduction that the caller has not waited for; None if there is none (`finalization`).
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.callbacks: Callbacks = {}
+        self.reduction: GradientReductionHandle | None = None
+        self._held: dict[Stream, list[Tensor]] = {}
+        self._left: list[tuple[StreamEvent, list[Tensor]]] = []
+
+    def hold(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
+
+        Tensors of a backward are kept until the next backward that holds some, or until `finish_reductions`.
+        """
+        self._drop_left()
+        self._held.setdefault(stream, []).append(tensor)
+
+    def settle(self) -> None:
+        """Run the deferred work of both reduction streams. A backward is over, or the iteration is."""
+        super().settle()
+        self._left += [(stream.record(), tensors) for stream, tensors in self._held.items()]
+        self._held = {}
+
+    def finish_reductions(self) -> None:
+        super().finish_reductions()
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Drop the tensors of earlier backwards. The streams that may reuse their memory first wait for the work on them."""
+        for used, _ in self._left:
+            self.streams.reduce_scatter.wait(used)
+            self.streams.compute.wait(used)
+        self._left.clear()
 
 
 class ParamGroup(NamedGroup, group.ParamGroup):

@@ -35,9 +35,7 @@ from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
 from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, UsageError
-from hwfsdp.features.arguments import DataParallelMeshDims
-from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.lookup import flat_axis
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, flat_axis
 
 
 def layouts_of(found: Sequence[Unclaimed], choices: Sequence[tuple[Any, HybridMesh]]) -> list[Layout]:

@@ -33,9 +33,8 @@ from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.freed import forbid_reads
-from hwfsdp.features.param import FSDPParam
-from hwfsdp.features.param_changes import keep_changes
+from hwfsdp.features.whole import forbid_reads
+from hwfsdp.features.param import FSDPParam, keep_changes
 from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
 

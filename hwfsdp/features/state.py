@@ -14,21 +14,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hwfsdp.core import group as core, observer
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.state import Args, Kwargs, Phase, state_of
+from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import ComparingState
 from hwfsdp.features.checks import CheckedState, check_ready
 from hwfsdp.features.containers import LendingState, Lent
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.custom_collectives import TransportState
 from hwfsdp.features.entries import EnteredState
 from hwfsdp.features.finalization import FinalizedState
-from hwfsdp.features.freed import explain_in_forward
-from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.whole import explain_in_forward
+from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.module_lists import SeveralModules
-from hwfsdp.features.module_methods import SettableState
 from hwfsdp.features.param_meshes import MeshesState
 from hwfsdp.interop.pipelines import StagedState
 from hwfsdp.interop.profiler import follow_profiler
@@ -39,9 +38,7 @@ class FSDPState(
     LendingState,  # maps the inputs and watches the outputs of a forward
     FinalizedState,  # the caller may end backwards; otherwise they end as its base says, RecoveringState
     SeveralModules,  # a forward ends when the last module of a list has run
-    TransportState,  # a copy-out comes before the next gather starts, if both may have one buffer
-    SettableState,  # what the user's lists say to gather next comes before what is expected,
-    MeshesState,  # which is several groups if the next module has several meshes
+    MeshesState,  # gathers ahead several groups if the next module has several meshes
     EnteredState,  # around the core: notes what a forward made
     CheckedState,  # the others add methods only, so their order does not matter
     ComparingState,
@@ -49,6 +46,12 @@ class FSDPState(
     StagedState,
 ):
     """The schedule of the modules of one `fully_shard` call.
+
+    Attributes:
+        forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
+        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
+            value counts.
+        max_reductions: the number of reductions that may be in flight. The largest number of a model's states counts.
 
     If several bases have a method, the first one's runs first, and calls the next one's:
 
@@ -59,10 +62,14 @@ class FSDPState(
         post_forward, post_backward   module_lists → core
         end_forward                   module_lists → entries → core
         end_iteration_forward         module_lists → entries → core
-        prefetch_forward, …_backward  custom_collectives → core
-        note_forward_and_predict      module_methods → entries → core
-        note_backward_and_predict     module_methods → param_meshes → core
+        note_forward_and_predict      entries → core
+        note_backward_and_predict     param_meshes → core
     """
+
+    forward_prefetch: Sequence[FSDPState] = ()
+    backward_prefetch: Sequence[FSDPState] = ()
+    post_optim_event: torch.Event | None = None
+    max_reductions = 1
 
     def __init__(
         self,
@@ -140,6 +147,60 @@ class FSDPState(
         except (StateError, UsageError):
             self.root.states = []
             raise
+
+    def share_max_reductions(self) -> None:
+        """Set the number of reductions that may be in flight: the largest that any state asks for. All groups share this limit."""
+        asked = [state.max_reductions for state in self.states if state.groups]
+        self.comm_ctx.max_reductions = max(asked, default=1)
+
+    def name_for_other_ranks(self) -> None:
+        """Name the groups for the other ranks, too (`comm.pairing`)."""
+        transports = [group.transport for state in self.states for group in state.groups]
+        first: dict[object, int] = {}  # by process group
+        for transport in transports:
+            ranks = transport.ranks.group
+            first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
+        for transport in transports:
+            transport.member.rename(transport.name, first[transport.ranks.group])
+
+    def wait_for_optimizer(self) -> None:
+        """Let gathers wait for what the optimizer has issued, or for the event that the user has set."""
+        root, streams = self.root_state, self.comm_ctx.streams
+        if root.post_optim_event is None:
+            super().wait_for_optimizer()
+            return
+        on_compute, root.post_optim_event = StreamEvent(streams.compute, root.post_optim_event), None
+        if observer.slot is not None:
+            # The user may have recorded the event anywhere. The recording assumes that it follows all work on compute so far.
+            observer.slot.recorded(on_compute)
+        streams.copy.wait(on_compute)
+
+    # --- gathers ahead ---
+
+    def note_forward_and_predict(self) -> list[core.ParamGroup]:
+        """Return the groups to gather meanwhile: what the user's list says, or else the expected ones."""
+        learned = super().note_forward_and_predict()  # also if a list decides: this notes the order
+        return [group for state in self.forward_prefetch for group in state.groups] or learned
+
+    def note_backward_and_predict(self) -> list[core.ParamGroup]:
+        expected = super().note_backward_and_predict()
+        if not self.backward_prefetch:
+            return expected
+        return [group for state in self.backward_prefetch for group in reversed(state.groups)]
+
+    def prefetch_forward(self, groups: Sequence[core.ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_forward(groups)
+
+    def prefetch_backward(self, groups: Sequence[core.ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_backward(groups)
+
+    def copy_out_first(self) -> None:
+        """Copy out before the next gather starts, if the user's collective may give one buffer to both."""
+        for group in self.groups:
+            if group.transport.reuses_buffers:
+                group.copy_out()
 
     # --- backward ---
 

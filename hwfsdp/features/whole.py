@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core.param import Place
-from hwfsdp.errors import MissingParameterError, StateError, UnsupportedError
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.features import compat
 from hwfsdp.features.lookup import all_groups, parameter_of
-from hwfsdp.features.param_changes import WholeParameter
 
 if TYPE_CHECKING:
     from hwfsdp.features.param import FSDPParam
@@ -63,30 +62,42 @@ def allow_reads(params: Iterable[FSDPParam]) -> None:
             param.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
 
 
-def check_registered(param: str, places: Sequence[Place]) -> None:
-    """Raise MissingParameterError if a module has no parameter at one of the places of the parameter with this name."""
-    for module, name in places:
-        if not isinstance(compat.registered_at(module, name), nn.Parameter):
-            got, remedy = what_is_at(module, name)
-            expected = f"the DTensor that fully_shard registered as {name!r} of {type(module).__name__}"
-            raise MissingParameterError(f"parameter {param!r}", expected=expected, got=got, remedy=remedy)
+class WholeParameter(nn.Parameter):
+    """The class of a whole parameter. It notices that the program takes or sets its `data` (Note [Writes to whole parameters])."""
 
+    @property
+    def data(self) -> Tensor:
+        # a compiler cannot trace the look-up
+        param = None if torch.compiler.is_compiling() else parameter_of(self)
+        if param is not None:
+            param.gave_data = True
+        return super().data
 
-def what_is_at(module: nn.Module, name: str) -> tuple[str, str]:
-    """Return what a module has in place of a parameter, and what to do."""
-    if name in getattr(module, "parametrizations", ()):
-        return (
-            "a parametrization, registered after fully_shard",
-            "Register parametrizations before fully_shard.",
-        )
-    found = compat.registered_at(module, name)
-    if found is None:
-        return "none", "Delete or replace parameters (weight_norm does it, too) before fully_shard."
-    return (
-        f"a {type(found).__name__} that is no parameter",
-        "Call the model with its own parameters: load others by load_state_dict, instead of torch.func.functional_call. Use "
-        "weight_norm, spectral_norm and prune before fully_shard.",
-    )
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy the values into the memory that gathers fill. It cannot be replaced."""
+        param = parameter_of(self)
+        if value.shape != self.shape:
+            raise UsageError(
+                f"data of parameter {param.name if param else ''!r}",
+                expected=f"a tensor of shape {tuple(self.shape)}",
+                got=str(tuple(value.shape)),
+                remedy="Change shapes before fully_shard.",
+            )
+        if param and (value.dtype, value.device) != (self.dtype, self.device):
+            param.warn_once(
+                f"is whole, and stays {self.dtype} on {self.device}: only the values that it got as {value.dtype} on {value.device} "
+                "are copied. To convert a module, call reshard() on the sharded one first."
+            )
+        self.data.copy_(value.detach().clone())  # `value` may be a view of this memory
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), requires_grad=self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        assert isinstance(copied, nn.Parameter)
+        return copied
 
 
 READABLE = frozenset(  # of a freed parameter
