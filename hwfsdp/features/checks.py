@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hwfsdp.core import group as core
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import in_transforms, local_of
+from hwfsdp.core.compat import local_of
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import (
     RefusedError,
@@ -24,7 +23,7 @@ from hwfsdp.errors import (
 from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.compat import is_traced
 from hwfsdp.features.extensions import has_methods
-from hwfsdp.features.lookup import CLAIMED, FeatureState, parameter_of
+from hwfsdp.features.lookup import CLAIMED, FeatureState
 from hwfsdp.features.policies import check_in_host_memory
 
 # --- Before a call -------------------------------------------------------------------------------------------
@@ -151,14 +150,6 @@ def mark_claimed(found: Sequence[Unclaimed]) -> None:
 class CheckedState(FeatureState):
     """A state that checks its model before it runs."""
 
-    def check_transforms(self, module: nn.Module) -> None:
-        """In a `torch.func` transform, check that the parameters below `module` are ours."""
-        if in_transforms() and self.is_outermost():
-            for child in module.modules():
-                if state := state_of(child):
-                    for group in state.groups:
-                        check_not_replaced(group)
-
     def refuse_tracing(self) -> None:
         if is_traced():
             raise not_compiled(f"trace or export of {self.name or 'the root module'}")
@@ -203,20 +194,6 @@ def not_compiled(subject: str) -> RuntimeRefusedError:
         got="one whose hooks gather and free parameters",
         remedy="Load its state into a model that is not sharded, and compile or export this one. For training, use torch.compile.",
     )
-
-
-def check_not_replaced(group: core.ParamGroup) -> None:
-    """Raise UsageError if other tensors are in the place of a group's parameters: the gather would ignore these tensors."""
-    for param in group.params:
-        module, name = param.places[0]
-        there = getattr(module, name)
-        if there is not param.sharded_param and parameter_of(there) is not param:
-            raise UsageError(
-                f"torch.func: parameter {param.name!r}",
-                expected="the parameter that fully_shard registered: transforms are for inputs of a sharded model",
-                got="another tensor, such as functional_call puts in its place",
-                remedy="For gradients of parameters, call backward() on a loss that was computed outside of torch.func.grad.",
-            )
 
 
 def check_ready(group: ParamGroup) -> None:

@@ -24,7 +24,8 @@ Inputs = Sequence[Tensor | GradientEdge]
 
 # The node that adds a gradient to a leaf, its `variable`. torch does not declare it.
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
-_GRAD: Any = torch.Tensor.grad  # the property
+# A block whose operations do not call `__torch_function__` of tensor classes
+plain_class: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
@@ -67,23 +68,6 @@ def watch_backwards(
     if not isinstance(Variable._execution_engine, _Engine):
         Variable._execution_engine = _Engine()
     _Engine.before, _Engine.explain, _Engine.reached = before, explain, reached
-
-
-def plain_class() -> AbstractContextManager[Any]:
-    """Keep operations of the block from calling `__torch_function__` of tensor classes."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def grad_of(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient without `__torch_function__` of its class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _GRAD.__get__(param)  # type: ignore[no-any-return]
-
-
-def set_grad_of(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a parameter's gradient without `__torch_function__` of its class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, grad)
 
 
 def writes_to(tensors: Sequence[Tensor]) -> list[int]:

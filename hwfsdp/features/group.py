@@ -15,9 +15,8 @@ from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.features.compat import with_new_memory
+from hwfsdp.features.compat import plain_class, with_new_memory
 from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.whole import allow_reads, forbid_reads
 from hwfsdp.features.lookup import remember
 from hwfsdp.features.param import FSDPParam, check_in_place, keep_changes, watch
 from hwfsdp.features.reductions import SettableReducer
@@ -84,6 +83,7 @@ class ParamGroup(NamedGroup, group.ParamGroup):
             of its mesh; "" on the mesh of the call.
         label: the module's name in torch's profiler: "" for the root; None until there is a root.
         shards: for torch's profiler, the number of ranks if the module has several groups; else 0.
+        parts: the groups behind one group of the schedule (`param_meshes`); here only this one.
         smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
     """
 
@@ -109,6 +109,7 @@ class ParamGroup(NamedGroup, group.ParamGroup):
         reducer: SettableReducer,
     ) -> None:
         super().__init__(name, params, mesh, comm_ctx, transport, reducer)
+        self.parts: list[ParamGroup] = [self]
         for param in params:
             param.group = self
 
@@ -128,21 +129,20 @@ class ParamGroup(NamedGroup, group.ParamGroup):
             return
         try:
             check_in_place(self.params)
-            allow_reads(self.params)
             super().copy_out()
         except BaseException:  # a refusal, or no memory
-            forbid_reads([param for param in self.params if param.state is ShardedState.SHARDED])
             self.drop_gather()
             raise
         watch(self.params)
 
     def reshard(self) -> None:
-        held = [param for param in self.params if param.state is not ShardedState.SHARDED]
-        keep_changes([param for param in held if param.state is ShardedState.UNSHARDED])
-        try:
-            super().reshard()
-        finally:
-            forbid_reads([param for param in held if param.state is ShardedState.SHARDED])
+        keep_changes([param for param in self.params if param.state is ShardedState.UNSHARDED])
+        super().reshard()
+
+    @property
+    def has_late_gradients(self) -> bool:
+        with plain_class():  # reads of freed parameters' gradients are faster
+            return super().has_late_gradients
 
     def take_grads(self) -> tuple[list[core.FSDPParam], list[Tensor]]:
         """Return the parameters that have a gradient to reduce, and these gradients.
@@ -169,11 +169,6 @@ class ParamGroup(NamedGroup, group.ParamGroup):
         """Belong to a schedule from now on."""
         self.state = state
         remember(self)
-
-    @property
-    def parts(self) -> list[ParamGroup]:
-        """The groups behind one group of the schedule (`param_meshes`); here only this one."""
-        return [self]
 
     def set_label(self, label: str) -> None:
         self.label = self.transport.label = label

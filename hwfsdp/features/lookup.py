@@ -67,11 +67,7 @@ class FeatureState(state.FSDPState):
 
     comm_ctx: FSDPCommContext
     group: ParamGroup | None
-
-    @property
-    def groups(self) -> list[ParamGroup]:  # type: ignore[override]
-        """The groups of the module, one for each mesh."""
-        return self.group.parts if self.group else []
+    groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
     @property
     def states(self) -> list[FSDPState]:

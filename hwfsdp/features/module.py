@@ -31,7 +31,6 @@ from hwfsdp.core.state import state_of
 from hwfsdp.core.streams import DeviceStream
 from hwfsdp.errors import (
     CopyRefusedError,
-    RefusedError,
     RefusedStateError,
     RuntimeRefusedError,
     UnsupportedError,
@@ -377,20 +376,12 @@ class FSDPModule(api.FSDPModule, Module):
             if shard.grad is not None:
                 shard.grad = None if set_to_none else shard.grad.zero_()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RefusedError(
-            f"deepcopy of {type(self).__name__}",
-            expected="a module that is not sharded",
-            got="one whose parameters, hooks and buffers in flight belong to a group",
-            remedy="Copy before fully_shard, or build a second model and load this one's state_dict.",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # copy and deepcopy call it, too
         raise CopyRefusedError(
-            f"copy or pickle of {type(self).__name__}",
+            f"copy, deepcopy or pickle of {type(self).__name__}",
             expected="a module that is not sharded",
             got="one whose parameters, hooks and buffers in flight belong to a group of this process",
-            remedy="Save its state instead: hwfsdp.checkpoint.save(model.state_dict(), path). Load it into a "
+            remedy="Copy before fully_shard. Or save its state, hwfsdp.checkpoint.save(model.state_dict(), path), and load it into a "
             "model that is built and sharded in the same way.",
         )
 

@@ -36,14 +36,14 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.core.compat import local_of, wrap_like
-from hwfsdp.core.layout import Layout
+from hwfsdp.core.layout import Layout, free
 from hwfsdp.core.param import Place, ShardedState, ShardMemory
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
 from hwfsdp.features.compat import displaced, plain_class, registered_at, writes_to
 from hwfsdp.features.extensions import ExtensionParam
 from hwfsdp.features.lookup import STAND_INS, parameter_of
-from hwfsdp.features.whole import WholeParameter
+from hwfsdp.features.whole import FreedParameter, WholeParameter
 
 if TYPE_CHECKING:
     from hwfsdp.features.group import ParamGroup
@@ -53,18 +53,24 @@ if TYPE_CHECKING:
 
 
 def check_in_place(params: Sequence[FSDPParam]) -> None:
-    """Raise StateError if the program has assigned another parameter since the first forward, or deleted it."""
+    """Check that modules have the sharded parameters.
+
+    Raises:
+        StateError: the program has assigned another parameter since the first forward, or deleted it. MissingParameterError: it has
+            put a tensor in its place that is no parameter.
+    """
     sharded = [param for param in params if param.state is ShardedState.SHARDED]
     for index, (module, name) in displaced([(param.places, param.sharded_param) for param in sharded]):
-        if sharded[index].is_own(module, name):
-            continue
-        raise StateError(
-            f"parameter {sharded[index].name!r}",
-            expected="the sharded parameter, which FSDP gathers and trains",
-            got=describe(module, name),
-            remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
-            "load_state_dict. Assign or delete parameters before fully_shard.",
-        )
+        if not sharded[index].is_own(module, name):
+            if registered_at(module, name) is not None:
+                check_registered(sharded[index].name, [Place(module, name)])
+            raise StateError(
+                f"parameter {sharded[index].name!r}",
+                expected="the sharded parameter, which FSDP gathers and trains",
+                got=describe(module, name),
+                remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
+                "load_state_dict. Assign or delete parameters before fully_shard.",
+            )
 
 
 def watch(params: Sequence[FSDPParam]) -> None:
@@ -237,7 +243,7 @@ class FSDPParam(ExtensionParam):
     # --- gathers ---
 
     def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
-        return self.inputs_of_extension() if self.is_extension else super().gather_inputs()
+        return self.inputs_of_extension() if self.is_extension else [(self.padded_shard, self.dtypes.compute)]
 
     def allocate_whole(self) -> list[Tensor]:
         return self.allocate_extension() if self.is_extension else super().allocate_whole()
@@ -246,14 +252,18 @@ class FSDPParam(ExtensionParam):
         """Give back the memory of the whole parameter, unless another library has it, too: then torch refuses to free it."""
         if self.keeps_memory:
             return
-        try:
-            super().free_whole()
-        except RuntimeError:
-            if self.gathered is None or self.gathered.untyped_storage().resizable():
-                raise
-            self.share_memory()
         if self.is_extension:
             self.free_extension()
+        elif self.gathered is not None:
+            try:
+                free(self.gathered)
+            except RuntimeError:
+                if self.gathered.untyped_storage().resizable():
+                    raise
+                self.share_memory()
+                return
+        if type(self.unsharded_param) is WholeParameter:
+            self.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
 
     def share_memory(self) -> None:
         """Keep the memory of the whole parameter from now on, because another library has it, too."""
@@ -266,6 +276,8 @@ class FSDPParam(ExtensionParam):
         )
 
     def to_unsharded(self) -> None:
+        if type(self.unsharded_param) is FreedParameter:
+            self.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
         if self.is_extension:
             self.make_whole()
         super().to_unsharded()

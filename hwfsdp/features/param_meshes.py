@@ -219,17 +219,13 @@ class MeshGroups(ParamGroup):
     unshard_in_backward: Any = OfEach()
 
     def __init__(self, name: str, parts: Sequence[ParamGroup], mesh: HybridMesh) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
         self.params = [param for part in parts for param in part.params]
         self.mesh = mesh
         self.post_forward_indices: list[int] = []
         for part, suffix in zip(self.parts, suffixes_of([part.mesh for part in parts], mesh), strict=True):
             part.suffix, part.shards, part.transport.shards = suffix, part.mesh.size, part.mesh.size
         self.rename(name)
-
-    @property
-    def parts(self) -> list[ParamGroup]:
-        return self._parts
 
     def rename(self, name: str) -> None:
         self.name = name

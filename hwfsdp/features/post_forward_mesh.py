@@ -33,7 +33,6 @@ from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.whole import forbid_reads
 from hwfsdp.features.param import FSDPParam, keep_changes
 from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
@@ -201,7 +200,6 @@ class PostForwardGroup(ParamGroup):
         with no_autograd():
             for param in whole:
                 param.to_post_forward(self.smaller)
-        forbid_reads(whole)
         streams = self.comm_ctx.streams
         streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
 

@@ -17,7 +17,7 @@ from torch import nn
 from hwfsdp.core import group as core, observer
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.state import Args, Kwargs, Phase, state_of
+from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import ComparingState
@@ -86,6 +86,7 @@ class FSDPState(
         self.forwards: deque[range] = deque(maxlen=4)
         super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
         if group:
+            self.groups = group.parts
             group.join(self)
 
     # --- forward ---
@@ -97,7 +98,6 @@ class FSDPState(
         self.refuse_pending_reduction()
         self.break_off_left_over()  # before all lines that look at the phase
         self.expect_all_modules()
-        self.check_transforms(module)
         args, kwargs = super().pre_forward(module, args, kwargs)
         args, kwargs = self.lend(args, kwargs)
         self.lent[-1].is_entered = True
@@ -105,7 +105,7 @@ class FSDPState(
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the forward. torch calls this hook after an exception, too."""
-        explain_in_forward(sys.exc_info()[1], module)
+        explain_in_forward(sys.exc_info()[1])
         try:
             if self.break_off_raised() or not (self.lent and self.lent[-1].is_entered):
                 return output
@@ -129,13 +129,9 @@ class FSDPState(
         """
         self.check_root()
         super().become_root()
-        paths: dict[FSDPState, list[str]] = {}
-        for path, module in self.modules[0].named_modules():
-            if state := cast("FSDPState | None", state_of(module)):
-                paths.setdefault(state, []).append(path)
-        for state, found in paths.items():
+        for state in self.states:
             if state.group:
-                state.group.set_label(", ".join(found))
+                state.group.set_label("" if state is self else state.name)
         self.compare_models()
         self.share_max_reductions()
         self.name_for_other_ranks()

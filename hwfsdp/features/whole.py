@@ -12,7 +12,7 @@ the outermost module, is explained, too. Such reads elsewhere end in torch's own
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +46,6 @@ _IN_PLACE = UnsupportedError(
 )
 
 # --- Parameters ----------------------------------------------------------------------------------------------
-
-
-def forbid_reads(params: Iterable[FSDPParam]) -> None:
-    """Let the whole tensors of these parameters, which are freed now, refuse to be read."""
-    for param in params:
-        if type(param.unsharded_param) is WholeParameter and not param.keeps_memory:
-            param.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
-
-
-def allow_reads(params: Iterable[FSDPParam]) -> None:
-    """Let the whole tensors of these parameters be read again."""
-    for param in params:
-        if type(param.unsharded_param) is FreedParameter:
-            param.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
 
 
 class WholeParameter(nn.Parameter):
@@ -122,8 +108,6 @@ class FreedParameter(nn.Parameter):
         with compat.plain_class():
             return func(*args, **kwargs or {})
 
-    grad = property(compat.grad_of, compat.set_grad_of)  # every step looks at it, so it must be quick
-
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         param = parameter_of(self)
         return f"<freed parameter {param.name if param else ''!r} of shape {tuple(self.shape)}>"
@@ -157,25 +141,37 @@ def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Excepti
     """Return our error in place of torch's about freed memory, or about `inputs` that it did not find; None for any other error."""
     if "not have been used in the graph" in str(error):
         return explained_grad(inputs)
-    if not any(part in str(error) for part in _FREED):
+    return explained_read(error, "a backward")
+
+
+def explain_in_forward(error: BaseException | None) -> None:
+    """Replace the text of torch's error about freed or sharded parameters, or about inputs. `error` leaves a forward."""
+    if isinstance(error, RuntimeError):
+        is_watched = all(part in str(error) for part in _WATCHED_INPUT)
+        explained = _IN_PLACE if is_watched else explained_read(error, "a forward")
+        error.args = error.args if explained is None else (str(explained),)
+
+
+def explained_read(error: RuntimeError, operation: str) -> StateError | None:
+    """Return our error in place of torch's about a read of freed or sharded parameters; None for any other error.
+
+    It names the parameters that the code in the traceback uses. If there are none, as in a backward, it names the freed ones of the
+    size in torch's message, or all freed ones.
+    """
+    is_sharded, is_freed = _SHARDED in str(error), any(part in str(error) for part in _FREED)
+    if not is_sharded and not is_freed:
         return None
-    freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
-    size = _BYTES.search(str(error))
-    exact = [p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])]
-    return refused_read(exact or freed, "a backward") if freed else None
-
-
-def explain_in_forward(error: BaseException | None, module: nn.Module) -> None:
-    """Replace the text of torch's error about freed or sharded parameters. `error` leaves a forward of `module`."""
-    if isinstance(error, RuntimeError) and all(part in str(error) for part in _WATCHED_INPUT):
-        error.args = (str(_IN_PLACE),)
-    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in (*_FREED, _SHARDED)):
-        return
-    is_freed = _SHARDED not in str(error)
-    by_object = {id(param.unsharded_param if is_freed else param.sharded_param): param for param in params()}
-    found = list(named_in(error.__traceback__, by_object))
-    if found:
-        error.args = (str(refused_read(found, "a forward")),)
+    found = named_in(
+        error.__traceback__, {id(p.sharded_param if is_sharded else p.unsharded_param): p for p in params()}
+    )
+    if is_freed and not found:
+        freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
+        size = _BYTES.search(str(error))
+        exact = [
+            p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])
+        ]
+        found = exact or freed
+    return refused_read(found, operation) if found else None
 
 
 def named_in(traceback: TracebackType | None, by_object: dict[int, FSDPParam]) -> list[FSDPParam]:
