@@ -25,14 +25,14 @@ from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.state import state_of
 from hwfsdp.features import advice, entries, recovery, whole
 from hwfsdp.features import compat as features_compat
-from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
+from hwfsdp.features.checks import check_arguments, check_modules, check_params, mark_claimed
 from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
 from hwfsdp.features.lookup import all_groups
-from hwfsdp.features.layouts import layouts_of
+from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.features.module_lists import modules_of
-from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policies_of
+from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
 from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
 from hwfsdp.features.param import FSDPParam, keep_writes_before_step
 from hwfsdp.features.post_forward_mesh import (
@@ -149,7 +149,8 @@ def fully_shard(
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     # check: until `build`, nothing is changed
-    modules = checked_modules(modules_of(module))
+    modules = modules_of(module)
+    check_modules(modules)
     check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims, comm_ctx)
     ignored = {*(ignored_params or ()), *replicated_params(modules)}
     over = hybrid_mesh(mesh, dp_mesh_dims)
@@ -158,9 +159,9 @@ def fully_shard(
     found = unclaimed_params(modules, ignored)
     check_params(found)
     choices = choices_of(found, shard_placement_fn, over)
-    layouts = layouts_of(found, choices)
+    layouts = [layout_of(u.param, u.name, *choice) for u, choice in zip(found, choices, strict=True)]
     reshard = checked_reshard(reshard_after_forward, over, found, layouts)
-    policies = policies_of(found, mp_policy)
+    policies = [policy_of(param, name, mp_policy) for param, name, _ in found]
 
     # build
     register_process_hooks()

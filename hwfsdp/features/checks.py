@@ -29,43 +29,37 @@ from hwfsdp.features.policies import check_in_host_memory
 # --- Before a call -------------------------------------------------------------------------------------------
 
 
-def checked_modules(modules: list[Any]) -> list[nn.Module]:
-    """Return the modules, each checked."""
+def check_modules(modules: Sequence[Any]) -> None:
+    """Raise UsageError if one of these is not a module, has no forward, or was sharded before."""
     for module in modules:
-        check_module(module)
-    return modules
-
-
-def check_module(module: Any) -> None:
-    """Raise UsageError if this is not a module, has no forward, or was sharded before."""
-    if not isinstance(module, nn.Module):
-        raise WrongTypeError(
-            "fully_shard",
-            expected="an nn.Module, or a list of them",
-            got=type(module).__name__,
-            remedy="Pass the module whose parameters are to be sharded.",
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-        raise UsageError(
-            "fully_shard",
-            expected="a module with a forward",
-            got=f"nn.{type(module).__name__}, which has none",
-            remedy="Shard its children one by one.",
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise RuntimeRefusedError(
-            "fully_shard",
-            expected="a module of Python",
-            got="a torch.jit.ScriptModule, which takes no hooks",
-            remedy="Shard the module before torch.jit.script, or use torch.compile.",
-        )
-    if state_of(module) is not None:
-        raise RefusedError(
-            "fully_shard",
-            expected="a module that was not sharded yet",
-            got=f"{type(module).__name__}, which was",
-            remedy="Call it once per module, children before their parents.",
-        )
+        if not isinstance(module, nn.Module):
+            raise WrongTypeError(
+                "fully_shard",
+                expected="an nn.Module, or a list of them",
+                got=type(module).__name__,
+                remedy="Pass the module whose parameters are to be sharded.",
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise UsageError(
+                "fully_shard",
+                expected="a module with a forward",
+                got=f"nn.{type(module).__name__}, which has none",
+                remedy="Shard its children one by one.",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RuntimeRefusedError(
+                "fully_shard",
+                expected="a module of Python",
+                got="a torch.jit.ScriptModule, which takes no hooks",
+                remedy="Shard the module before torch.jit.script, or use torch.compile.",
+            )
+        if state_of(module) is not None:
+            raise RefusedError(
+                "fully_shard",
+                expected="a module that was not sharded yet",
+                got=f"{type(module).__name__}, which was",
+                remedy="Call it once per module, children before their parents.",
+            )
 
 
 def check_arguments(
@@ -105,37 +99,32 @@ def check_arguments(
 
 
 def check_params(found: Sequence[Unclaimed]) -> None:
-    """Check the parameters that were found."""
-    for param, name, _ in found:
-        check_param(name, param)
-        has_methods(local_of(param), name)
-
-
-def check_param(name: str, param: nn.Parameter) -> None:
     """Raise an error if a parameter cannot be cut into rows, or if another group has cut it already."""
-    subject = f"fully_shard: parameter {name!r}"
-    if hasattr(param, CLAIMED):
-        raise UsageError(
-            subject,
-            expected="a parameter of one group only",
-            got="one that is tied to a parameter of another group",
-            remedy="Shard the modules that share it in one call: fully_shard([a, b]), or fully_shard of a module above both.",
-        )
-    if param.ndim == 0:
-        raise UsageError(
-            subject,
-            expected="at least one dimension to shard",
-            got="a scalar",
-            remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
-        )
-    local = local_of(param)
-    if not local.is_contiguous():
-        raise UnsupportedError(
-            subject,
-            expected="contiguous memory",
-            got=f"shape {tuple(param.shape)} with strides {param.stride()}",
-            remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
-        )
+    for param, name, _ in found:
+        subject = f"fully_shard: parameter {name!r}"
+        if hasattr(param, CLAIMED):
+            raise UsageError(
+                subject,
+                expected="a parameter of one group only",
+                got="one that is tied to a parameter of another group",
+                remedy="Shard the modules that share it in one call: fully_shard([a, b]), or fully_shard of a module above both.",
+            )
+        if param.ndim == 0:
+            raise UsageError(
+                subject,
+                expected="at least one dimension to shard",
+                got="a scalar",
+                remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
+            )
+        local = local_of(param)
+        if not local.is_contiguous():
+            raise UnsupportedError(
+                subject,
+                expected="contiguous memory",
+                got=f"shape {tuple(param.shape)} with strides {param.stride()}",
+                remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
+            )
+        has_methods(local, name)
 
 
 def mark_claimed(found: Sequence[Unclaimed]) -> None:

@@ -86,13 +86,15 @@ def with_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:
     return found
 
 
-def displaced(registered: Iterable[tuple[Sequence[Place], nn.Parameter]]) -> list[tuple[int, Place]]:
-    """Return where modules have another parameter than the given one, or none, as (index in `registered`, place)."""
+def displaced(
+    params: Sequence[FSDPParam], registered: Sequence[nn.Parameter]
+) -> list[tuple[FSDPParam, Place]]:
+    """Return where modules have another parameter than the one that is given for each of `params`, or none."""
     return [
-        (index, place)
-        for index, (places, param) in enumerate(registered)
-        for place in places
-        if place.module._parameters.get(place.name) is not param
+        (param, place)
+        for param, given in zip(params, registered, strict=True)
+        for place in param.places
+        if place.module._parameters.get(place.name) is not given and not param.is_own(*place)
     ]
 
 

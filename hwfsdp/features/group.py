@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +87,7 @@ class ParamGroup(NamedGroup, group.ParamGroup):
     """
 
     state: FSDPState
+    parts: list[ParamGroup]
     suffix = ""
     label: str | None = None
     shards = 0
@@ -99,29 +99,14 @@ class ParamGroup(NamedGroup, group.ParamGroup):
     transport: GroupTransport
     reducer: SettableReducer
 
-    def __init__(
-        self,
-        name: str,
-        params: Sequence[FSDPParam],
-        mesh: HybridMesh,
-        comm_ctx: FSDPCommContext,
-        transport: GroupTransport,
-        reducer: SettableReducer,
-    ) -> None:
-        super().__init__(name, params, mesh, comm_ctx, transport, reducer)
-        self.parts: list[ParamGroup] = [self]
-        for param in params:
-            param.group = self
-
     def unshard(self) -> None:
         """Start the gather. Conversions of a module below, such as `model.head.to(dtype)`, may have replaced the memory of shards."""
         if self._gathering is None and not self.is_unsharded:
             if changed := with_new_memory(self.params):
                 for param in changed:
                     param.adopt_registered()
-                self.comm_ctx.streams.copy.wait(
-                    self.comm_ctx.streams.compute.record()
-                )  # which may have copied rows
+                streams = self.comm_ctx.streams
+                streams.copy.wait(streams.compute.record())  # which may have copied rows
             super().unshard()
 
     def copy_out(self) -> None:
@@ -167,7 +152,9 @@ class ParamGroup(NamedGroup, group.ParamGroup):
 
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
-        self.state = state
+        self.state, self.parts = state, [self]
+        for param in self.params:
+            param.group = self
         remember(self)
 
     def set_label(self, label: str) -> None:

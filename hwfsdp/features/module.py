@@ -42,7 +42,6 @@ from hwfsdp.features.finalization import GradientReductionHandle
 from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.features.param import inherit
-from hwfsdp.features.reductions import SettableReducer
 
 if TYPE_CHECKING:
     from hwfsdp.features.state import FSDPState
@@ -141,18 +140,13 @@ class FSDPModule(api.FSDPModule, Module):
         Raises:
             WrongTypeError: not an int. UsageError: below 1.
         """
-        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
-            raise WrongTypeError(
+        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_int or max_input_buffers < 1:
+            kind = UsageError if is_int else WrongTypeError
+            raise kind(
                 "set_reduce_scatter_max_input_buffers",
-                expected="an int",
+                expected="an int of at least 1",
                 got=repr(max_input_buffers),
-                remedy="Pass the number of buffers.",
-            )
-        if max_input_buffers < 1:
-            raise UsageError(
-                "set_reduce_scatter_max_input_buffers",
-                expected="at least 1",
-                got=str(max_input_buffers),
                 remedy="1 is the default; 2 lets a slow reduction overlap with the next copy-in.",
             )
         for state in self._states(recurse):
@@ -194,8 +188,8 @@ class FSDPModule(api.FSDPModule, Module):
                 got=repr(factor),
                 remedy="Pass the number of ranks for a mean, or 1 for a sum.",
             )
-        for reducer in self._reducers(recurse=False):
-            reducer.divide_factor = factor
+        for group in self._groups(recurse=False):
+            group.reducer.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Warn, and call `set_gradient_divide_factor`: this is its old name."""
@@ -204,8 +198,8 @@ class FSDPModule(api.FSDPModule, Module):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether collectives only sum, and the division is a separate step; some transports can only sum."""
-        for reducer in self._reducers(recurse=False):
-            reducer.force_sum = enable
+        for group in self._groups(recurse=False):
+            group.reducer.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -214,8 +208,8 @@ class FSDPModule(api.FSDPModule, Module):
 
         You need this if ranks take different paths through the model. Otherwise their reductions do not fit together.
         """
-        for reducer in self._reducers(recurse):
-            reducer.reduce_unused = reduce_scatter_unused_params
+        for group in self._groups(recurse):
+            group.reducer.reduce_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient of this module's own group, before the division.
@@ -225,23 +219,18 @@ class FSDPModule(api.FSDPModule, Module):
                 place, for example all-reduce it over further ranks. Under hybrid sharding it is called after the all-reduce.
             stream: the device's stream to call it on; not under hybrid sharding, which has its own.
         """
-        the_only(self._groups(recurse=False), "set_all_reduce_hook")
-        for reducer in self._reducers(recurse=False):
-            if stream is not None and reducer.group.mesh.replicate.group:
+        for group in the_only(self._groups(recurse=False), "set_all_reduce_hook"):
+            if stream is not None and group.mesh.replicate.group:
                 raise UsageError(
                     "set_all_reduce_hook(stream=…)",
                     expected="no stream under hybrid sharding",
                     got=repr(stream),
                     remedy="Leave it out: the hook runs on the all-reduce stream.",
                 )
-            reducer.hook = hook
-            streams = reducer.group.comm_ctx.streams
+            group.reducer.hook, streams = hook, group.comm_ctx.streams
             if stream is not None and isinstance(streams.all_reduce, DeviceStream):
-                reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
-                reducer.hook_stream.streams = streams
-
-    def _reducers(self, recurse: bool) -> list[SettableReducer]:
-        return [group.reducer for group in self._groups(recurse)]
+                group.reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
+                group.reducer.hook_stream.streams = streams
 
     # --- the end of backwards ---
 
@@ -359,7 +348,7 @@ class FSDPModule(api.FSDPModule, Module):
         result = super()._apply(fn, recurse)
         for param, before in zip(params, attributes, strict=True):
             inherit(param.sharded_param, before)
-            param.registered_whole = None
+            param.share_attributes()
         for param, dtype, grad in kept:
             param.sharded_param.grad_dtype = dtype  # it was lost with the data
             param.adopt_registered()

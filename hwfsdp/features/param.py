@@ -60,17 +60,16 @@ def check_in_place(params: Sequence[FSDPParam]) -> None:
             put a tensor in its place that is no parameter.
     """
     sharded = [param for param in params if param.state is ShardedState.SHARDED]
-    for index, (module, name) in displaced([(param.places, param.sharded_param) for param in sharded]):
-        if not sharded[index].is_own(module, name):
-            if registered_at(module, name) is not None:
-                check_registered(sharded[index].name, [Place(module, name)])
-            raise StateError(
-                f"parameter {sharded[index].name!r}",
-                expected="the sharded parameter, which FSDP gathers and trains",
-                got=describe(module, name),
-                remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
-                "load_state_dict. Assign or delete parameters before fully_shard.",
-            )
+    for param, (module, name) in displaced(sharded, [param.sharded_param for param in sharded]):
+        if registered_at(module, name) is not None:
+            check_registered(param.name, [Place(module, name)])
+        raise StateError(
+            f"parameter {param.name!r}",
+            expected="the sharded parameter, which FSDP gathers and trains",
+            got=describe(module, name),
+            remedy="After the first forward, change values instead: with torch.no_grad(): param.copy_(…), or "
+            "load_state_dict. Assign or delete parameters before fully_shard.",
+        )
 
 
 def watch(params: Sequence[FSDPParam]) -> None:
@@ -80,8 +79,6 @@ def watch(params: Sequence[FSDPParam]) -> None:
         for param, whole, writes, of_shard in zip(
             params, wholes, writes_to(wholes), writes_to(shards), strict=True
         ):
-            if whole is not param.registered_whole:
-                param.note_registered(whole)
             param.writes, param.shard_writes, param.trained = writes, of_shard, whole.requires_grad
             param.gave_data, param.is_stale = param.is_lent, False
 
@@ -89,23 +86,18 @@ def watch(params: Sequence[FSDPParam]) -> None:
 def keep_changes(params: Sequence[FSDPParam]) -> None:
     """Take over what the program has changed on whole parameters, before the shards come back."""
     wholes = wholes_of(params)
-    for index, (module, name) in displaced(
-        [(p.places, whole) for p, whole in zip(params, wholes, strict=True)]
-    ):
-        if params[index].is_own(module, name):
-            continue
-        params[index].warn_once(
+    for param, (module, name) in displaced(params, wholes):
+        param.warn_once(
             f"was whole when the program put {describe(module, name)} in its place. FSDP puts its own parameter back, and "
             "the change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
         )
     with plain_class():  # their attributes are read faster
-        now = [(whole.requires_grad, writes) for whole, writes in zip(wholes, writes_to(wholes), strict=True)]
-    for param, (trained, writes) in zip(params, now, strict=True):
-        if param.gave_data or writes != param.writes:
-            param.keep_writes()
-        if trained is not param.trained:
-            param.trained = trained
-            param.sharded_param.requires_grad_(trained)
+        for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
+            if param.gave_data or writes != param.writes:
+                param.keep_writes()
+            if whole.requires_grad is not param.trained:
+                param.trained = whole.requires_grad
+                param.sharded_param.requires_grad_(param.trained)
 
 
 def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
@@ -129,7 +121,6 @@ class FSDPParam(ExtensionParam):
 
     Attributes:
         group: its group. told: the warnings that were given.
-        registered_whole: the last parameter that was registered in place of the sharded one; None after the sharded one has changed.
         original: the class of the original parameter, and the gradient hooks on it.
         writes: the number of writes to the whole parameter that are in the shard already. gave_data: True if the program has taken
             the `data` of the whole parameter since the gather, and may have written to it. is_lent: True if another library has
@@ -141,7 +132,6 @@ class FSDPParam(ExtensionParam):
     """
 
     group: ParamGroup
-    registered_whole: nn.Parameter | None = None
     writes, shard_writes, gave_data, is_lent, trained, is_stale = 0, 0, False, False, False, False
     keeps_memory = False
     read_from: Tensor | None = None
@@ -172,15 +162,20 @@ class FSDPParam(ExtensionParam):
             self.unsharded_param.__class__ = kind if has_own_class(kind) else WholeParameter
         if hooks is not None:
             setattr(self.unsharded_param, compat.GRAD_HOOKS, hooks)
+        self.share_attributes()
 
     def inherit_from(self, before: nn.Parameter) -> None:
         """Attach to the sharded parameter what was attached to the one before."""
         inherit(self.sharded_param, vars(before))
         share_hooks(self.sharded_param, before, compat.GRAD_HOOKS, compat.POST_ACCUMULATE_GRAD_HOOKS)
 
-    def note_registered(self, param: nn.Parameter) -> None:
+    def share_attributes(self) -> None:
+        """Share the attributes of the sharded parameter with the whole one, if there is one."""
+        if self.unsharded_param is not None:
+            self.stands_in(self.unsharded_param)
+
+    def stands_in(self, param: nn.Parameter) -> None:
         """Note a parameter that modules have in place of the sharded one. Setting an attribute on one sets it on the other."""
-        self.registered_whole = param
         STAND_INS[param] = ref(self)
         if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
             param.__dict__ = vars(self.sharded_param)
@@ -292,11 +287,12 @@ class FSDPParam(ExtensionParam):
         """
         if self.state is ShardedState.SHARDED:
             check_registered(self.name, self.places)
-        before, self.registered_whole = self.sharded_param, None
+        before = self.sharded_param
         super().adopt_registered()
         self.read_from = self.local if self.read_from is not None else None
         if self.sharded_param is not before:
             self.inherit_from(before)
+        self.share_attributes()
 
 
 # --- Attributes ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ backward is over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hwfsdp.core import precision
-from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.streams import StreamSet
@@ -48,20 +47,15 @@ class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
     )
 
 
-def policies_of(found: Sequence[Unclaimed], policy: Any) -> list[Any]:
-    """Return the policy of each parameter: `policy`, or what its function says.
+def policy_of(param: nn.Parameter, name: str, policy: Any) -> Any:
+    """Return the policy of one parameter: `policy`, or what its function says.
 
     Raises:
         UsageError: the function returned a dtype that is neither the parameter's nor `param_dtype`.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
-        return [policy for _ in found]
-    return [policy_of(param, name, policy, override) for param, name, _ in found]
-
-
-def policy_of(param: nn.Parameter, name: str, policy: Any, override: Callable[[nn.Parameter], Any]) -> Any:
-    """Return the policy of one parameter."""
+        return policy
     dtype = override(param)
     if dtype not in (None, policy.param_dtype, param.dtype):
         raise UsageError(

@@ -163,7 +163,7 @@ class PostForwardParam(FSDPParam):
         local = self.larger[: prod(kept)].view(kept)
         shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, self.layout.stride)
         shown_param = nn.Parameter(shown, requires_grad=self.sharded_param.requires_grad)
-        self.note_registered(shown_param)
+        self.stands_in(shown_param)
         register_parameter(self.places, shown_param)
         super().free_whole()
         self.state = POST_FORWARD

@@ -124,10 +124,6 @@ class RecoveringState(FeatureState):
                 group.drop_gather()
                 group.reshard()
 
-    def break_off_broken_backward(self) -> None:
-        if backward_broke(self.comm_ctx):
-            self.break_off()
-
     # --- the end of a backward ---
 
     def queue_final_callback(self) -> None:

@@ -29,6 +29,7 @@ from hwfsdp.features.whole import explain_in_forward
 from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.module_lists import SeveralModules
 from hwfsdp.features.param_meshes import MeshesState
+from hwfsdp.features.recovery import backward_broke
 from hwfsdp.interop.pipelines import StagedState
 from hwfsdp.interop.profiler import follow_profiler
 from hwfsdp.interop.torch_view import ViewedState
@@ -86,8 +87,8 @@ class FSDPState(
         self.forwards: deque[range] = deque(maxlen=4)
         super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
         if group:
-            self.groups = group.parts
             group.join(self)
+            self.groups = group.parts
 
     # --- forward ---
 
@@ -222,7 +223,8 @@ class FSDPState(
     def before_unshard(self) -> None:
         """Called before the user gathers by hand. Before the first forward, check what this forward would have checked."""
         follow_profiler()
-        self.break_off_broken_backward()
+        if backward_broke(self.comm_ctx):
+            self.break_off()
         self.free_stale()
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
