@@ -25,13 +25,12 @@ from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.state import state_of
 from hwfsdp.features import advice, entries, recovery, whole
 from hwfsdp.features import compat as features_compat
-from hwfsdp.features.checks import check_arguments, check_modules, check_params, mark_claimed
+from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
 from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
 from hwfsdp.features.lookup import all_groups
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
-from hwfsdp.features.module_lists import modules_of
 from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
 from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
 from hwfsdp.features.param import FSDPParam, keep_writes_before_step
@@ -149,8 +148,7 @@ def fully_shard(
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     # check: until `build`, nothing is changed
-    modules = modules_of(module)
-    check_modules(modules)
+    modules = checked_modules(module)
     check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims, comm_ctx)
     ignored = {*(ignored_params or ()), *replicated_params(modules)}
     over = hybrid_mesh(mesh, dp_mesh_dims)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp.core.api import Unclaimed
@@ -29,8 +29,18 @@ from hwfsdp.features.policies import check_in_host_memory
 # --- Before a call -------------------------------------------------------------------------------------------
 
 
-def check_modules(modules: Sequence[Any]) -> None:
-    """Raise UsageError if one of these is not a module, has no forward, or was sharded before."""
+def checked_modules(given: Any) -> list[nn.Module]:
+    """Return the modules of a call, one or several. A module that is inside another module of the list is left out.
+
+    Raises:
+        UsageError: the list is empty, or one of them is not a module, has no forward, or was sharded before.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, nn.Module | Tensor)
+    modules = list(given) if several else [given]
+    if not modules:
+        raise UsageError(
+            "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
+        )
     for module in modules:
         if not isinstance(module, nn.Module):
             raise WrongTypeError(
@@ -39,6 +49,9 @@ def check_modules(modules: Sequence[Any]) -> None:
                 got=type(module).__name__,
                 remedy="Pass the module whose parameters are to be sharded.",
             )
+    below = {child for module in modules for child in module.modules() if child is not module}
+    modules = [module for module in dict.fromkeys(modules) if module not in below]
+    for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise UsageError(
                 "fully_shard",
@@ -60,6 +73,7 @@ def check_modules(modules: Sequence[Any]) -> None:
                 got=f"{type(module).__name__}, which was",
                 remedy="Call it once per module, children before their parents.",
             )
+    return modules
 
 
 def check_arguments(
