@@ -1,8 +1,7 @@
 """What FSDP2 can do beyond the core. Each feature is one file, and the core knows none of them.
 
 `api.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
-when something happens has a class from which `state.FSDPState` derives. A feature that adds methods to sharded modules has a class
-from which `module.FSDPModule` derives.
+when something happens has a class from which `state.FSDPState` derives. The methods of sharded modules are in `module`.
 
     The whole
     api                 `fully_shard`: check, find, choose, build, join; the hooks that torch calls in the whole process

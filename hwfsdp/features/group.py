@@ -116,6 +116,9 @@ class ParamGroup(NamedGroup, group.ParamGroup):
             check_in_place(self.params)
             super().copy_out()
         except BaseException:  # a refusal, or no memory
+            for param in self.params:
+                if param.state is ShardedState.SHARDED:
+                    param.free_whole()
             self.drop_gather()
             raise
         watch(self.params)

@@ -338,7 +338,7 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)
 
 
-# --- What modules have in place of a parameter ---
+# --- What modules have in place of a parameter ---------------------------------------------------------------
 
 
 def check_registered(param: str, places: Sequence[Place]) -> None:

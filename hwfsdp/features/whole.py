@@ -141,22 +141,22 @@ def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Excepti
     """Return our error in place of torch's about freed memory, or about `inputs` that it did not find; None for any other error."""
     if "not have been used in the graph" in str(error):
         return explained_grad(inputs)
-    return explained_read(error, "a backward")
+    return explained_read(error, "a backward", guess=True)
 
 
 def explain_in_forward(error: BaseException | None) -> None:
     """Replace the text of torch's error about freed or sharded parameters, or about inputs. `error` leaves a forward."""
     if isinstance(error, RuntimeError):
         is_watched = all(part in str(error) for part in _WATCHED_INPUT)
-        explained = _IN_PLACE if is_watched else explained_read(error, "a forward")
+        explained = _IN_PLACE if is_watched else explained_read(error, "a forward", guess=False)
         error.args = error.args if explained is None else (str(explained),)
 
 
-def explained_read(error: RuntimeError, operation: str) -> StateError | None:
+def explained_read(error: RuntimeError, operation: str, guess: bool) -> StateError | None:
     """Return our error in place of torch's about a read of freed or sharded parameters; None for any other error.
 
     It names the parameters that the code in the traceback uses. If there are none, as in a backward, it names the freed ones of the
-    size in torch's message, or all freed ones.
+    size in torch's message. If there are none either, it names all freed ones, if it may `guess`.
     """
     is_sharded, is_freed = _SHARDED in str(error), any(part in str(error) for part in _FREED)
     if not is_sharded and not is_freed:
@@ -170,7 +170,7 @@ def explained_read(error: RuntimeError, operation: str) -> StateError | None:
         exact = [
             p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])
         ]
-        found = exact or freed
+        found = exact or (freed if guess else [])
     return refused_read(found, operation) if found else None
 
 
