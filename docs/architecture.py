@@ -33,25 +33,23 @@ class Point(NamedTuple):
 
 POINTS = (
     Point("observer", ("observer.Observer",), ("observe/instrument", "interop/profiler")),
-    Point("memory of\nthe shards", ("param.ShardMemory",), ("offload",)),
+    Point("memory of\nthe shards", ("param.ShardMemory",), ("policies",)),
     Point(
         "layout and\nparameter",
         ("layout.Layout", "param.FSDPParam"),
-        ("layouts", "extensions", "param_changes", "freed", "post_forward_mesh"),
+        ("layouts", "extensions", "whole", "post_forward_mesh"),
     ),
     Point("reducer", ("group.Reducer",), ("reductions", "hybrid_sharding")),
     Point(
         "transport\nand mesh",
         ("mesh.Transport", "mesh.ShardMesh"),
-        ("post_forward_mesh", "hybrid_sharding", "collectives", "custom_collectives", "param_meshes"),
+        ("post_forward_mesh", "hybrid_sharding", "collectives", "param_meshes"),
     ),
     Point(
         "state",
         ("state.FSDPState",),
         (
-            "custom_collectives",
             "param_meshes",
-            "module_methods",
             "module_lists",
             "finalization",
             "recovery",
@@ -64,7 +62,7 @@ POINTS = (
         ),
     ),
 )
-ALONE = ("param_dtypes", "interop/composition", "interop/install")  # take no place of these
+ALONE = ("interop/composition", "interop/install")  # take no place of these
 OTHER_FOLDERS = ("observe/instrument", "collectives")
 OTHER_MODULES = (  # of the core
     "api",

@@ -47,7 +47,7 @@ from hwfsdp.releases import warn_of_other_torch
 if TYPE_CHECKING:
     from . import checkpoint, cli, collectives, comm, compat, core, course, doors, errors, extras, features
     from . import interop, launcher, layout, observe, optim, plot, releases, streams, train, virtual
-    from hwfsdp.features.context import FSDPCommContext as FSDPCommContext
+    from hwfsdp.features.group import FSDPCommContext as FSDPCommContext
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
     from hwfsdp.errors import FSDPError as FSDPError
@@ -57,16 +57,16 @@ if TYPE_CHECKING:
     from hwfsdp.errors import UsageError as UsageError
     from hwfsdp.features.api import fully_shard as fully_shard
     from hwfsdp.features.finalization import GradientReductionHandle as GradientReductionHandle
-    from hwfsdp.features.arguments import DataParallelMeshDims as DataParallelMeshDims
-    from hwfsdp.features.arguments import CPUOffloadPolicy as CPUOffloadPolicy
-    from hwfsdp.features.arguments import OffloadPolicy as OffloadPolicy
-    from hwfsdp.features.arguments import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from hwfsdp.features.arguments import ShardPlacementResult as ShardPlacementResult
+    from hwfsdp.features.hybrid_sharding import DataParallelMeshDims as DataParallelMeshDims
+    from hwfsdp.features.policies import CPUOffloadPolicy as CPUOffloadPolicy
+    from hwfsdp.features.policies import OffloadPolicy as OffloadPolicy
+    from hwfsdp.features.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hwfsdp.features.param_meshes import ShardPlacementResult as ShardPlacementResult
     from hwfsdp.interop.install import install as install
     from hwfsdp.features.module import FSDPModule as FSDPModule
-    from hwfsdp.features.module_methods import UnshardHandle as UnshardHandle
-    from hwfsdp.features.module_methods import register_fsdp_forward_method as register_fsdp_forward_method
-    from hwfsdp.features.module_methods import share_comm_ctx as share_comm_ctx
+    from hwfsdp.features.module import UnshardHandle as UnshardHandle
+    from hwfsdp.features.module import register_fsdp_forward_method as register_fsdp_forward_method
+    from hwfsdp.features.module import share_comm_ctx as share_comm_ctx
     from hwfsdp.launcher.ranks import launch as launch
     from hwfsdp.layout.explain import explain as explain
     from hwfsdp.layout.init_shards import init_shards as init_shards
@@ -77,22 +77,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {  # public name → the module it is defined in; imported when first asked for, as that imports torch
-    "CPUOffloadPolicy": "features.arguments",
+    "CPUOffloadPolicy": "features.policies",
     "CheckpointError": "errors",
     "CollectiveError": "errors",
-    "DataParallelMeshDims": "features.arguments",
+    "DataParallelMeshDims": "features.hybrid_sharding",
     "Event": "observe.events",
     "EventLog": "observe.eventlog",
-    "FSDPCommContext": "features.context",
+    "FSDPCommContext": "features.group",
     "FSDPError": "errors",
     "FSDPModule": "features.module",
     "GradientReductionHandle": "features.finalization",
-    "MixedPrecisionPolicy": "features.arguments",
-    "OffloadPolicy": "features.arguments",
+    "MixedPrecisionPolicy": "features.policies",
+    "OffloadPolicy": "features.policies",
     "RankError": "errors",
-    "ShardPlacementResult": "features.arguments",
+    "ShardPlacementResult": "features.param_meshes",
     "StateError": "errors",
-    "UnshardHandle": "features.module_methods",
+    "UnshardHandle": "features.module",
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "explain": "layout.explain",
@@ -101,8 +101,8 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "install": "interop.install",
     "launch": "launcher.ranks",
     "record": "observe.recording",
-    "register_fsdp_forward_method": "features.module_methods",
-    "share_comm_ctx": "features.module_methods",
+    "register_fsdp_forward_method": "features.module",
+    "share_comm_ctx": "features.module",
 }
 
 __all__ = sorted(_HOME)

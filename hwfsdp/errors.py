@@ -55,7 +55,7 @@ class MissingParameterError(UsageError, AttributeError):
     """A sharded parameter that its module no longer has, which torch answers with an AttributeError."""
 
 
-class CopyRefusedError(UsageError, TypeError, PicklingError):
+class CopyRefusedError(RefusedError, TypeError, PicklingError):
     """A copy or a pickle of a sharded module."""
 
 

@@ -99,11 +99,8 @@ SHARED = {
     "api",
     "state",
     "module",
-    "process_hooks",
     "group",
     "param",
-    "context",
-    "arguments",
     "lookup",
     "compat",
 }

@@ -56,6 +56,7 @@ LONG = {
     "course/run.py": 359,
     "course/stations/laws.py": 278,
     "course/stations/my_fsdp.py": 303,
+    "features/module.py": 308,
     "layout/extents.py": 261,
 }
 LONGEST_FUNCTION = 40  # lines of code of its body

@@ -21,7 +21,7 @@ import hwfsdp
 import models
 from hwfsdp.compat import note_applied
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch
-from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, WrongTypeError
+from hwfsdp.errors import CopyRefusedError, RefusedError, RuntimeRefusedError, UnsupportedError, WrongTypeError
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
@@ -224,7 +224,7 @@ def runs(model: models.Model) -> tuple[nn.Module, Action]:
     return model, lambda: forward(model)
 
 
-@mistake(RefusedError, "deepcopy", "FSDPBlock", "state_dict")
+@mistake(CopyRefusedError, "deepcopy", "FSDPBlock", "state_dict")
 def a_copy_from_above() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours(model.blocks[1])

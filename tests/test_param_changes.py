@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import models
 from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
+from hwfsdp.core.layout import allocate
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
 from test_warnings import Messages, caught, other_than
@@ -662,6 +663,19 @@ def a_parameter_without_memory_refuses_reads_also_after_an_error() -> list[bool]
             whole_weight.sum()
         refuses.append(whole_weight.untyped_storage().nbytes() == 0)
     return refuses
+
+
+@two.finds([0, 0])
+def a_copy_out_that_fails_leaves_no_memory_of_whole_parameters() -> list[int]:
+    module: Any = ours(nn.Linear(6, 5))
+    module.unshard()
+    wholes = [module.weight, module.bias]
+    module.reshard()
+    results = [mock.DEFAULT, MemoryError]
+    with mock.patch("hwfsdp.core.param.allocate", side_effect=results, wraps=allocate):
+        with pytest.raises(MemoryError):
+            module.unshard()
+    return [param.untyped_storage().nbytes() for param in wholes]
 
 
 test_on_two_ranks = two.test()

@@ -17,7 +17,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hwfsdp import fully_shard, launch
-from hwfsdp.features.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hwfsdp.features.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hwfsdp.core.precision import cast_floating, map_tensors, resolve_dtypes
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -209,4 +209,14 @@ def the_view_agrees_with_the_state() -> list[bool]:
     ]
 
 
+@two.finds(["", "inner", "1"])
+def a_name_given_to_fully_shard_is_the_name_in_torchs_view() -> list[str]:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    hwfsdp.fully_shard(model[0], module_fqn="inner")
+    for module in (model[1], model):
+        hwfsdp.fully_shard(module)
+    model(torch.ones(2, 4))
+    return [module._get_fsdp_state()._fsdp_param_group._module_fqn for module in (model, model[0], model[1])]
+
+
 test_on_two_ranks = two.test()

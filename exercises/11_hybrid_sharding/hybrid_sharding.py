@@ -50,7 +50,7 @@ from hwfsdp.core.streams import StreamEvent
 #     attribute  StreamSet.all_reduce
 # hwfsdp.core.context
 #     property   FSDPCommContext.streams -> StreamSet
-# hwfsdp.features.context
+# hwfsdp.features.group
 #     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
 #                  Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
 # hwfsdp.core.group

@@ -51,7 +51,7 @@ from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError, UnsupportedError
-from hwfsdp.features.offload import is_offloaded
+from hwfsdp.features.policies import is_offloaded
 from hwfsdp.layout.extents import compute_local_stride
 
 __all__ = ["check_materialized", "init_meta_model", "init_optimizer_state", "init_state_dict"]

@@ -57,9 +57,10 @@ class Block:
         for neighbors, number in list(self.readers.items()):
             if number > neighbors.read_by_all:
                 neighbors.catch_up()
-            if number <= neighbors.read_by_all:
-                del self.readers[neighbors]
-        return not self.readers
+                if number > neighbors.read_by_all:
+                    return False
+            del self.readers[neighbors]
+        return True
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -83,10 +84,13 @@ class Pool:
 
     def _free(self, nbytes: int) -> int:
         """Return the index of the smallest free block that is large enough. If there is none, make one."""
-        free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
-        if large_enough := [place for place in free if place[0] >= nbytes]:
-            return min(large_enough)[1]
-        index = max(free)[1] if free else len(self.blocks)  # it replaces a free block that is too small
+        unused = sorted((b.capacity, at) for at, b in enumerate(self.blocks) if b.tensor() is None)
+        for capacity, at in unused:
+            if capacity >= nbytes and self.blocks[at].is_free:
+                return at
+        too_small = [at for capacity, at in unused if capacity < nbytes and self.blocks[at].is_free]
+        # a new block replaces the largest free one that is too small
+        index = too_small[-1] if too_small else len(self.blocks)
         block = Block(anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
         self.blocks[index : index + 1] = [block]
         self._index_at = {block.address: index for index, block in enumerate(self.blocks)}

@@ -101,7 +101,7 @@ class FSDPState:
     ) -> None:
         self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
         self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
-        self.name = name
+        self.name, self.groups = name, [group] if group else []
         self.root, self.phase = RootContext(), Phase.IDLE
         self.forward_order = ForwardOrder()
         # a compiler must not trace the hooks, because it cannot see their effects
@@ -111,10 +111,6 @@ class FSDPState:
             module.__dict__["_hwfsdp_state"] = self  # not as a submodule
             module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward_hook, always_call=self.always_call)
-
-    @property
-    def groups(self) -> list[ParamGroup]:
-        return [self.group] if self.group else []
 
     # --- forward ---
 

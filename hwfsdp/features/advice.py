@@ -28,10 +28,12 @@ from torch.optim import Optimizer
 from hwfsdp import compat
 from hwfsdp.collectives import run_named
 from hwfsdp.comm import history
+from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.mesh import Axis
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
 from hwfsdp.features.lookup import CLAIMED, IGNORED, STAND_INS, FeatureState, all_groups, outermost_caller
+from hwfsdp.features.param import FSDPParam, has_own_class, warn
 from hwfsdp.observe import events
 
 if TYPE_CHECKING:
@@ -81,6 +83,37 @@ def note_new_model(ignored: Iterable[nn.Parameter] = ()) -> None:
     _version += 1
     for param in ignored:
         setattr(param, IGNORED, True)
+
+
+def warn_of_sharding(found: Sequence[Unclaimed], params: Sequence[FSDPParam]) -> None:
+    """Warn of modules that write to their parameters in the forward, and of classes that shards do not have."""
+    for param in params:
+        if param.mesh.size > 1:
+            warn_of_max_norm(param)
+    warn_of_classes(found)
+
+
+def warn_of_classes(found: Sequence[Unclaimed]) -> None:
+    """Warn once about each class that the program derived from `nn.Parameter`."""
+    for kind, name in {
+        type(param): name for param, name, _ in reversed(found) if has_own_class(type(param))
+    }.items():
+        warn(
+            f"parameter {name!r} is a {kind.__name__}. Its shard is a DTensor and keeps its attributes, but "
+            f"isinstance(param, {kind.__name__}) is False for the parameters of a sharded model. Select parameters by "
+            "name or attribute instead."
+        )
+
+
+def warn_of_max_norm(param: FSDPParam) -> None:
+    """Warn if the parameter belongs to an embedding that shortens its rows in the forward."""
+    for module, _ in param.places:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            warn(
+                f"parameter {param.name!r} belongs to an {type(module).__name__.removeprefix('FSDP')} with max_norm={module.max_norm}. Each rank "
+                "shortens the rows of its own tokens, and only the rank that holds a row keeps it short. To shorten "
+                "all rows on all ranks, build it without max_norm, and shorten its rows after each optimizer step."
+            )
 
 
 def _check(optimizer: Optimizer, checked: Checked) -> None:

@@ -5,11 +5,16 @@ It does the same as the core's `fully_shard` (`core.api`), and calls each featur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hwfsdp import compat
 from hwfsdp.collectives import GroupTransport
@@ -18,21 +23,17 @@ from hwfsdp.core.api import Unclaimed, become_fsdp_module, follow_state_dicts, m
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.state import state_of
-from hwfsdp.features import process_hooks
-from hwfsdp.features.advice import note_new_model
-from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from hwfsdp.features import advice, entries, recovery, whole
+from hwfsdp.features import compat as features_compat
 from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.param import FSDPParam
-from hwfsdp.features.group import ParamGroup
-from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, hybrid_mesh
-from hwfsdp.features.layouts import layouts_of
+from hwfsdp.features.group import FSDPCommContext, ParamGroup
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
+from hwfsdp.features.lookup import all_groups
+from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
-from hwfsdp.features.module_lists import modules_of
-from hwfsdp.features.offload import memory_of
-from hwfsdp.features.param_changes import warn_of_sharding
-from hwfsdp.features.param_dtypes import policies_of
+from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
 from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
+from hwfsdp.features.param import FSDPParam, keep_writes_before_step
 from hwfsdp.features.post_forward_mesh import (
     PostForwardGroup,
     PostForwardParam,
@@ -147,7 +148,7 @@ def fully_shard(
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
     # check: until `build`, nothing is changed
-    modules = checked_modules(modules_of(module))
+    modules = checked_modules(module)
     check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims, comm_ctx)
     ignored = {*(ignored_params or ()), *replicated_params(modules)}
     over = hybrid_mesh(mesh, dp_mesh_dims)
@@ -156,12 +157,12 @@ def fully_shard(
     found = unclaimed_params(modules, ignored)
     check_params(found)
     choices = choices_of(found, shard_placement_fn, over)
-    layouts = layouts_of(found, choices)
+    layouts = [layout_of(u.param, u.name, *choice) for u, choice in zip(found, choices, strict=True)]
     reshard = checked_reshard(reshard_after_forward, over, found, layouts)
-    policies = policies_of(found, mp_policy)
+    policies = [policy_of(param, name, mp_policy) for param, name, _ in found]
 
     # build
-    process_hooks.register()
+    register_process_hooks()
     move_to(over.device, modules, found)
     comm_ctx = comm_ctx or FSDPCommContext(over.device.type)
     params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), reshard)
@@ -175,8 +176,8 @@ def fully_shard(
         become_fsdp_module(each, FSDPModule)
         compat.note_applied(each, "fully_shard")
     mark_claimed(found)
-    note_new_model(ignored)
-    warn_of_sharding(found, params)
+    advice.note_new_model(ignored)
+    advice.warn_of_sharding(found, params)
     return module
 
 
@@ -221,6 +222,41 @@ def group_of(
     if len(groups) > 1:
         return MeshGroups(name, groups, over)
     return groups[0] if groups else None
+
+
+# --- What torch calls in the whole process: around each backward, and around each step of an optimizer --------
+
+
+@functools.cache
+def register_process_hooks() -> None:
+    """Register the hooks, once. Two of them change something that a compiler cannot see, so the compiler must not trace them."""
+    features_compat.watch_backwards(entries.watch_entries, whole.explained_in_backward, whole.with_wholes)
+    disable: Any = torch.compiler.disable
+    register_optimizer_step_pre_hook(disable(before_step, reason="FSDP hooks"))
+    register_optimizer_step_pre_hook(advice.look_at_optimizer)
+    register_optimizer_step_post_hook(disable(after_step, reason="FSDP hooks"))
+
+
+def before_step(optimizer: Optimizer, *_: Any) -> None:
+    groups = changed_by(optimizer)
+    keep_writes_before_step(groups)
+    recovery.mark_step(groups)
+
+
+def after_step(optimizer: Optimizer, *_: Any) -> None:
+    recovery.mark_step(changed_by(optimizer))
+
+
+def changed_by(optimizer: Optimizer) -> list[ParamGroup]:
+    """Return the groups whose shards a step of this optimizer may change. These are the groups whose parameters it holds.
+
+    If it also holds other DTensors, return all groups, because these DTensors may share memory with shards. For an optimizer without
+    DTensors, return none. Such an optimizer may exist on one rank only, and then only this rank would gather again.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    owned = [(group, {id(p.sharded_param) for p in group.params}) for group in (all_groups() if held else ())]
+    has_others = not held.issubset(set().union(*(ids for _, ids in owned)))
+    return [group for group, ids in owned if has_others or not held.isdisjoint(ids)]
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's has it, too

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hwfsdp.core import group as core
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import in_transforms, local_of
+from hwfsdp.core.compat import local_of
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import (
     RefusedError,
@@ -21,54 +20,60 @@ from hwfsdp.errors import (
     UsageError,
     WrongTypeError,
 )
-from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.group import FSDPCommContext, ParamGroup
+from hwfsdp.features.compat import is_traced
 from hwfsdp.features.extensions import has_methods
-from hwfsdp.features.lookup import CLAIMED, FeatureState, parameter_of
-from hwfsdp.features.offload import check_in_host_memory
-
-if TYPE_CHECKING:
-    from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.lookup import CLAIMED, FeatureState
+from hwfsdp.features.policies import check_in_host_memory
 
 # --- Before a call -------------------------------------------------------------------------------------------
 
 
-def checked_modules(modules: list[Any]) -> list[nn.Module]:
-    """Return the modules, each checked."""
-    for module in modules:
-        check_module(module)
-    return modules
+def checked_modules(given: Any) -> list[nn.Module]:
+    """Return the modules of a call, one or several. A module that is inside another module of the list is left out.
 
-
-def check_module(module: Any) -> None:
-    """Raise UsageError if this is not a module, has no forward, or was sharded before."""
-    if not isinstance(module, nn.Module):
-        raise WrongTypeError(
-            "fully_shard",
-            expected="an nn.Module, or a list of them",
-            got=type(module).__name__,
-            remedy="Pass the module whose parameters are to be sharded.",
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+    Raises:
+        UsageError: the list is empty, or one of them is not a module, has no forward, or was sharded before.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, nn.Module | Tensor)
+    modules = list(given) if several else [given]
+    if not modules:
         raise UsageError(
-            "fully_shard",
-            expected="a module with a forward",
-            got=f"nn.{type(module).__name__}, which has none",
-            remedy="Shard its children one by one.",
+            "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise RuntimeRefusedError(
-            "fully_shard",
-            expected="a module of Python",
-            got="a torch.jit.ScriptModule, which takes no hooks",
-            remedy="Shard the module before torch.jit.script, or use torch.compile.",
-        )
-    if state_of(module) is not None:
-        raise RefusedError(
-            "fully_shard",
-            expected="a module that was not sharded yet",
-            got=f"{type(module).__name__}, which was",
-            remedy="Call it once per module, children before their parents.",
-        )
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise WrongTypeError(
+                "fully_shard",
+                expected="an nn.Module, or a list of them",
+                got=type(module).__name__,
+                remedy="Pass the module whose parameters are to be sharded.",
+            )
+    below = {child for module in modules for child in module.modules() if child is not module}
+    modules = [module for module in dict.fromkeys(modules) if module not in below]
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise UsageError(
+                "fully_shard",
+                expected="a module with a forward",
+                got=f"nn.{type(module).__name__}, which has none",
+                remedy="Shard its children one by one.",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RuntimeRefusedError(
+                "fully_shard",
+                expected="a module of Python",
+                got="a torch.jit.ScriptModule, which takes no hooks",
+                remedy="Shard the module before torch.jit.script, or use torch.compile.",
+            )
+        if state_of(module) is not None:
+            raise RefusedError(
+                "fully_shard",
+                expected="a module that was not sharded yet",
+                got=f"{type(module).__name__}, which was",
+                remedy="Call it once per module, children before their parents.",
+            )
+    return modules
 
 
 def check_arguments(
@@ -108,37 +113,32 @@ def check_arguments(
 
 
 def check_params(found: Sequence[Unclaimed]) -> None:
-    """Check the parameters that were found."""
-    for param, name, _ in found:
-        check_param(name, param)
-        has_methods(local_of(param), name)
-
-
-def check_param(name: str, param: nn.Parameter) -> None:
     """Raise an error if a parameter cannot be cut into rows, or if another group has cut it already."""
-    subject = f"fully_shard: parameter {name!r}"
-    if hasattr(param, CLAIMED):
-        raise UsageError(
-            subject,
-            expected="a parameter of one group only",
-            got="one that is tied to a parameter of another group",
-            remedy="Shard the modules that share it in one call: fully_shard([a, b]), or fully_shard of a module above both.",
-        )
-    if param.ndim == 0:
-        raise UsageError(
-            subject,
-            expected="at least one dimension to shard",
-            got="a scalar",
-            remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
-        )
-    local = local_of(param)
-    if not local.is_contiguous():
-        raise UnsupportedError(
-            subject,
-            expected="contiguous memory",
-            got=f"shape {tuple(param.shape)} with strides {param.stride()}",
-            remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
-        )
+    for param, name, _ in found:
+        subject = f"fully_shard: parameter {name!r}"
+        if hasattr(param, CLAIMED):
+            raise UsageError(
+                subject,
+                expected="a parameter of one group only",
+                got="one that is tied to a parameter of another group",
+                remedy="Shard the modules that share it in one call: fully_shard([a, b]), or fully_shard of a module above both.",
+            )
+        if param.ndim == 0:
+            raise UsageError(
+                subject,
+                expected="at least one dimension to shard",
+                got="a scalar",
+                remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
+            )
+        local = local_of(param)
+        if not local.is_contiguous():
+            raise UnsupportedError(
+                subject,
+                expected="contiguous memory",
+                got=f"shape {tuple(param.shape)} with strides {param.stride()}",
+                remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
+            )
+        has_methods(local, name)
 
 
 def mark_claimed(found: Sequence[Unclaimed]) -> None:
@@ -153,13 +153,9 @@ def mark_claimed(found: Sequence[Unclaimed]) -> None:
 class CheckedState(FeatureState):
     """A state that checks its model before it runs."""
 
-    def check_transforms(self, module: nn.Module) -> None:
-        """In a `torch.func` transform, check that the parameters below `module` are ours."""
-        if in_transforms() and self.is_outermost():
-            for child in module.modules():
-                if state := state_of(child):
-                    for group in state.groups:
-                        check_not_replaced(group)
+    def refuse_tracing(self) -> None:
+        if is_traced():
+            raise not_compiled(f"trace or export of {self.name or 'the root module'}")
 
     def check_root(self) -> None:
         """Check that the root is one module, and that it is the first to run a forward.
@@ -193,18 +189,14 @@ class CheckedState(FeatureState):
                 )
 
 
-def check_not_replaced(group: core.ParamGroup) -> None:
-    """Raise UsageError if other tensors are in the place of a group's parameters: the gather would ignore these tensors."""
-    for param in group.params:
-        module, name = param.places[0]
-        there = getattr(module, name)
-        if there is not param.sharded_param and parameter_of(there) is not param:
-            raise UsageError(
-                f"torch.func: parameter {param.name!r}",
-                expected="the parameter that fully_shard registered: transforms are for inputs of a sharded model",
-                got="another tensor, such as functional_call puts in its place",
-                remedy="For gradients of parameters, call backward() on a loss that was computed outside of torch.func.grad.",
-            )
+def not_compiled(subject: str) -> RuntimeRefusedError:
+    """Make the error of a compiler that does not run the hooks of `fully_shard`."""
+    return RuntimeRefusedError(
+        subject,
+        expected="a module that is not sharded",
+        got="one whose hooks gather and free parameters",
+        remedy="Load its state into a model that is not sharded, and compile or export this one. For training, use torch.compile.",
+    )
 
 
 def check_ready(group: ParamGroup) -> None:

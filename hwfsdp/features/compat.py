@@ -1,4 +1,4 @@
-"""Private parts of torch's autograd that `entries`, `freed` and `param_changes` need.
+"""Private parts of torch's autograd that `entries`, `whole` and `param` need.
 
 Supported: torch 2.11 to 2.15.
 """
@@ -24,7 +24,8 @@ Inputs = Sequence[Tensor | GradientEdge]
 
 # The node that adds a gradient to a leaf, its `variable`. torch does not declare it.
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
-_GRAD: Any = torch.Tensor.grad  # the property
+# A block whose operations do not call `__torch_function__` of tensor classes
+plain_class: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
@@ -69,23 +70,6 @@ def watch_backwards(
     _Engine.before, _Engine.explain, _Engine.reached = before, explain, reached
 
 
-def plain_class() -> AbstractContextManager[Any]:
-    """Keep operations of the block from calling `__torch_function__` of tensor classes."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def grad_of(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient without `__torch_function__` of its class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _GRAD.__get__(param)  # type: ignore[no-any-return]
-
-
-def set_grad_of(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a parameter's gradient without `__torch_function__` of its class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, grad)
-
-
 def writes_to(tensors: Sequence[Tensor]) -> list[int]:
     """Return the number of in-place writes to each tensor that torch has counted; of a DTensor, also those to its local part."""
     return [t._version + t._local_tensor._version if type(t) is DTensor else t._version for t in tensors]
@@ -102,13 +86,15 @@ def with_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:
     return found
 
 
-def displaced(registered: Iterable[tuple[Sequence[Place], nn.Parameter]]) -> list[tuple[int, Place]]:
-    """Return where modules have another parameter than the given one, or none, as (index in `registered`, place)."""
+def displaced(
+    params: Sequence[FSDPParam], registered: Sequence[nn.Parameter]
+) -> list[tuple[FSDPParam, Place]]:
+    """Return where modules have another parameter than the one that is given for each of `params`, or none."""
     return [
-        (index, place)
-        for index, (places, param) in enumerate(registered)
-        for place in places
-        if place.module._parameters.get(place.name) is not param
+        (param, place)
+        for param, given in zip(params, registered, strict=True)
+        for place in param.places
+        if place.module._parameters.get(place.name) is not given and not param.is_own(*place)
     ]
 
 

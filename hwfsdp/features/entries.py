@@ -133,7 +133,8 @@ def has_parameter(output: Any) -> bool:
     def look(tensor: Tensor) -> Tensor:
         nonlocal found
         base = base_of_view(tensor)
-        found |= parameter_of(tensor if base is None else base) is not None
+        whole = tensor if base is None else base
+        found |= whole.is_leaf and parameter_of(whole) is not None
         return tensor
 
     map_tensors(look, output)

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.layout import allocate, free
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.errors import RefusedError
-from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.lookup import shard_axis
+from hwfsdp.features.hybrid_sharding import HybridMesh, shard_axis
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

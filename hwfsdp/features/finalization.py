@@ -15,7 +15,6 @@ from hwfsdp.core.context import RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.lookup import FeatureModule
 from hwfsdp.features.recovery import RecoveringState, backward_broke, states_of
 
 
@@ -193,32 +192,3 @@ _PENDING = (
     "one in flight",
     "Call wait() of the handle that finalize_backward(async_op=True) has returned.",
 )
-
-
-class ManualFinalization(FeatureModule):
-    """Methods of sharded modules."""
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether `finalize_backward` ends backwards, or each backward itself. Set it on the root, before the forward.
-
-        If True, `set_is_last_backward` has no effect, and you may read and clear gradients only after `finalize_backward`.
-
-        Raises:
-            StateError: the module is below the root, or a backward has begun that was not finalized yet.
-        """
-        self._state().set_manual(enabled)
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since the last call: reduce gradients and free parameters, as the settings say now. Call it on the root.
-
-        If several backwards belong together, switch `set_requires_gradient_sync` off before them, and on before this call.
-        Before the first forward, this does nothing.
-
-        Args:
-            async_op: return a handle. Call its `wait` before gradients are used, and before the next forward.
-
-        Raises:
-            StateError: the module is below the root; a backward is running, or an exception ended it; manual finalization is off;
-                a reduction was not waited for; gradients are reduced within a replica only.
-        """
-        return self._state().finalize(async_op)

@@ -1,31 +1,76 @@
-"""The group that features work with: the core's, with what features attach to it."""
+"""The group that features work with, and what groups share: the core's, with what features attach to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hwfsdp.collectives import GroupTransport
-from hwfsdp.core import group
+from hwfsdp.core import context, group
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
+from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.features.compat import with_new_memory
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.param import FSDPParam
+from hwfsdp.features.compat import plain_class, with_new_memory
 from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.freed import allow_reads, forbid_reads
 from hwfsdp.features.lookup import remember
-from hwfsdp.features.param_changes import check_in_place, keep_changes, watch
+from hwfsdp.features.param import FSDPParam, check_in_place, keep_changes, watch
 from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
+    from hwfsdp.features.finalization import GradientReductionHandle
+    from hwfsdp.features.recovery import Callbacks
     from hwfsdp.features.state import FSDPState
+
+
+class FSDPCommContext(context.FSDPCommContext):
+    """The streams and buffers that the groups of a model share. Several models may share one context.
+
+    Args:
+        device_type: the device type of the mesh, for example "cuda".
+
+    Attributes:
+        streams: see `core.streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
+        post_forward_order: groups in the order in which their forwards ended, once per forward.
+        callbacks: the functions that the backward in progress calls at its end (`recovery`).
+        reduction: the reduction that the caller has not waited for; None if there is none (`finalization`).
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.callbacks: Callbacks = {}
+        self.reduction: GradientReductionHandle | None = None
+        self._held: dict[Stream, list[Tensor]] = {}
+        self._left: list[tuple[StreamEvent, list[Tensor]]] = []
+
+    def hold(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
+
+        Tensors of a backward are kept until the next backward that holds some, or until `finish_reductions`.
+        """
+        self._drop_left()
+        self._held.setdefault(stream, []).append(tensor)
+
+    def settle(self) -> None:
+        """Run the deferred work of both reduction streams. A backward is over, or the iteration is."""
+        super().settle()
+        self._left += [(stream.record(), tensors) for stream, tensors in self._held.items()]
+        self._held = {}
+
+    def finish_reductions(self) -> None:
+        super().finish_reductions()
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Drop the tensors of earlier backwards. The streams that may reuse their memory first wait for the work on them."""
+        for used, _ in self._left:
+            self.streams.reduce_scatter.wait(used)
+            self.streams.compute.wait(used)
+        self._left.clear()
 
 
 class ParamGroup(NamedGroup, group.ParamGroup):
@@ -37,10 +82,12 @@ class ParamGroup(NamedGroup, group.ParamGroup):
             of its mesh; "" on the mesh of the call.
         label: the module's name in torch's profiler: "" for the root; None until there is a root.
         shards: for torch's profiler, the number of ranks if the module has several groups; else 0.
+        parts: the groups behind one group of the schedule (`param_meshes`); here only this one.
         smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
     """
 
     state: FSDPState
+    parts: list[ParamGroup]
     suffix = ""
     label: str | None = None
     shards = 0
@@ -52,28 +99,14 @@ class ParamGroup(NamedGroup, group.ParamGroup):
     transport: GroupTransport
     reducer: SettableReducer
 
-    def __init__(
-        self,
-        name: str,
-        params: Sequence[FSDPParam],
-        mesh: HybridMesh,
-        comm_ctx: FSDPCommContext,
-        transport: GroupTransport,
-        reducer: SettableReducer,
-    ) -> None:
-        super().__init__(name, params, mesh, comm_ctx, transport, reducer)
-        for param in params:
-            param.group = self
-
     def unshard(self) -> None:
         """Start the gather. Conversions of a module below, such as `model.head.to(dtype)`, may have replaced the memory of shards."""
         if self._gathering is None and not self.is_unsharded:
             if changed := with_new_memory(self.params):
                 for param in changed:
                     param.adopt_registered()
-                self.comm_ctx.streams.copy.wait(
-                    self.comm_ctx.streams.compute.record()
-                )  # which may have copied rows
+                streams = self.comm_ctx.streams
+                streams.copy.wait(streams.compute.record())  # which may have copied rows
             super().unshard()
 
     def copy_out(self) -> None:
@@ -81,21 +114,23 @@ class ParamGroup(NamedGroup, group.ParamGroup):
             return
         try:
             check_in_place(self.params)
-            allow_reads(self.params)
             super().copy_out()
         except BaseException:  # a refusal, or no memory
-            forbid_reads([param for param in self.params if param.state is ShardedState.SHARDED])
+            for param in self.params:
+                if param.state is ShardedState.SHARDED:
+                    param.free_whole()
             self.drop_gather()
             raise
         watch(self.params)
 
     def reshard(self) -> None:
-        held = [param for param in self.params if param.state is not ShardedState.SHARDED]
-        keep_changes([param for param in held if param.state is ShardedState.UNSHARDED])
-        try:
-            super().reshard()
-        finally:
-            forbid_reads([param for param in held if param.state is ShardedState.SHARDED])
+        keep_changes([param for param in self.params if param.state is ShardedState.UNSHARDED])
+        super().reshard()
+
+    @property
+    def has_late_gradients(self) -> bool:
+        with plain_class():  # reads of freed parameters' gradients are faster
+            return super().has_late_gradients
 
     def take_grads(self) -> tuple[list[core.FSDPParam], list[Tensor]]:
         """Return the parameters that have a gradient to reduce, and these gradients.
@@ -120,13 +155,10 @@ class ParamGroup(NamedGroup, group.ParamGroup):
 
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
-        self.state = state
+        self.state, self.parts = state, [self]
+        for param in self.params:
+            param.group = self
         remember(self)
-
-    @property
-    def parts(self) -> list[ParamGroup]:
-        """The groups behind one group of the schedule (`param_meshes`); here only this one."""
-        return [self]
 
     def set_label(self, label: str) -> None:
         self.label = self.transport.label = label

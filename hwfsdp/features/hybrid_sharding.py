@@ -32,11 +32,43 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.mesh import Axis, ShardMesh, axis_along, default_mesh, device_of
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
-from hwfsdp.features.arguments import DataParallelMeshDims
-from hwfsdp.features.lookup import FeatureModule, flat_axis
 from hwfsdp.features.reductions import SettableReducer
 
 # --- The mesh ------------------------------------------------------------------------------------------------
+
+
+@dataclass(unsafe_hash=True)  # torch's can be changed, too
+class DataParallelMeshDims:
+    """The data-parallel axes of a mesh that also has other axes; see `fully_shard(dp_mesh_dims=…)`.
+
+    Attributes:
+        shard: name of the axis to shard over; several names are taken as one axis. None: replicate only.
+        replicate: name of the axis to replicate over, or several. None: shard only.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise UsageError(
+                "DataParallelMeshDims",
+                expected="names of axes in shard, in replicate, or in both",
+                got="neither",
+                remedy="Name the data-parallel axis: DataParallelMeshDims(shard='dp').",
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 @dataclass(frozen=True)
@@ -112,6 +144,17 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> HybridMesh:
     replicate = axis_along(parts[0], 0) if dims.replicate_names else Axis()
     joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
     return HybridMesh(joined, shard, device_of(mesh.device_type), replicate, dims, mesh)
+
+
+def shard_axis(mesh: ShardMesh) -> DeviceMesh:
+    """Return the 1D mesh of the ranks that hold different rows."""
+    names = mesh.mesh.mesh_dim_names
+    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
+
+
+def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the 1D mesh of these axes of `mesh`; several axes become one."""
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
 
 
 # --- Gradients -----------------------------------------------------------------------------------------------
@@ -219,21 +262,3 @@ class HybridReducer(SettableReducer):
             for param, grad in self.group.pieces(params, result):
                 if param in self.partial_grads:
                     grad.add_(self.partial_grads.pop(param))
-
-
-class HybridMethods(FeatureModule):
-    """Methods of sharded modules."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backwards reduce gradients. If not, they add up unreduced; switch it on for the last micro-batch."""
-        super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)
-        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether backwards reduce gradients over the replicas, too, under hybrid sharding.
-
-        If not, this rank's rows of the gradients add up, reduced over the shard axis only. Switch it on for the last micro-batch.
-        """
-        for group in self._groups(recurse):
-            if group.mesh.replicate.group is not None:
-                group.reducer.all_reduce_grads = requires_all_reduce

@@ -29,21 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hwfsdp import compat
-from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import dtensor, local_of
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
 from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, UsageError
-from hwfsdp.features.arguments import DataParallelMeshDims
-from hwfsdp.features.hybrid_sharding import HybridMesh
-from hwfsdp.features.lookup import flat_axis
-
-
-def layouts_of(found: Sequence[Unclaimed], choices: Sequence[tuple[Any, HybridMesh]]) -> list[Layout]:
-    """Return how to cut each parameter. `choices`: for each, what the user's function returned, and its mesh."""
-    pairs = zip(found, choices, strict=True)
-    return [layout_of(param, name, placement, mesh) for (param, name, _), (placement, mesh) in pairs]
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, flat_axis
 
 
 def layout_of(param: nn.Parameter, name: str, placement: Any, mesh: HybridMesh) -> Layout:

@@ -1,4 +1,4 @@
-"""Look-ups that several features need: the state of a module, its groups, the axes of a mesh."""
+"""Look-ups that several features need: the state of a module, the groups of the process, what the stack says."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hwfsdp import compat
-from hwfsdp.core import api, state
-from hwfsdp.core.mesh import ShardMesh
+from hwfsdp.core import state
 from hwfsdp.errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from hwfsdp.features.context import FSDPCommContext
     from hwfsdp.features.param import FSDPParam
-    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.group import FSDPCommContext, ParamGroup
     from hwfsdp.features.state import FSDPState
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
@@ -71,11 +67,7 @@ class FeatureState(state.FSDPState):
 
     comm_ctx: FSDPCommContext
     group: ParamGroup | None
-
-    @property
-    def groups(self) -> list[ParamGroup]:  # type: ignore[override]
-        """The groups of the module, one for each mesh."""
-        return self.group.parts if self.group else []
+    groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
     @property
     def states(self) -> list[FSDPState]:
@@ -101,47 +93,6 @@ class FeatureState(state.FSDPState):
                 remedy="Shard this module with hwfsdp.fully_shard, too.",
             )
         super().follow(root)
-
-
-class FeatureModule(api.FSDPModule):
-    """The base of the classes from which `module.FSDPModule` derives: what several of them use."""
-
-    def _state(self) -> FSDPState:
-        """Return the state, or raise UsageError if there is none."""
-        return checked_state(self, type(self).__name__)
-
-    if TYPE_CHECKING:
-
-        def _groups(self, recurse: bool) -> list[ParamGroup]: ...  # type: ignore[override]
-
-        def _states(self, recurse: bool) -> list[FSDPState]: ...  # type: ignore[override]
-
-
-def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
-    """Return a module's groups: one at most.
-
-    Raises:
-        UsageError: its parameters have several meshes, and the setting belongs to one mesh.
-    """
-    if len(groups) > 1:
-        raise UsageError(
-            subject,
-            expected="a module whose parameters have one mesh",
-            got=", ".join(repr(group.name) for group in groups),
-            remedy="Shard the modules of each mesh in separate calls.",
-        )
-    return groups
-
-
-def shard_axis(mesh: ShardMesh) -> DeviceMesh:
-    """Return the 1D mesh of the ranks that hold different rows."""
-    names = mesh.mesh.mesh_dim_names
-    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
-
-
-def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return the 1D mesh of these axes of `mesh`; several axes become one."""
-    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
 
 
 # --- The stack ----------------------------------------------------------------------------------------------

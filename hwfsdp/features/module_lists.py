@@ -8,34 +8,13 @@ Until then the parameters stay whole, because nothing says how many calls will f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, Phase
-from hwfsdp.errors import UsageError
 from hwfsdp.features.recovery import RecoveringState
-
-
-def modules_of(given: Any) -> list[Any]:
-    """Return the modules of a call. A module that is inside another module of the list is left out.
-
-    Raises:
-        UsageError: the list is empty.
-    """
-    if not isinstance(given, Iterable) or isinstance(given, nn.Module | Tensor):
-        return [given]
-    modules = list(given)
-    if not modules:
-        raise UsageError(
-            "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
-        )
-    if not all(isinstance(module, nn.Module) for module in modules):
-        return modules  # which `checks` refuses
-    below = {child for module in modules for child in module.modules() if child is not module}
-    return [module for module in dict.fromkeys(modules) if module not in below]
 
 
 class SeveralModules(RecoveringState):

@@ -15,11 +15,13 @@ and the gathers that a backward starts ahead, go from the last group to the firs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from hwfsdp.core import group as core
 from hwfsdp.core.api import Unclaimed
@@ -33,6 +35,20 @@ from hwfsdp.features.lookup import FeatureState
 
 if TYPE_CHECKING:
     from hwfsdp.features.state import FSDPState
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """A result of `shard_placement_fn`: the dimension along which a parameter is cut, and the mesh over which it is cut.
+
+    Attributes:
+        placement: `Shard(dim)`; None: `Shard(0)`.
+        mesh_info: the mesh, 1D or 2D with names, as in `fully_shard(mesh=…)`; torch's `FSDPMeshInfo` works, too. torch's own
+            `ShardPlacementResult` works in place of this class.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
 
 
 class Choice(NamedTuple):
@@ -203,17 +219,13 @@ class MeshGroups(ParamGroup):
     unshard_in_backward: Any = OfEach()
 
     def __init__(self, name: str, parts: Sequence[ParamGroup], mesh: HybridMesh) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
         self.params = [param for part in parts for param in part.params]
         self.mesh = mesh
         self.post_forward_indices: list[int] = []
         for part, suffix in zip(self.parts, suffixes_of([part.mesh for part in parts], mesh), strict=True):
             part.suffix, part.shards, part.transport.shards = suffix, part.mesh.size, part.mesh.size
         self.rename(name)
-
-    @property
-    def parts(self) -> list[ParamGroup]:
-        return self._parts
 
     def rename(self, name: str) -> None:
         self.name = name

@@ -33,9 +33,7 @@ from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.freed import forbid_reads
-from hwfsdp.features.param import FSDPParam
-from hwfsdp.features.param_changes import keep_changes
+from hwfsdp.features.param import FSDPParam, keep_changes
 from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
 
@@ -165,7 +163,7 @@ class PostForwardParam(FSDPParam):
         local = self.larger[: prod(kept)].view(kept)
         shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, self.layout.stride)
         shown_param = nn.Parameter(shown, requires_grad=self.sharded_param.requires_grad)
-        self.note_registered(shown_param)
+        self.stands_in(shown_param)
         register_parameter(self.places, shown_param)
         super().free_whole()
         self.state = POST_FORWARD
@@ -202,7 +200,6 @@ class PostForwardGroup(ParamGroup):
         with no_autograd():
             for param in whole:
                 param.to_post_forward(self.smaller)
-        forbid_reads(whole)
         streams = self.comm_ctx.streams
         streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
 

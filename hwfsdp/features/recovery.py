@@ -27,12 +27,11 @@ from hwfsdp.core.context import ForwardOrder, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.lookup import FeatureModule, FeatureState, calls_in_progress
+from hwfsdp.features.lookup import FeatureState, calls_in_progress
 
 if TYPE_CHECKING:
     from hwfsdp.features.state import FSDPState as WholeState
-    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.group import FSDPCommContext, ParamGroup
 
 # By root and state; the state is None for the callback of the root itself.
 Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]
@@ -125,10 +124,6 @@ class RecoveringState(FeatureState):
                 group.drop_gather()
                 group.reshard()
 
-    def break_off_broken_backward(self) -> None:
-        if backward_broke(self.comm_ctx):
-            self.break_off()
-
     # --- the end of a backward ---
 
     def queue_final_callback(self) -> None:
@@ -206,21 +201,6 @@ class RecoveringState(FeatureState):
                     group.reshard()
         root.forward_root = None
         states[0].stepped = True
-
-
-class RecoveringModule(FeatureModule):
-    """Methods of sharded modules."""
-
-    def reset_iter_state(self) -> None:
-        """Drop everything that an exception in a forward or backward left, including unreduced gradients. Call it on the root.
-
-        Without this call, the next forward repairs everything except these gradients. Before the next backward, zero the
-        gradients that were reduced already.
-
-        Raises:
-            StateError: the module is below the root, or another model that shares the context waits for its reduction.
-        """
-        self._state().reset_iteration()
 
 
 def states_of(root: RootContext) -> list[WholeState]:

@@ -14,22 +14,22 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hwfsdp.core import group as core, observer
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.state import Args, Kwargs, Phase, state_of
+from hwfsdp.core.state import Args, Kwargs, Phase
+from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import ComparingState
 from hwfsdp.features.checks import CheckedState, check_ready
 from hwfsdp.features.containers import LendingState, Lent
-from hwfsdp.features.context import FSDPCommContext
-from hwfsdp.features.custom_collectives import TransportState
 from hwfsdp.features.entries import EnteredState
 from hwfsdp.features.finalization import FinalizedState
-from hwfsdp.features.freed import explain_in_forward
-from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.whole import explain_in_forward
+from hwfsdp.features.group import FSDPCommContext, ParamGroup
 from hwfsdp.features.module_lists import SeveralModules
-from hwfsdp.features.module_methods import SettableState
 from hwfsdp.features.param_meshes import MeshesState
+from hwfsdp.features.recovery import backward_broke
 from hwfsdp.interop.pipelines import StagedState
 from hwfsdp.interop.profiler import follow_profiler
 from hwfsdp.interop.torch_view import ViewedState
@@ -39,9 +39,7 @@ class FSDPState(
     LendingState,  # maps the inputs and watches the outputs of a forward
     FinalizedState,  # the caller may end backwards; otherwise they end as its base says, RecoveringState
     SeveralModules,  # a forward ends when the last module of a list has run
-    TransportState,  # a copy-out comes before the next gather starts, if both may have one buffer
-    SettableState,  # what the user's lists say to gather next comes before what is expected,
-    MeshesState,  # which is several groups if the next module has several meshes
+    MeshesState,  # gathers ahead several groups if the next module has several meshes
     EnteredState,  # around the core: notes what a forward made
     CheckedState,  # the others add methods only, so their order does not matter
     ComparingState,
@@ -49,6 +47,12 @@ class FSDPState(
     StagedState,
 ):
     """The schedule of the modules of one `fully_shard` call.
+
+    Attributes:
+        forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
+        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
+            value counts.
+        max_reductions: the number of reductions that may be in flight. The largest number of a model's states counts.
 
     If several bases have a method, the first one's runs first, and calls the next one's:
 
@@ -59,10 +63,14 @@ class FSDPState(
         post_forward, post_backward   module_lists → core
         end_forward                   module_lists → entries → core
         end_iteration_forward         module_lists → entries → core
-        prefetch_forward, …_backward  custom_collectives → core
-        note_forward_and_predict      module_methods → entries → core
-        note_backward_and_predict     module_methods → param_meshes → core
+        note_forward_and_predict      entries → core
+        note_backward_and_predict     param_meshes → core
     """
+
+    forward_prefetch: Sequence[FSDPState] = ()
+    backward_prefetch: Sequence[FSDPState] = ()
+    post_optim_event: torch.Event | None = None
+    max_reductions = 1
 
     def __init__(
         self,
@@ -80,6 +88,7 @@ class FSDPState(
         super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
         if group:
             group.join(self)
+            self.groups = group.parts
 
     # --- forward ---
 
@@ -90,7 +99,6 @@ class FSDPState(
         self.refuse_pending_reduction()
         self.break_off_left_over()  # before all lines that look at the phase
         self.expect_all_modules()
-        self.check_transforms(module)
         args, kwargs = super().pre_forward(module, args, kwargs)
         args, kwargs = self.lend(args, kwargs)
         self.lent[-1].is_entered = True
@@ -98,7 +106,7 @@ class FSDPState(
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the forward. torch calls this hook after an exception, too."""
-        explain_in_forward(sys.exc_info()[1], module)
+        explain_in_forward(sys.exc_info()[1])
         try:
             if self.break_off_raised() or not (self.lent and self.lent[-1].is_entered):
                 return output
@@ -122,13 +130,9 @@ class FSDPState(
         """
         self.check_root()
         super().become_root()
-        paths: dict[FSDPState, list[str]] = {}
-        for path, module in self.modules[0].named_modules():
-            if state := cast("FSDPState | None", state_of(module)):
-                paths.setdefault(state, []).append(path)
-        for state, found in paths.items():
+        for state in self.states:
             if state.group:
-                state.group.set_label(", ".join(found))
+                state.group.set_label("" if state is self else state.name)
         self.compare_models()
         self.share_max_reductions()
         self.name_for_other_ranks()
@@ -140,6 +144,60 @@ class FSDPState(
         except (StateError, UsageError):
             self.root.states = []
             raise
+
+    def share_max_reductions(self) -> None:
+        """Set the number of reductions that may be in flight: the largest that any state asks for. All groups share this limit."""
+        asked = [state.max_reductions for state in self.states if state.groups]
+        self.comm_ctx.max_reductions = max(asked, default=1)
+
+    def name_for_other_ranks(self) -> None:
+        """Name the groups for the other ranks, too (`comm.pairing`)."""
+        transports = [group.transport for state in self.states for group in state.groups]
+        first: dict[object, int] = {}  # by process group
+        for transport in transports:
+            ranks = transport.ranks.group
+            first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
+        for transport in transports:
+            transport.member.rename(transport.name, first[transport.ranks.group])
+
+    def wait_for_optimizer(self) -> None:
+        """Let gathers wait for what the optimizer has issued, or for the event that the user has set."""
+        root, streams = self.root_state, self.comm_ctx.streams
+        if root.post_optim_event is None:
+            super().wait_for_optimizer()
+            return
+        on_compute, root.post_optim_event = StreamEvent(streams.compute, root.post_optim_event), None
+        if observer.slot is not None:
+            # The user may have recorded the event anywhere. The recording assumes that it follows all work on compute so far.
+            observer.slot.recorded(on_compute)
+        streams.copy.wait(on_compute)
+
+    # --- gathers ahead ---
+
+    def note_forward_and_predict(self) -> list[core.ParamGroup]:
+        """Return the groups to gather meanwhile: what the user's list says, or else the expected ones."""
+        learned = super().note_forward_and_predict()  # also if a list decides: this notes the order
+        return [group for state in self.forward_prefetch for group in state.groups] or learned
+
+    def note_backward_and_predict(self) -> list[core.ParamGroup]:
+        expected = super().note_backward_and_predict()
+        if not self.backward_prefetch:
+            return expected
+        return [group for state in self.backward_prefetch for group in reversed(state.groups)]
+
+    def prefetch_forward(self, groups: Sequence[core.ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_forward(groups)
+
+    def prefetch_backward(self, groups: Sequence[core.ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_backward(groups)
+
+    def copy_out_first(self) -> None:
+        """Copy out before the next gather starts, if the user's collective may give one buffer to both."""
+        for group in self.groups:
+            if group.transport.reuses_buffers:
+                group.copy_out()
 
     # --- backward ---
 
@@ -165,7 +223,8 @@ class FSDPState(
     def before_unshard(self) -> None:
         """Called before the user gathers by hand. Before the first forward, check what this forward would have checked."""
         follow_profiler()
-        self.break_off_broken_backward()
+        if backward_broke(self.comm_ctx):
+            self.break_off()
         self.free_stale()
         for group in () if self.root.states else self.groups:
             group.adopt_registered()

@@ -29,7 +29,7 @@ from hwfsdp.core.compat import no_autograd
 from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState
-from hwfsdp.features.lookup import FeatureModule, FeatureState
+from hwfsdp.features.lookup import FeatureState
 
 
 def renamed(path: str) -> property:
@@ -120,11 +120,3 @@ class ViewedState(FeatureState):
 
     def _root_post_backward_final_callback(self) -> None:
         self.finish_backward()
-
-
-class Viewed(FeatureModule):
-    """A method of sharded modules."""
-
-    def _get_fsdp_state(self) -> Any:
-        """Return the module's state, as the docstring of this module describes it."""
-        return self._state()

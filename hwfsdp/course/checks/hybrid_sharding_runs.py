@@ -31,7 +31,7 @@ from hwfsdp.core.streams import HostStream, Stream, StreamEvent
 from hwfsdp.course.checks.hybrid_sharding_models import ALL, batch, build
 from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, copied, ready, watch
 from hwfsdp.course.run import Report, attempt, log_data
-from hwfsdp.features.context import FSDPCommContext
+from hwfsdp.features.group import FSDPCommContext
 from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog

@@ -12,18 +12,17 @@ the outermost module, is explained, too. Such reads elsewhere end in torch's own
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core.param import Place
-from hwfsdp.errors import MissingParameterError, StateError, UnsupportedError
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.features import compat
 from hwfsdp.features.lookup import all_groups, parameter_of
-from hwfsdp.features.param_changes import WholeParameter
 
 if TYPE_CHECKING:
     from hwfsdp.features.param import FSDPParam
@@ -49,44 +48,42 @@ _IN_PLACE = UnsupportedError(
 # --- Parameters ----------------------------------------------------------------------------------------------
 
 
-def forbid_reads(params: Iterable[FSDPParam]) -> None:
-    """Let the whole tensors of these parameters, which are freed now, refuse to be read."""
-    for param in params:
-        if type(param.unsharded_param) is WholeParameter and not param.keeps_memory:
-            param.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
+class WholeParameter(nn.Parameter):
+    """The class of a whole parameter. It notices that the program takes or sets its `data` (Note [Writes to whole parameters])."""
 
+    @property
+    def data(self) -> Tensor:
+        # a compiler cannot trace the look-up
+        param = None if torch.compiler.is_compiling() else parameter_of(self)
+        if param is not None:
+            param.gave_data = True
+        return super().data
 
-def allow_reads(params: Iterable[FSDPParam]) -> None:
-    """Let the whole tensors of these parameters be read again."""
-    for param in params:
-        if type(param.unsharded_param) is FreedParameter:
-            param.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy the values into the memory that gathers fill. It cannot be replaced."""
+        param = parameter_of(self)
+        if value.shape != self.shape:
+            raise UsageError(
+                f"data of parameter {param.name if param else ''!r}",
+                expected=f"a tensor of shape {tuple(self.shape)}",
+                got=str(tuple(value.shape)),
+                remedy="Change shapes before fully_shard.",
+            )
+        if param and (value.dtype, value.device) != (self.dtype, self.device):
+            param.warn_once(
+                f"is whole, and stays {self.dtype} on {self.device}: only the values that it got as {value.dtype} on {value.device} "
+                "are copied. To convert a module, call reshard() on the sharded one first."
+            )
+        self.data.copy_(value.detach().clone())  # `value` may be a view of this memory
 
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), requires_grad=self.requires_grad))
 
-def check_registered(param: str, places: Sequence[Place]) -> None:
-    """Raise MissingParameterError if a module has no parameter at one of the places of the parameter with this name."""
-    for module, name in places:
-        if not isinstance(compat.registered_at(module, name), nn.Parameter):
-            got, remedy = what_is_at(module, name)
-            expected = f"the DTensor that fully_shard registered as {name!r} of {type(module).__name__}"
-            raise MissingParameterError(f"parameter {param!r}", expected=expected, got=got, remedy=remedy)
-
-
-def what_is_at(module: nn.Module, name: str) -> tuple[str, str]:
-    """Return what a module has in place of a parameter, and what to do."""
-    if name in getattr(module, "parametrizations", ()):
-        return (
-            "a parametrization, registered after fully_shard",
-            "Register parametrizations before fully_shard.",
-        )
-    found = compat.registered_at(module, name)
-    if found is None:
-        return "none", "Delete or replace parameters (weight_norm does it, too) before fully_shard."
-    return (
-        f"a {type(found).__name__} that is no parameter",
-        "Call the model with its own parameters: load others by load_state_dict, instead of torch.func.functional_call. Use "
-        "weight_norm, spectral_norm and prune before fully_shard.",
-    )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        assert isinstance(copied, nn.Parameter)
+        return copied
 
 
 READABLE = frozenset(  # of a freed parameter
@@ -110,8 +107,6 @@ class FreedParameter(nn.Parameter):
             raise refused_read(list(freed_in((args, kwargs))), of or name.strip("_"))
         with compat.plain_class():
             return func(*args, **kwargs or {})
-
-    grad = property(compat.grad_of, compat.set_grad_of)  # every step looks at it, so it must be quick
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         param = parameter_of(self)
@@ -146,25 +141,37 @@ def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Excepti
     """Return our error in place of torch's about freed memory, or about `inputs` that it did not find; None for any other error."""
     if "not have been used in the graph" in str(error):
         return explained_grad(inputs)
-    if not any(part in str(error) for part in _FREED):
+    return explained_read(error, "a backward", guess=True)
+
+
+def explain_in_forward(error: BaseException | None) -> None:
+    """Replace the text of torch's error about freed or sharded parameters, or about inputs. `error` leaves a forward."""
+    if isinstance(error, RuntimeError):
+        is_watched = all(part in str(error) for part in _WATCHED_INPUT)
+        explained = _IN_PLACE if is_watched else explained_read(error, "a forward", guess=False)
+        error.args = error.args if explained is None else (str(explained),)
+
+
+def explained_read(error: RuntimeError, operation: str, guess: bool) -> StateError | None:
+    """Return our error in place of torch's about a read of freed or sharded parameters; None for any other error.
+
+    It names the parameters that the code in the traceback uses. If there are none, as in a backward, it names the freed ones of the
+    size in torch's message. If there are none either, it names all freed ones, if it may `guess`.
+    """
+    is_sharded, is_freed = _SHARDED in str(error), any(part in str(error) for part in _FREED)
+    if not is_sharded and not is_freed:
         return None
-    freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
-    size = _BYTES.search(str(error))
-    exact = [p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])]
-    return refused_read(exact or freed, "a backward") if freed else None
-
-
-def explain_in_forward(error: BaseException | None, module: nn.Module) -> None:
-    """Replace the text of torch's error about freed or sharded parameters. `error` leaves a forward of `module`."""
-    if isinstance(error, RuntimeError) and all(part in str(error) for part in _WATCHED_INPUT):
-        error.args = (str(_IN_PLACE),)
-    if not isinstance(error, RuntimeError) or not any(part in str(error) for part in (*_FREED, _SHARDED)):
-        return
-    is_freed = _SHARDED not in str(error)
-    by_object = {id(param.unsharded_param if is_freed else param.sharded_param): param for param in params()}
-    found = list(named_in(error.__traceback__, by_object))
-    if found:
-        error.args = (str(refused_read(found, "a forward")),)
+    found = named_in(
+        error.__traceback__, {id(p.sharded_param if is_sharded else p.unsharded_param): p for p in params()}
+    )
+    if is_freed and not found:
+        freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
+        size = _BYTES.search(str(error))
+        exact = [
+            p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])
+        ]
+        found = exact or (freed if guess else [])
+    return refused_read(found, operation) if found else None
 
 
 def named_in(traceback: TracebackType | None, by_object: dict[int, FSDPParam]) -> list[FSDPParam]:
