@@ -21,7 +21,13 @@ import hwfsdp
 import models
 from hwfsdp.compat import note_applied
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch
-from hwfsdp.errors import CopyRefusedError, RefusedError, RuntimeRefusedError, UnsupportedError, WrongTypeError
+from hwfsdp.errors import (
+    CopyRefusedError,
+    RefusedError,
+    RuntimeRefusedError,
+    UnsupportedError,
+    WrongTypeError,
+)
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]

@@ -219,7 +219,8 @@ def use_one_gloo_thread() -> None:
 
     @functools.wraps(make)
     def init(group: Any, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
-        if isinstance(timeout, timedelta) and not any(others.values()):  # else the caller has options of its own
+        has_options = not isinstance(timeout, timedelta) or any(others.values())
+        if not has_options:
             timeout, others = compat.one_gloo_thread(gloo, timeout), {}
         make(group, store, rank, size, timeout, **others)
 
