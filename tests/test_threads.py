@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import RankError, fully_shard, launch, record
 from hwfsdp.comm import history, shared_memory
+from hwfsdp.features.lookup import Living
 
 STEPS = 12
 SIZES = (3, 17, 64, 5)  # of the models, one for each process group
@@ -115,6 +117,25 @@ def test_threads_with_process_groups_of_their_own_train_as_one_after_the_other(f
 
 def test_threads_need_no_more_blocks_than_their_groups_do_apart(found: Any) -> None:
     assert all(of_rank["blocks"] <= 4 * len(SIZES) for of_rank in found)
+
+
+def test_a_thread_may_list_what_another_one_adds() -> None:
+    """The registries of groups and models. Without a lock, this fails almost always."""
+    living, objects, interval = (
+        Living[nn.Module](),
+        [nn.Module() for _ in range(3000)],
+        sys.getswitchinterval(),
+    )
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            adding = pool.submit(lambda: [living.add(each) for each in objects])
+            while not adding.done():
+                living.listed()
+            adding.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert {*living.listed()} == {*objects}
 
 
 # --- A thread that hangs ---------------------------------------------------------------------------------------

@@ -32,7 +32,15 @@ from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.mesh import Axis
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
-from hwfsdp.features.lookup import CLAIMED, IGNORED, STAND_INS, FeatureState, all_groups, outermost_caller
+from hwfsdp.features.lookup import (
+    CLAIMED,
+    IGNORED,
+    STAND_INS,
+    FeatureState,
+    Living,
+    all_groups,
+    outermost_caller,
+)
 from hwfsdp.features.param import FSDPParam, has_own_class, warn
 from hwfsdp.observe import events
 
@@ -60,7 +68,7 @@ class Checked:
 
 _checked: WeakKeyDictionary[Optimizer, Checked] = WeakKeyDictionary()
 _told: WeakSet[ParamGroup] = WeakSet()  # groups that a warning has named since their gradients came
-_models: WeakSet[nn.Module] = WeakSet()  # the outermost modules that had a forward with sharded modules in it
+_models: Living[nn.Module] = Living()  # the outermost modules that had a forward with sharded modules in it
 _version = 0  # counts calls of `fully_shard`, and models that ran their first forward
 
 
@@ -123,7 +131,7 @@ def _check(optimizer: Optimizer, checked: Checked) -> None:
     checked.version, checked.params = _version, [*map(id, params)]
     _warn_of_claimed(optimizer, checked, params)
     wanted = {*checked.params} - checked.told
-    found = [named for model in _models for named in unclaimed_below(model)]
+    found = [named for model in _models.listed() for named in unclaimed_below(model)]
     checked.unclaimed = {id(param): (name, param) for name, param in found if id(param) in wanted}
 
 

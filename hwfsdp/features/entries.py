@@ -23,7 +23,6 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
 from hwfsdp.core.state import Phase
 from hwfsdp.features import compat
-from hwfsdp.features.lookup import FeatureState, calls_in_progress, parameter_of
+from hwfsdp.features.lookup import FeatureState, Living, calls_in_progress, parameter_of
 
 # keys in the metadata of nodes
 OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"
@@ -47,7 +46,7 @@ VIEW = re.compile(
 )
 LAZY = (Iterator, AsyncIterator, Awaitable)
 
-_with_frozen: WeakSet[EnteredState] = WeakSet()
+_with_frozen: Living[EnteredState] = Living()
 
 
 class EnteredState(FeatureState):
@@ -186,5 +185,5 @@ def owner(node: Node) -> EnteredState | None:
 
 def forwards_with_frozen() -> list[tuple[range, EnteredState]]:
     """Return the numbers of the nodes that forwards with frozen parameters made, with their states, in the order of these forwards."""
-    found = [(forward, state) for state in _with_frozen for forward in state.forwards]
+    found = [(forward, state) for state in _with_frozen.listed() for forward in state.forwards]
     return sorted(found, key=lambda each: each[0].start)

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -25,21 +25,27 @@ IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has exclud
 # A parameter that modules have in place of the sharded one, such as the whole one → a weak reference to its FSDPParam. Sharded
 # parameters must not be keys: torch cannot convert a DTensor to which there are weak references.
 STAND_INS: Any = WeakIdKeyDictionary()
-
-_groups: WeakSet[ParamGroup] = WeakSet()
-_lock = threading.Lock()  # threads may shard models, and step, at the same time
+T = TypeVar("T")
 
 
-def remember(group: ParamGroup) -> None:
-    """Add a group to `all_groups`."""
-    with _lock:
-        _groups.add(group)
+class Living(Generic[T]):
+    """Objects of this process, as long as they live. Threads may train models at the same time, so one may add while another lists."""
+
+    def __init__(self) -> None:
+        self._objects: WeakSet[T] = WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, found: T) -> None:
+        with self._lock:
+            self._objects.add(found)
+
+    def listed(self) -> list[T]:
+        with self._lock:
+            return list(self._objects)
 
 
-def all_groups() -> list[ParamGroup]:
-    """Return the groups of all models of this process."""
-    with _lock:
-        return list(_groups)
+_groups: Living[ParamGroup] = Living()
+remember, all_groups = _groups.add, _groups.listed  # the groups of all models
 
 
 def parameter_of(whole: Tensor) -> FSDPParam | None:

@@ -19,7 +19,7 @@ PLACES = (
     Place("hwfsdp.core.sharding", "chunk_length"),
     Place("hwfsdp.core.sharding", "chunk_extent"),
     Place("hwfsdp.core.param", "FSDPParam.local"),
-    Place("hwfsdp.core.param", "FSDPParam.register"),
+    Place("hwfsdp.core.param", "FSDPParam.set_unsharded"),
     Place("hwfsdp.core.layout", "free"),
 )
 
@@ -60,7 +60,7 @@ class FSDPParam:
     def helper(self):
         return "helps"
 
-    def register(self, param):
+    def set_unsharded(self, param):
         storage.free(param)
 
     def to_sharded(self):
@@ -101,7 +101,7 @@ def test_methods_and_properties_are_the_learners_with_the_helpers_they_added() -
         from hwfsdp.core.param import FSDPParam
 
         param = object.__new__(FSDPParam)
-        param.register("a parameter")  # type: ignore[arg-type]
+        param.set_unsharded("a parameter")  # type: ignore[arg-type]
         return param.local, sys.modules["submitted_00"].FREED, storage.free.__name__  # type: ignore[attr-defined]
 
     assert on_a_rank(ANSWER, ask) == (("mine", "helps", True), ["a parameter"], "free")
@@ -134,7 +134,7 @@ def test_the_reference_is_not_in_the_package_that_was_loaded() -> None:
     assert function in module
 
 
-@pytest.mark.parametrize("missing", ["def free", "class FSDPParam", "def register"])
+@pytest.mark.parametrize("missing", ["def free", "class FSDPParam", "def set_unsharded"])
 def test_a_file_that_does_not_define_a_hole_is_refused_by_name(missing: str) -> None:
     def ask() -> None:
         return None
