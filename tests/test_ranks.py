@@ -84,7 +84,13 @@ def gloo_threads() -> list[int]:
 def test_no_gloo_group_of_a_rank_runs_two_collectives_at_once(monkeypatch, interface: str) -> None:
     """Torch's two threads free the same memory if gathers of DTensors end at the same time."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.delenv("HWFSDP_GLOO_THREADS", raising=False)
     assert launch(gloo_threads, 2) == [[1, 1], [1, 1]]
+
+
+def test_an_environment_variable_leaves_the_two_threads_of_torch(monkeypatch) -> None:
+    monkeypatch.setenv("HWFSDP_GLOO_THREADS", "2")
+    assert launch(gloo_threads, 1) == [[2, 2]]
 
 
 def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> None:

@@ -98,6 +98,23 @@ def the_warning_points_at_the_step() -> list[str]:
     return [warning.filename for warning in found]
 
 
+class OwnParameter(nn.Parameter):
+    pass
+
+
+@two.finds([__file__] * 3)
+def warnings_of_a_call_and_of_a_forward_point_at_the_program() -> list[str]:
+    model = nn.Sequential(nn.Embedding(4, 8, max_norm=1.0), nn.Linear(8, 2))
+    model[1].weight = OwnParameter(model[1].weight.detach())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hwfsdp.fully_shard(model, reshard_after_forward=False)
+        model(torch.arange(4))
+        model[1].bias = nn.Parameter(torch.zeros(2))  # while the model is whole
+        model.reshard()
+    return [warning.filename for warning in found]
+
+
 @two.finds([])
 def one_over_ignored_parameters_or_built_after_does_not_warn() -> Messages:
     model = models.stem()

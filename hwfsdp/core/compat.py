@@ -73,7 +73,7 @@ def no_autograd() -> AbstractContextManager[Any]:
 
 
 class Nothing:
-    """A block in which nothing is wrapped. Its methods are not Python functions, so it costs half as much as `nullcontext`."""
+    """A context manager that does nothing. Its methods are C functions, so it costs half as much as `nullcontext`."""
 
     __enter__ = __exit__ = staticmethod("".format)
 

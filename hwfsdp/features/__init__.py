@@ -1,4 +1,4 @@
-"""What FSDP2 can do beyond the core. Each feature is one file, and the core knows none of them.
+"""What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules. The core knows none of them.
 
 `api.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
 when something happens has a class from which `state.FSDPState` derives. The methods of sharded modules are in `module`.
@@ -30,7 +30,7 @@ when something happens has a class from which `state.FSDPState` derives. The met
     policies            dtypes of parameters; shards in host memory
 
     One parameter
-    whole               the classes of whole parameters; explains reads of those that are freed or sharded
+    whole               the classes of a whole parameter; errors about reads of freed or sharded parameters
     extensions          parameters that travel in their own form
 
     Shared

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +39,9 @@ from hwfsdp.features.lookup import (
     Living,
     all_groups,
     outermost_caller,
+    warn,
 )
-from hwfsdp.features.param import FSDPParam, has_own_class, warn
+from hwfsdp.features.param import FSDPParam, has_own_class
 from hwfsdp.observe import events
 
 if TYPE_CHECKING:
@@ -155,11 +155,9 @@ def _put_shards_into(optimizer: Optimizer) -> None:
         raise StateError(f"{kind}.step", expected="sharded parameters", got=got, remedy=remedy)
     for listed, i, _, owner in found:
         listed[i] = owner.sharded_param
-    warnings.warn(
+    warn(
         f"{kind} has {got}. Whole parameters come and go, and are never trained, so hwfsdp has put the sharded ones in "
-        f"their place. Other lists of parameters made at that time still have the whole ones. {remedy}",
-        UserWarning,
-        stacklevel=5,
+        f"their place. Other lists of parameters made at that time still have the whole ones. {remedy}"
     )
 
 
@@ -167,12 +165,10 @@ def _warn_of_claimed(optimizer: Optimizer, checked: Checked, params: Sequence[Te
     stale = [getattr(p, CLAIMED) for p in params if hasattr(p, CLAIMED)]
     if stale and not checked.is_stale:
         checked.is_stale = True
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} was built before fully_shard. It has {len(stale)} parameters that are no longer "
             f"the model's, for example {stale[0]!r}, and its steps change nothing. "
-            "Build the optimizer after fully_shard, from model.parameters().",
-            UserWarning,
-            stacklevel=5,
+            "Build the optimizer after fully_shard, from model.parameters()."
         )
 
 
@@ -212,13 +208,11 @@ def _warn_of_unclaimed(optimizer: Optimizer, checked: Checked) -> None:
     if names:
         checked.told.update(checked.unclaimed)
         checked.unclaimed = {}
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} trains parameters that no fully_shard has sharded, {len(names)} parameters: "
             f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}. Nothing averages their gradients, so they differ more "
             "and more between ranks. Add parameters before fully_shard, and call it on the whole model, too. If your own "
-            "code averages their gradients, pass them as ignored_params.",
-            UserWarning,
-            stacklevel=4,
+            "code averages their gradients, pass them as ignored_params."
         )
 
 
@@ -230,12 +224,10 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
     _told.update(new)
     names = sorted(group.name for group in new)
     if names:
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__}.step() runs without the gradients of parameter group {names[0]!r}"
             f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}: no backward since the last step synchronized "
-            "them. Call set_requires_gradient_sync(True) before the last backward of the step.",
-            UserWarning,
-            stacklevel=4,
+            "them. Call set_requires_gradient_sync(True) before the last backward of the step."
         )
 
 
@@ -273,9 +265,7 @@ def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
         return
     pairs = zip([*everyone[0], "nothing"], [*everyone[other], "nothing"], strict=False)
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    warnings.warn(
+    warn(
         f"rank {other} of the mesh has another model than rank 0: {second}, where rank 0 has {first}. "
-        "Build and wrap the model in the same way on every rank.",
-        UserWarning,
-        stacklevel=2,
+        "Build and wrap the model in the same way on every rank."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -102,6 +103,14 @@ class FeatureState(state.FSDPState):
 
 
 # --- The stack ----------------------------------------------------------------------------------------------
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the program that led here: the innermost one outside of this package and of torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("hwfsdp", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def methods_in_progress() -> Iterator[tuple[str, nn.Module]]:

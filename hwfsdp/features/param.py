@@ -25,7 +25,6 @@ Note [Which gradient a hook gets]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -42,7 +41,7 @@ from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
 from hwfsdp.features.compat import displaced, plain_class, registered_at, writes_to
 from hwfsdp.features.extensions import ExtensionParam
-from hwfsdp.features.lookup import STAND_INS, parameter_of
+from hwfsdp.features.lookup import STAND_INS, parameter_of, warn
 from hwfsdp.features.whole import FreedParameter, WholeParameter
 
 if TYPE_CHECKING:
@@ -332,10 +331,6 @@ def describe(module: nn.Module, name: str) -> str:
         if isinstance(there, Tensor)
         else f"nothing at {at}"
     )
-
-
-def warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 # --- What modules have in place of a parameter ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The two policies of a call: in which dtypes parameters compute, and where their shards live. torch's own work in their place.
+"""The two policies of a call: in which dtypes parameters compute, and where their shards live. `fully_shard` takes torch's policies, too.
 
 With `param_dtype_override_fn`, a parameter may compute in a dtype of its own, such as norms that stay in fp32 among layers in bf16.
 A group can gather several dtypes in one collective (`core.collectives`). So it is enough to choose a policy for each parameter.

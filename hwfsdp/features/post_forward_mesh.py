@@ -12,7 +12,6 @@ gathers from fewer ranks, such as the ranks of one host. This is between ZeRO-3 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from enum import Enum, auto
 from math import prod
@@ -36,6 +35,7 @@ from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.features.param import FSDPParam, keep_changes
 from hwfsdp.features.group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
+from hwfsdp.features.lookup import warn
 
 
 class PostForward(Enum):
@@ -63,10 +63,8 @@ def checked_reshard(
     if mesh.shard.group is None:
         return True
     if reshard == 1:
-        warnings.warn(
-            "reshard_after_forward=1 is a world size: parameters stay whole after forward. Pass True to reshard them.",
-            UserWarning,
-            stacklevel=3,
+        warn(
+            "reshard_after_forward=1 is a world size: parameters stay whole after forward. Pass True to reshard them."
         )
         return False
     meshes = (mesh, *(layout.mesh for layout in layouts))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from hwfsdp.errors import UsageError
-from hwfsdp.features.lookup import FeatureState
+from hwfsdp.features.lookup import FeatureState, warn
 
 _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
@@ -57,11 +56,9 @@ class StagedState(FeatureState):
         if splits_backwards(schedule):
             self.check_split(stage.submod, known, type(schedule).__name__)
         elif stage.submod in self.modules and not known:
-            warnings.warn(
+            warn(
                 f"torch's pipeline stage takes {self.name!r} for a module that is not sharded, and lets it reduce its gradients once "
-                f"per micro-batch. {_INSTALL}",
-                UserWarning,
-                stacklevel=2,
+                f"per micro-batch. {_INSTALL}"
             )
         self.checked = [group.reshard_after_forward for group in self.root.groups]
 
