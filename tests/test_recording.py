@@ -577,3 +577,27 @@ def imported_before() -> list[str]:
 
 def test_a_function_that_was_imported_by_name_between_recordings_is_logged() -> None:
     assert launch(imported_before, 1) == [["all_reduce"]]
+
+
+# --- Memory while a block computes ---------------------------------------------------------------------------
+
+
+def buffers_while_blocks_compute() -> list[int]:
+    """Return, for each block's forward and backward in the second step, the bytes of gather buffers while it computes."""
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for each in (*model, model):
+        ours(each)
+    with record() as log:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    rank = dist.get_rank()
+    spans = [e for e in log.events if e.op in ("forward", "backward") and e.owner in "0123"][8:]
+    found = [[s for s in log.samples[rank] if s.us <= e.start_us][-1] for e in spans]
+    return [sample.bytes_by_kind["all_gather_buffer"] for sample in found]
+
+
+def test_a_recording_counts_one_buffer_of_a_gather_while_a_block_computes() -> None:
+    """The buffer of the next gather; the block's own is dropped when its parameters are whole."""
+    one = 4 * (8 * 8 + 8)
+    for found in launch(buffers_while_blocks_compute, 2):
+        assert len(found) == 8 and set(found) == {0, one}

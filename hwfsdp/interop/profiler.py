@@ -8,7 +8,7 @@ user gathers by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
-from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.compat import NOTHING, REDUCES_IN_GRAD_DTYPE
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.releases import release_of
 
-_NOTHING = nullcontext()
 _NAMES = {  # moments that have another name in FSDP2
     "forward_prefetch": "forward_prefetch for",
     "backward_prefetch": "backward_prefetch for",
@@ -58,11 +57,11 @@ def follow_profiler() -> None:
 def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     """Return the range of a moment. Return an empty context if no profiler is running, or if FSDP2 shows no range."""
     if not profiler_is_running() or name in _OTHERS or (isinstance(of, Transport) and of.ranks.size == 1):
-        return _NOTHING
+        return NOTHING
     if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):
-        return _NOTHING
+        return NOTHING
     if name == "post_backward_rs_wait" and len(of.comm_ctx.reducing) < of.comm_ctx.max_reductions:
-        return _NOTHING
+        return NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
     shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
     return profiler_range(_NAMES.get(name, name), "" if nameless else label_of(of), shards)
@@ -89,7 +88,7 @@ class ProfilerRanges:
         pass
 
     def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
-        return _NOTHING
+        return NOTHING
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return current

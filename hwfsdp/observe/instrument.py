@@ -7,13 +7,13 @@ edges of the log. A recording sees everything else from outside (`recording`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from hwfsdp.core.compat import in_backward
+from hwfsdp.core.compat import NOTHING, in_backward
 from hwfsdp.core.state import Phase
 from hwfsdp.core.observer import Observer
 from hwfsdp.core.state import FSDPState
@@ -22,7 +22,6 @@ from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 from hwfsdp.observe.stream_clocks import clock_of, clock_of_stream, use_newest
 
-_NOTHING = nullcontext()
 _COPIES = ("copy_in", "copy_out")
 _OF_STATES = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finish_backward", "broken_off")
 _OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction", "part")
@@ -47,7 +46,7 @@ class Instrument:
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
         recorder = events.active()
-        around = self.behind.moment(name, of, stream, reads, writes) if self.behind else _NOTHING
+        around = self.behind.moment(name, of, stream, reads, writes) if self.behind else NOTHING
         if recorder is None:
             return around
         if name in _COPIES:
@@ -103,6 +102,7 @@ class Instrument:
                     recorder.ledger.visit(module)
                 recorder.sample()
             yield
+            recorder.sample()  # the copy-out has dropped its buffer
             self._forwards.setdefault(state, []).append(_begin_span("forward", state, recorder))
 
     @contextmanager
@@ -119,6 +119,7 @@ class Instrument:
         with _scope("backward", state):
             yield
             if first:
+                recorder.sample()  # the copy-out has dropped its buffer
                 self._open_backward(state, recorder)
 
     def _open_backward(self, state: FSDPState, recorder: Recorder) -> None:
@@ -157,7 +158,7 @@ class Instrument:
 def _both(
     inner: AbstractContextManager[Any], outer: AbstractContextManager[Any]
 ) -> AbstractContextManager[Any]:
-    if isinstance(outer, nullcontext):
+    if outer is NOTHING:
         return inner
     stack = ExitStack()
     stack.enter_context(inner)
