@@ -1219,7 +1219,7 @@ def _said_of_started() -> list[str]:
     broken, mended = started_weights().values()
     if len(mended.unique(dim=0)) != len(mended):
         raise RuntimeError("init_shards gave two rows the same numbers")
-    return [f"{len(broken)} rows, but only {len(broken.unique(dim=0))} different ones"]
+    return [f"{len(broken)} rows has only {len(broken.unique(dim=0))} different rows"]
 
 
 def _said_of_loaded() -> list[str]:
