@@ -53,25 +53,20 @@ test-all: setup  ## run all tests, the long ones too
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # instructors
-.PHONY: check exercises mutants worth format bench clients gpu
+.PHONY: check exercises worth format bench clients gpu
 
 check: setup  ## check lint, types, format, imports, public names and exercises
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
-	$(BIN)/python -m hwfsdp.course check
-	$(BIN)/python -m hwfsdp.course check-lab
+	$(BIN)/python -m hwfsdp.course.stages check
+	$(BIN)/python -m hwfsdp.course.lab check
 
-exercises: setup  ## write starters, solutions, pictures, logs and lab from the package
-	$(BIN)/python -m hwfsdp.course write
-	$(BIN)/python -m hwfsdp.course pictures
-	$(BIN)/python -m hwfsdp.course logs
-	$(BIN)/python -m hwfsdp.course lab
-
-# It grades right answers on 1 to 4 ranks, too.
-mutants: setup  ## grade every machine-made mistake; write docs/grading.md; takes long
-	$(BIN)/python -m hwfsdp.course mutants
+exercises: setup  ## write starters from solutions, the lab's files, and pictures
+	$(BIN)/python -m hwfsdp.course.stages write
+	$(BIN)/python -m hwfsdp.course.lab write
+	$(BIN)/python docs/exercise_pictures/draw.py
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)

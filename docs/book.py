@@ -11,7 +11,6 @@ import ast
 import json
 import re
 import shutil
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,13 +146,14 @@ def copy_notebooks(app: Any = None) -> None:
 
 
 def copy_exercises(app: Any = None) -> None:
-    """Copy the exercises' pages and pictures to where Sphinx finds them, and append the hints, folded."""
-    for page in sorted((ROOT / "exercises").rglob("README.md")):
+    """Copy the exercises' pages and pictures to where Sphinx finds them."""
+    for page in sorted([*(ROOT / "exercises").rglob("README.md"), *(ROOT / "exercises").glob("lab/bugs.md")]):
         copy = Path(__file__).parent / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        below = _PAGES_BELOW.get(page.parent.name, "")
-        text = _with_note(page.read_text(), "\n".join(_how_to_run(page.parent)))
-        _write(copy, text + "\n".join(_hints(page.parent / ".hints.toml")) + below)
+        is_first = page.name == "README.md"
+        below = _PAGES_BELOW.get(page.parent.name, "") if is_first else ""
+        text = _with_note(page.read_text(), "\n".join(_how_to_run(page.parent)) if is_first else "")
+        _write(copy, text + below)
         for picture in page.parent.glob("*.png"):
             shutil.copyfile(picture, copy.parent / picture.name)
 
@@ -161,8 +161,8 @@ def copy_exercises(app: Any = None) -> None:
 _PAGES_BELOW = {
     folder: "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(pages) + "\n```\n"
     for folder, pages in {
-        "exercises": ["[01]?_*/README", "capstone/README", "lab/README"],
-        "lab": ["*/README"],
+        "exercises": ["[01]?_*/README", "homework/README", "lab/README"],
+        "lab": ["bugs"],
     }.items()
 }
 
@@ -188,24 +188,11 @@ def _with_note_in_notebook(path: Path) -> str:
 def _how_to_run(folder: Path) -> Iterator[str]:
     """Yield sentences: where to write, and which command to type. A page that only lists exercises gets none."""
     number, _, topic = folder.name.partition("_")
-    if folder.parent.name == "lab" and number.isdigit():
-        yield f"`hwfsdp lab {int(number)} --run` runs the script under the recorder. Write your answers into"
-        yield f"`exercises/lab/answers.toml`; `hwfsdp lab check {int(number)}` judges them."
-    elif folder.name == "capstone" or number.isdigit():
-        own = {"capstone": "hw_fsdp.py"}.get(folder.name, f"{topic}.py")
+    if folder.name == "homework" or number.isdigit():
+        own = {"homework": "hw_fsdp.py"}.get(folder.name, f"{topic}.py")
         file = f"{folder.name}/{own}" if (folder / own).exists() else "my_fsdp.py"
         exercise = int(number) if number.isdigit() else folder.name
         yield f"Write in `exercises/{file}`. `hwfsdp check {exercise}` grades it. `hwfsdp hint {exercise}` shows a hint."
-
-
-def _hints(path: Path) -> Iterator[str]:
-    """Yield the lines of the section with hints, in Markdown. Without hints, yield nothing."""
-    if not path.exists():
-        return
-    yield from ("", "## Hints", "", "Try first. Each hint says more than the one before it.", "")
-    for number, hint in enumerate(tomllib.loads(path.read_text())["hints"], 1):
-        steps = re.sub(r"(?<!^)\s(?=\d+\. )", "\n", " ".join(hint.split()))
-        yield from ("<details>", f"<summary>Hint {number}</summary>", "", steps, "", "</details>", "")
 
 
 def point_to_copies(app: Any, name: str, source: list[str]) -> None:

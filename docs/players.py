@@ -1,9 +1,8 @@
 """Put step players on the site, below a still picture or before a question: readers can play the same step.
 
 The build of the site makes these pages, so that they show the code as it is. A player is folded at first, and the browser loads its
-page only when the reader unfolds it. Paper and GitHub have the still pictures. Logs come from the simulator, from the file with the
-reference's runs at the stations, and, for the demo, from two ranks on this machine. Players of the reference show its events and
-times, but no code.
+page only when the reader unfolds it. Paper and GitHub have the still pictures. Logs come from the simulator, and, for the demo, from two
+ranks on this machine. Players of the reference show its events and times, but no code.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from docutils import nodes
 from jinja2 import Template
 
-from hwfsdp.course.beside import reference_log
+from hwfsdp.course.compare import drawn, step_of
+from hwfsdp.course.machines import EVALUATION, WIDE
+from hwfsdp.course.stages import stage
 from hwfsdp.launcher.capture import Steps
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player.page import make_page
@@ -67,9 +69,17 @@ def with_and_without_freeing() -> Logs:
     return {"freed after the forward": demo(True), "kept until the backward": demo(False)}
 
 
-def stations(asked: dict[str, tuple[str, str]]) -> Logs:
-    """Return the reference's runs after stations. `asked`: name → the machine and the number of the station."""
-    return {name: reference_log(*each) for name, each in asked.items()}
+def stations(machine: str, *numbers: str, trains: bool = True) -> Logs:
+    """Run a step of the reference after each of these stations on a simulated machine: forward and backward, or only a forward."""
+    marked = (DOCS.parent / "solutions" / "my_fsdp.py").read_text()
+    logs = {}
+    with TemporaryDirectory() as folder:
+        for number in numbers:
+            path = Path(folder, f"after_{number}.py")
+            path.write_text(stage(marked, number))
+            step = step_of(path, WIDE if trains else EVALUATION, machine)
+            logs[f"after station {number}"] = drawn(step)
+    return logs
 
 
 def simulated(gpus: int, settings: dict[str, dict[str, Any]]) -> Logs:
@@ -93,7 +103,7 @@ def of_faq(name: str) -> Logs:
 EXERCISES = {
     "03_naive_fsdp": (
         "Play a forward of the reference: how long is each unit whole?",
-        partial(stations, {"after station 03": ("forward", "03")}),
+        partial(stations, "host", "03", trains=False),
     ),
     "06_mixed_precision": (
         "Play a step in float32 (A) and in bfloat16 (B): what becomes half as large, and what stays?",
@@ -111,23 +121,23 @@ EXERCISES = {
     ),
     "08_streams": (
         "Play a step of the reference on a virtual GPU: which gathers does compute hide, and which can it not hide?",
-        partial(stations, {"after station 08": ("gpu", "08")}),
+        partial(stations, "gpu", "08"),
     ),
     "09_forward_prefetch": (
         "Play a forward whose gathers start when they are needed (A), and one ahead (B): where does A wait?",
-        partial(stations, {f"after station {number}": ("forward", number) for number in ("08", "09")}),
+        partial(stations, "host", "08", "09", trains=False),
     ),
     "10_backward_prefetch": (
         "Play a step before this station (A) and after it (B): what moves behind the backward?",
-        partial(stations, {f"after station {number}": ("host", number) for number in ("09", "10")}),
+        partial(stations, "host", "09", "10"),
     ),
     "11_hybrid_sharding": (
         "Play a step sharded over 16 GPUs (A) and within each node of 8 (B): what takes less time, and what more memory?",
         partial(simulated, 16, {"over all GPUs": {}, "within each node": {"hsdp": True}}),
     ),
-    "capstone": (
+    "homework": (
         "Play a step that overlaps only what it has to (A), and one that overlaps all it can (B): where does A wait?",
-        partial(stations, {"little overlap": ("host", "08"), "all overlap": ("host", "10")}),
+        partial(stations, "host", "08", "10"),
     ),
 }
 AT = {"08_streams": "predict"}  # this page has no picture

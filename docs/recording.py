@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from hwfsdp.course import holes
-from hwfsdp.course.stations.stages import stage
+from hwfsdp.course.stages import stage
 
 ROOT = Path(__file__).parent.parent
 CAST = ROOT / "docs" / "_static" / "demo.cast"
@@ -125,9 +124,10 @@ def copy_course(folder: Path) -> None:
         raise SystemExit(
             f"recording: expected make demo to do nothing else, got:\n{planned}Run make setup first."
         )
-    right = stage(1)
+    right = stage((ROOT / "solutions" / "my_fsdp.py").read_text(), "01")
     (folder / "second_try.py").write_text(right)
-    (folder / "first_try.py").write_text(holes.splice(right, "rows_of", FIRST_TRY))
+    before, rest = right.split("def rows_of", 1)
+    (folder / "first_try.py").write_text(f"{before}{FIRST_TRY}\n\n{rest[rest.index('# --- 02') :]}")
 
 
 def write_cast(events: list[Event]) -> None:

@@ -416,6 +416,12 @@ def is_fake_work(work: dist.Work) -> bool:
     return type(work).__name__ == "FakeWork"
 
 
+def kinds_of_work() -> list[type]:
+    """Return torch's classes that define `wait`: all works, and the works of fake process groups if theirs is another one."""
+    fake = getattr(torch._C._distributed_c10d, "FakeWork", None)
+    return [dist.Work, *([fake] if fake is not None and "wait" in vars(fake) else [])]
+
+
 @contextmanager
 def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter `around()` whenever DTensor works out the shape of a result, as long as the block runs.

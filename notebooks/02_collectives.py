@@ -14,7 +14,7 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
@@ -114,9 +114,9 @@ draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 # neighbor. All ranks do this at the same time. The picture shows four real ranks; each row shows what they hold after a step.
 
 # %%
-from hwfsdp.course.pictures import ring as walks
+from IPython.display import Image
 
-walks.draw()
+Image("../exercises/02_ring/picture.png")
 
 # %% [markdown]
 # On the left, follow one color from step to step: each rank passes on the block that it has just received. On the right, follow

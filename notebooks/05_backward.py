@@ -18,7 +18,7 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
@@ -230,10 +230,11 @@ for event in issued[:16]:
 # %%
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 from hwfsdp import EventLog
 from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.course.pictures.backward_prefetch import waiting
+from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.virtual import simulate
 from hwfsdp.virtual.devices import DEVICES
 
@@ -248,6 +249,17 @@ EASY |= {"host": True}  # the host itself computes: there is no GPU
 NO_COSTS = dict.fromkeys(("launch_us", "kernel_us", "collective_us", "hop_us"), 1e-3)
 
 
+def waiting():
+    """Let compute wait for each reduction as soon as it starts."""
+    keep = FSDPCommContext.keep_until_reduced
+
+    def keep_and_wait(context, *reduction):
+        keep(context, *reduction)
+        context.wait_for_reductions()
+
+    return mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait)
+
+
 def simulated(wire_ms, ahead, behind):
     """The backward's events; without `ahead`, each gather starts when needed."""
 
@@ -259,9 +271,7 @@ def simulated(wire_ms, ahead, behind):
 
     sent = (RANKS - 1) / RANKS * WIDTH * WIDTH * 4
     device = replace(DEVICES["h100"], link=sent / wire_ms * 1e3, **EASY, **NO_COSTS)
-    with (
-        nullcontext() if behind else waiting()
-    ):  # `waiting()` waits for each reduction as soon as it starts
+    with nullcontext() if behind else waiting():
         return EventLog(
             simulate(program, gpus=RANKS, device=device).log.select(phase="backward")
         )

@@ -17,7 +17,7 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()

@@ -15,7 +15,7 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
@@ -37,9 +37,9 @@ lesson.begin()
 # real ranks under three policies. The length of a bar shows its bytes.
 
 # %%
-from hwfsdp.course.pictures import mixed_precision
+from IPython.display import Image
 
-mixed_precision.draw()
+Image("../exercises/06_mixed_precision/picture.png")
 
 # %% [markdown]
 # The stored shard (first line) and the gradient that the optimizer gets (last line) are fp32 under every policy. Only the lines

@@ -15,7 +15,7 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
@@ -151,9 +151,9 @@ for how, whole in {
 # chunks, and the rank keeps one chunk. Here are 7 rows with dp 3, tp 2:
 
 # %%
-from hwfsdp.course.pictures import strided_shards
+from IPython.display import Image
 
-strided_shards.draw()
+Image("../exercises/12_strided_shards/picture.png")
 
 # %% [markdown]
 # (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first; plain
@@ -166,13 +166,47 @@ strided_shards.draw()
 # The name "strided" describes only the result: the ranks with the same dp index together hold *stripes* of the tensor. In the
 # picture on the left, dp 0 holds rows 0, 1 and 4. So you might first give each dp index its stripes, and then let tp divide
 # them. That looks right. The next cell tests two ways to find the rows of a rank: the first follows the placements, the second
-# uses stripes. Both are in `hwfsdp/course/cuts.py`. A way is right if every rank gets the rows that two cuts by `torch.chunk`
+# uses stripes. A way is right if every rank gets the rows that two cuts by `torch.chunk`
 # give. Before you run the cell, guess for which sizes the stripes are wrong.
 
 # %%
 from itertools import product
 
-from hwfsdp.course.cuts import by_stripes, from_placements, is_right
+from torch.distributed.tensor import Shard
+
+from hwfsdp.compat import strided_shard
+from hwfsdp.layout.extents import local_extent_of
+
+
+def piece(rows, count, index):
+    """The chunk of a rank: torch.chunk may give fewer chunks than ranks."""
+    chunks = rows.chunk(count)
+    return chunks[index] if index < len(chunks) else rows[:0]
+
+
+def cut_by_cut(rows, dp, tp, at):
+    """The truth: tp cuts the rows, then dp cuts the chunk."""
+    return piece(piece(torch.arange(rows), tp, at[1]), dp, at[0])
+
+
+def from_placements(rows, dp, tp, at):
+    placements = [strided_shard(0, tp), Shard(0)]
+    extent = local_extent_of((rows,), (dp, tp), placements, at)
+    return torch.arange(extent.offset[0], extent.offset[0] + extent.shape[0])
+
+
+def by_stripes(rows, dp, tp, at):
+    """A stripe of each tp chunk for every dp index; tp divides the stripes."""
+    stripes = [piece(chunk, dp, at[0]) for chunk in torch.arange(rows).chunk(tp)]
+    return piece(torch.cat(stripes), tp, at[1])
+
+
+def is_right(way, rows, dp, tp):
+    ranks = product(range(dp), range(tp))
+    return all(
+        torch.equal(way(rows, dp, tp, at), cut_by_cut(rows, dp, tp, at)) for at in ranks
+    )
+
 
 sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # (rows, dp, tp)
 even = [(rows, dp, tp) for rows, dp, tp in sizes if rows % (dp * tp) == 0]
@@ -200,9 +234,6 @@ for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
 # Move through some sizes, and watch rank 4, which is (2, 0). FSDP makes the last cut in the first line, and TP in the second.
 
 # %%
-from torch.distributed.tensor import Shard
-
-from hwfsdp.compat import strided_shard
 from hwfsdp.plot.grid import LaidOut
 
 

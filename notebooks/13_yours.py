@@ -1,12 +1,11 @@
 # %% [markdown]
 # # 13 · Yours
 #
-# This notebook is about your code. It takes one station or elective, lets the grader check it, and shows the run of your code
-# beside the run of the reference. Set the number of the exercise in the cell below, and run all cells. (The *race* there is an
-# exercise in which your file competes with FSDP2.)
+# This notebook is about your code. It tests one station with your `my_fsdp.py`, and then shows a step of your file beside a step of
+# hwfsdp, on a machine that is simulated. Set the number of the station in the cell below, and run all cells.
 #
-# **Write down two numbers before you do.** How many points will your file get? And how many of its answers to the checks will
-# differ from the answers of the reference?
+# **Write down two numbers before you do.** How many points will your file get? And how many milliseconds will your step take longer
+# than the step of hwfsdp?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -14,111 +13,75 @@ try:
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "terminal, install it as README.md says. Then choose the kernel "
         "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
 
 # %%
-EXERCISE = 9  # stations are 1 to 10, electives 11 to 15, the race is 16
-SEED = 7  # the seed of the inputs that the checks draw
-
-# %% [markdown]
-# ## Whose code this is
-
-# %%
-from hwfsdp.course.replay import replay
-
-yours = replay(EXERCISE, SEED)
-print(yours.introduction)
+EXERCISE = 9  # 1 to 10, or 16
+SEED = 7  # the seed of the inputs that the tests draw
 
 # %% [markdown]
 # ## The verdict
 #
-# This is the verdict of `hwfsdp check`, with a fixed seed and without the checks of earlier stations. Your code did not run in
-# this notebook. It ran as it does in the grader: on separate ranks, with a time limit, and without access to your files. If it
-# hangs, the notebook reports that and goes on.
+# This is `hwfsdp check`. Your code does not run in this notebook. It runs on separate ranks, with a time limit, and without access to
+# your files. If it hangs, the verdict says so, and the notebook goes on. With a file that is not begun, there is not much to see.
 
 # %%
-print(yours.verdict_text)
+import subprocess
+import sys
+
+done = subprocess.run(
+    [sys.executable, "-m", "hwfsdp", "check", str(EXERCISE), "--seed", str(SEED)],
+    capture_output=True,
+    text=True,
+)
+print(done.stdout)
 
 # %% [markdown]
-# ## What the verdict is based on
+# ## Your step
 #
-# A check runs your code on ranks, asks for results, and writes the answers down. It asks the reference the same questions. For
-# a station, the reference is the `my_fsdp.py` of the solution; for an elective, it is the package itself. A difference is not
-# always a mistake. There may be several right answers, and a few answers, such as the numbers of files in elective 14, differ
-# in every run. But if a check has failed, look here.
+# The picture shows one step of five blocks, sharded by your file (above) and by hwfsdp (below). Gathers and reductions are on rows of
+# their own. The times are calculated from bytes and operations, so they are the same on every computer. On this machine the host
+# itself computes: only what your file starts early can hide behind compute.
+#
+# If your file cannot run this step yet, you see hwfsdp alone.
 
 # %%
-for run in yours.runs:
-    print(run)
-if not yours.runs:
-    print("No code of this file was run.")
-
-# %% [markdown]
-# Add up the differences: that is your second number. Now comes a picture.
-#
-# Stations 08 to 10 and some electives record an event log. For these exercises, the picture is the timeline of rank 0: your run
-# is above, the run of the reference is below. A station's timeline shows gathers, reductions and waits. Look at their order and
-# at what is missing. Widths are times of tiny models and mean nothing. For other exercises you see the picture of the exercise,
-# if it has one.
-
-# %%
-from IPython.display import Image
-
+from hwfsdp.course import compare
+from hwfsdp.course.exercises import find_course
+from hwfsdp.course.findings import Finding
+from hwfsdp.course.machines import WIDE
 from hwfsdp.plot.comparison import plot_comparison
 
-logs = yours.logs()
-drawn = yours.exercise.folder / "picture.png"
-if logs:
-    picture = plot_comparison(logs)
-elif drawn.exists():
-    picture = Image(filename=drawn)
-else:
-    picture = f"There is no picture for {EXERCISE}."
-picture
-
-# %% [markdown]
-# The step player shows both logs on one clock: **A** is your log, **B** is the log of the reference. If the two logs part, a
-# flag marks the first event that differs.
+MINE = find_course().root / "exercises" / "my_fsdp.py"
+steps = {"hwfsdp": compare.step_of(compare.OURS, WIDE, "host")}
+try:
+    steps = {"yours": compare.step_of(MINE, WIDE, "host"), **steps}
+except Finding as finding:
+    print("Your file does not run this step:", finding)
+plot_comparison({name: compare.drawn(step) for name, step in steps.items()})
 
 # %%
-if logs:
-    mine, theirs = logs.values()
-    player = mine.view(theirs, names=("yours", "the reference"))
-else:
-    player = f"No log was recorded for {EXERCISE}."
-player
+if "yours" in steps:
+    print(f"{'':<34}{'yours':>12}{'hwfsdp':>12}")
+    for row in compare.figures(*steps.values()):
+        print(f"{row.name:<34}{row.mine:>12}{row.theirs:>12}")
 
 # %% [markdown]
-# The log of an elective also shows each parameter group: when it was gathered, and when it was freed.
+# Your second number is the difference in the first line. A difference is no mistake by itself. But look where bytes travel alone: there
+# your file could start them earlier. And look at the peak: gathering more than one block ahead makes it higher.
+#
+# The step player shows the steps on one clock. If there are two logs, **A** is yours and **B** is hwfsdp's.
 
 # %%
-from hwfsdp.observe.lifetimes import find_lifetimes
-from hwfsdp.plot.lifetimes import plot_lifetimes
-
-if (
-    logs
-    and not yours.exercise.is_station
-    and all(find_lifetimes(log.select(rank=0)) for log in logs.values())
-):
-    lifetimes = lesson.explore(
-        lambda whose: plot_lifetimes(logs[whose]),
-        question="Where will the two pictures differ, if they do?",
-        answer="Look for a group that is gathered earlier or freed later than the reference's.",
-        whose=list(logs),
-    )
-else:
-    known = "There is no log with parameter groups"
-    if yours.exercise.is_station:
-        known = "The log of a station does not name parameter groups"
-    lifetimes = f"{known}, so there is no such picture of exercise {EXERCISE}."
-lifetimes
+logs = [compare.drawn(step) for step in steps.values()]
+logs[0].view(*logs[1:], names=tuple(steps)) if len(logs) > 1 else logs[0].view()
 
 # %% [markdown]
-# If everything is right and you want to learn more, make a mistake in one line of your file. Predict: which check will notice
+# If everything is right and you want to learn more, make a mistake in one line of your file. Predict: which test will notice
 # it, and what will change in the picture? Then run all cells again.
 #
-# **Next:** this is the last notebook. **Write it yourself:** the homework (`exercises/capstone`) and the broken lab
+# **Next:** this is the last notebook. **Write it yourself:** the homework (`exercises/homework`) and the broken lab
 # (`exercises/lab`).

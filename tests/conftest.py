@@ -19,7 +19,6 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from hwfsdp.course import NEEDED_BY_RANKS
 from hwfsdp.launcher.fork_server import import_ahead
 from older_torch import why_left_out
 
@@ -37,7 +36,7 @@ getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
 
-import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", NEEDED_BY_RANKS)
+import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "hwfsdp.course.probes")
 
 
 @pytest.fixture

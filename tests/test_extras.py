@@ -146,7 +146,7 @@ def test_every_part_names_the_package_that_it_needs(light: Any, tmp_path: Path) 
     }
     modules = found.keys() - others.keys()
     assert {name.rpartition(".")[0] for name in modules} <= {
-        *("hwfsdp.plot", "hwfsdp.plot.player", "hwfsdp.course.pictures", "hwfsdp.cli")
+        *("hwfsdp.plot", "hwfsdp.plot.player", "hwfsdp.cli")
     }
     for what, (is_ours, name, said) in found.items():
         assert is_ours and name in EXTRAS, what

@@ -6,6 +6,7 @@ Faults are real: a namespace without loopback, a module that cannot be imported,
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -20,12 +21,11 @@ from typing import Any
 import pytest
 import torch.version
 
-from hwfsdp.cli import build_parser, main
+from hwfsdp.cli import build_parser, command, main
 from hwfsdp.cli.health import look_at_ranks
-from hwfsdp.course.manifest import Course, find_course
+from hwfsdp.course.exercises import Course, find_course
 from hwfsdp.course.progress import Progress
-from hwfsdp.course.submission import solution, starter
-from hwfsdp.course.verdict import Grade
+from hwfsdp.course.stages import starter_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,21 +35,23 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
     """Put two stations, an elective, the homework and the lab into the current folder."""
-    for name in ("0[12]_*", "12_*", "capstone", "lab"):
+    for name in ("0[12]_*", "12_*", "homework", "lab"):
         for folder in (ROOT / "exercises").glob(name):
             shutil.copytree(folder, tmp_path / "exercises" / folder.name)
+    shutil.copytree(ROOT / "solutions", tmp_path / "solutions")
     monkeypatch.chdir(tmp_path)
     found = find_course(tmp_path)
     for exercise in found.exercises:
-        exercise.path.write_text(starter(exercise))
+        if begun := starter_of(ROOT, exercise.target):
+            exercise.path.write_text(begun)
     return found
 
 
 def passed(course: Course, number: int) -> None:
-    exercise = course.exercise(number)
-    text = solution(exercise)
+    exercise = course.exercise(str(number))
+    text = (ROOT / "solutions" / exercise.target).read_text()
     exercise.path.write_text(text)
-    Progress.load(course).note(Grade(exercise, [], "passed"), text)
+    Progress.load(course).note({check.name: "passed" for check in exercise.checks}, text)
 
 
 def greeted(capsys: pytest.CaptureFixture[str]) -> str:
@@ -88,8 +90,8 @@ def test_the_greeting_names_the_next_step_after_the_steps_already_done(
     for number in (1, 2):
         passed(course, number)
     text = greeted(capsys)
-    assert "exercises/capstone/README.md" in text
-    assert text.index("hwfsdp check capstone") < text.index("hwfsdp lab")
+    assert "exercises/homework/README.md" in text
+    assert text.index("hwfsdp check homework") < text.index("hwfsdp lab")
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"grades": {"01": 7}, "hints": {}}'])
@@ -125,6 +127,15 @@ def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.Argument
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
                 yield from parsers_below(each)
+
+
+def test_the_function_of_every_verb_takes_the_verbs_options() -> None:
+    for parser in parsers_below(build_parser()):
+        does = parser.get_default("does") or {}
+        if "run" in does and not does["run"].startswith("cli."):
+            defaults = {a.dest: a.default for a in parser._actions if a.dest != "help"}
+            given = command._given(argparse.Namespace(**defaults))
+            inspect.signature(command._function(does["run"])).bind(**given)
 
 
 def test_every_help_fits_a_terminal_of_80_columns_and_describes_its_verb(

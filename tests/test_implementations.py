@@ -27,9 +27,9 @@ from hwfsdp.train.models import GPTConfig
 from hwfsdp.train.snapshots import SnapshotConfig
 
 ROOT = Path(__file__).parent.parent
-HOMEWORK = ROOT / "solutions" / "capstone" / "hw_fsdp.py"
+HOMEWORK = ROOT / "solutions" / "homework" / "hw_fsdp.py"
 STATIONS = HOMEWORK.parents[1] / "my_fsdp.py"
-STARTER = ROOT / "exercises" / "capstone" / "hw_fsdp.py"
+STARTER = ROOT / "exercises" / "homework" / "hw_fsdp.py"
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
 CONFIG = TrainConfig(GPTConfig(dim=32, layers=2, heads=1, seq_len=16), batch=2, steps=4)
 
@@ -234,11 +234,9 @@ def test_an_error_in_a_learners_file_is_one_line_with_its_place(
 def test_a_function_that_is_not_written_yet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--implementation", str(STARTER), "--steps", "1", *TINY]) == 1
     error = capsys.readouterr().err
-    found = re.search(r"NotImplementedError: (\w+) is not written yet, at \S*hw_fsdp.py:(\d+)", error)
+    found = re.search(r"NotImplementedError: (TODO\(h1\): .*) at \S*hw_fsdp.py:(\d+)", error)
     assert found and error.count("\n") == 1
-    until = STARTER.read_text().splitlines()[: int(found[2])]
-    assert "raise NotImplementedError" in until[-1]
-    assert [line for line in until if line.lstrip().startswith("def ")][-1].split("(")[0].endswith(found[1])
+    assert f'raise NotImplementedError("{found[1]}")' in STARTER.read_text().splitlines()[int(found[2]) - 1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hwfsdp.course.stations.stages import stage
+from hwfsdp.course.stages import stage
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,8 +41,8 @@ RUN = "hwfsdp trace run train.py"
 SIMULATE = "hwfsdp simulate --model llama3-8b"
 OWN = "hwfsdp train --steps 20"
 LOSS = "2 ranks, 20 steps: loss 5.58"
-SUBMISSIONS = "mkdir submissions; cp -r answers submissions/ada; cp -r answers submissions/bob"
-GRADE = "hwfsdp grade submissions/ --secret secret.txt --out grades.csv"
+SUBMISSIONS = "mkdir CLASS; cp -r answers CLASS/ada; cp -r answers CLASS/bob"
+GRADE = "hwfsdp grade CLASS --secret secret.txt --out grades"
 CLUSTER = (
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id run7"
 )
@@ -65,16 +65,16 @@ dist.destroy_process_group()
 GROUPS: dict[str, list[Row]] = {
     "course": [
         Row("hwfsdp list", "01  Rows"),
-        Row("hwfsdp check 1", "Not started, 0 of 5 points.", 1),
+        Row("hwfsdp check 1", "exercises/my_fsdp.py is not started.", 1),
         Row("hwfsdp hint 1", "Hint 1 of 3"),
         Row("hwfsdp status", "0 of 100 points"),
         Row("hwfsdp train --implementation exercises/my_fsdp.py", "TODO(03): fully_shard", 1),
     ],
     "homework": [
-        Row("hwfsdp check capstone", "Not started, 0 of 10 points.", 1),
+        Row("hwfsdp check homework", "exercises/homework/hw_fsdp.py is not started.", 1),
         Row(
-            "hwfsdp demo --implementation exercises/capstone/hw_fsdp.py",
-            "is not written yet, at exercises/",
+            "hwfsdp demo --implementation exercises/homework/hw_fsdp.py",
+            "TODO(h1): set sharded_size",
             1,
         ),
         Row("hwfsdp lab", "0 of 14 solved"),
@@ -90,16 +90,19 @@ GROUPS: dict[str, list[Row]] = {
         ),
     ],
     "grade": [
-        Row("hwfsdp grade DIR", "5 of 100 points", 1, first="cp -r answers DIR"),
         Row(
-            f"{GRADE} --reports reports/",
-            makes="grades.csv",
-            first=f"{SUBMISSIONS}; head -c 32 /dev/urandom | base64 > secret.txt",
+            "hwfsdp grade DIR",
+            "Written: ",
+            first="cp -r answers DIR",
+            makes="grades/grades.csv",
         ),
-        Row(f"{GRADE} --resume", makes="reports"),
-        Row("hwfsdp grade submissions/ --out class.html", makes="class.html"),
-        Row("hwfsdp grade --make-autograder autograder.zip", makes="autograder.zip"),
-        Row("hwfsdp grade --make-workflow grade.yml", makes="grade.yml"),
+        Row(
+            f"{GRADE}",
+            makes="grades/students",
+            first=f"rm -rf grades; {SUBMISSIONS}; head -c 32 /dev/urandom | base64 > secret.txt",
+        ),
+        Row(f"{GRADE} --resume", makes="grades/grades.html"),
+        Row("pytest exercises --submission=DIR", " points", 1),
     ],
     "save": [
         Row("hwfsdp train --save-every 20 --resume", "Saved in", makes="runs/train/checkpoint/CURRENT"),
@@ -184,7 +187,7 @@ NOT_RUN = {  # and why
     "jupyter lab notebooks": "it opens a browser",
     "hwfsdp watch": "it runs until Ctrl-C; tests/course/test_commands.py has its turns",
     "hwfsdp release OUT": "it needs a checkout of the course; tests/course/test_release.py has one",
-    "pytest tests/exercises --submission DIR": "tests/exercises are a part of this suite",
+    "hwfsdp release OUT --upto 7": "as above",
     "torchrun --nproc-per-node 8 train.py": "it needs 8 GPUs, or 8 cores",
     f"{CLUSTER} train.py": "it needs several machines",
     "#!/bin/bash": "it needs several machines",
@@ -237,6 +240,7 @@ def commands_of(page: Path) -> Iterator[str]:
 
 def test_every_command_of_every_page_has_a_row() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages.remove(ROOT / "docs" / "own_exercise.md")  # tests/course/test_own_exercise.py follows it
     rows = [row.command for group in GROUPS.values() for row in group] + [*NOT_RUN]
     assert sorted({command for page in pages for command in commands_of(page)}) == sorted(rows)
 
@@ -273,7 +277,9 @@ def test_commands_work_as_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises", ignore=ignored)
     (tmp_path / "answers").mkdir()
-    (tmp_path / "answers" / "my_fsdp.py").write_text(stage(1))
-    shutil.copy(ROOT / "solutions" / "capstone" / "hw_fsdp.py", tmp_path)
+    (tmp_path / "answers" / "my_fsdp.py").write_text(
+        stage((ROOT / "solutions" / "my_fsdp.py").read_text(), "01")
+    )
+    shutil.copy(ROOT / "solutions" / "homework" / "hw_fsdp.py", tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     assert "\n".join(filter(None, (run(row, tmp_path) for row in GROUPS[group]))) == ""

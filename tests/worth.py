@@ -6,7 +6,7 @@
     python tests/worth.py show [TEST]                print totals, or the mistakes that one test notices
     python tests/worth.py cover                      print a cheap set of tests that together notice every noticed mistake
 
-`tests/worth.json` keeps the results. `hwfsdp.course.mutants` makes the mistakes. Each mistake changes one operator, constant, argument
+`tests/worth.json` keeps the results. `mutants` makes the mistakes. Each mistake changes one operator, constant, argument
 or statement of one function. First, the tests of `make test` that are about a mistake's module run on this mistake. Then all mistakes
 of an area that no test has noticed go into one copy of the project. The other tests of the area run on this copy: first the tests of
 `make test`, then the long ones. If a test fails there, it runs again on each mistake alone, which shows the mistakes that it notices. A
@@ -76,23 +76,13 @@ AREAS: dict[str, tuple[str, str]] = {  # name → (modules, files of tests), bot
         " checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
     ),
     "grader": (
-        "course/*.py course/stations/*.py course/gradebook/*.py course/capstone/*.py course/lab/*.py course/release/*.py",
-        "course/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
+        "course/*.py",
+        "course/test_*.py test_first_contact.py",
     ),
 }
-LEFT_OUT = {"mutants.py", "misconceptions.py"}  # the generator of mistakes, and a module of texts
-PARTS = {  # folder of the grader → files of tests that are about this folder alone
-    "capstone": "test_capstone test_hw_fsdp",
-    "gradebook": "test_gradebook_autograder test_gradebook_commands test_gradebook_door test_gradebook_formats"
-    " test_gradebook_run test_gradebook_submissions",
-    "lab": "test_lab",
-    "release": "test_release test_packing",
-}
+LEFT_OUT = {"lab.py"}  # mostly texts
 # The long tests of these files measure the checks: they grade hundreds of files.
-ABOUT_CHECKS = {
-    "test_answers",
-    "test_killrate",
-}
+ABOUT_CHECKS = {"test_answers", "test_killrate"}
 
 
 # --- As a plugin of pytest -------------------------------------------------------------------------------------
@@ -132,8 +122,7 @@ def files_of(patterns: str, folder: Path) -> list[Path]:
 
 def draw(area: str, count: int, seed: int) -> list[Record]:
     """Choose `count` mistakes of an area, at most one in a function."""
-    from hwfsdp.course.holes import extract, functions
-    from hwfsdp.course.mutants import mutants
+    from mutants import extract, functions, mutants
 
     chance = random.Random(f"{area} {seed}")
     everything = []
@@ -169,8 +158,7 @@ def identity(record: Record) -> tuple[str, str, str]:
 
 def mutated(record: Record, source: str | None = None) -> str:
     """Return the text of the module with the mistake in it. `source` is the text to change: the correct module by default."""
-    from hwfsdp.course.holes import extract, splice
-    from hwfsdp.course.mutants import mutants
+    from mutants import extract, mutants, splice
 
     original = (ROOT / record["module"]).read_text()
     same = {
@@ -311,14 +299,7 @@ def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
     cost: Counter[str] = Counter()
     for test, took in seconds.items():
         cost[test.split("::")[0]] += took  # type: ignore[assignment]
-    part = Path(record["module"]).parent.name
-    others = " ".join(files for name, files in PARTS.items() if name != part).split()
-    own = PARTS.get(part, "").split() if record["area"] == "grader" else []
-    names = [
-        str(path.relative_to(ROOT))
-        for path in files_of(AREAS[record["area"]][1], ROOT / "tests")
-        if (path.stem in own if own else path.stem not in others)
-    ]
+    names = [str(path.relative_to(ROOT)) for path in files_of(AREAS[record["area"]][1], ROOT / "tests")]
     return sorted(names, key=lambda name: cost[name])
 
 

@@ -1,160 +1,215 @@
-"""Exercise 11: Hybrid sharding"""
+"""11 Hybrid sharding: parameters are sharded inside a node, and replicated across nodes.
+
+A mesh (replicate, shard) arranges the ranks in a grid. The ranks of a row are a node: together they hold each parameter once. The
+ranks of a column hold the same rows of it. One parameter in one micro-batch:
+
+    gather             before the forward, and again before the backward: the whole parameter, from the ranks of this node
+    Gradient.add       in the backward: its whole gradient becomes this rank's rows, which go on to the other nodes
+    Gradient.finish    after the backward: the rows' mean over all ranks is there
+
+
+You write what has a TODO. The rest is written: `hybrid_shard`, at the end, calls your functions from a module's forward and backward.
+You may change all of it, except the names `axes_of`, `hybrid_shard` and `set_requires_all_reduce`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
-from hwfsdp.core.collectives import Reducing
-from hwfsdp.core.compat import no_autograd
-from hwfsdp.core.mesh import Axis, axis_along
-from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.streams import StreamEvent
-
-# Names of the package that may help:
-#
-# hwfsdp.core.mesh
-#     class      Axis(group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0)
-#                  One axis of a mesh, as this process sees it: `size` ranks. This process has number `rank`.
-#     function   axis_along(mesh: DeviceMesh, dim: int) -> Axis
-#                  Return this process's axis along one dimension of a mesh.
-#     attribute  ShardMesh.mesh: DeviceMesh
-#                  the user's mesh.
-#     attribute  ShardMesh.shard: Axis
-#                  its axis of ranks that hold different rows.
-#     property   ShardMesh.size -> int
-# hwfsdp.features.hybrid_sharding
-#     attribute  HybridMesh.replicate: Axis
-#                  ranks that hold the same rows.
-# hwfsdp.core.collectives
-#     class      Reducing(flat: Tensor, result: Tensor, mean: Mean, stream: Stream)
-#                  A reduction in flight on `stream`.
-#     class      Mean(before: float, operation: Any, after: float)
-#                  The steps of a mean: divide by `before`, reduce with `operation`, divide by `after`.
-#                  Division by 1 is left out.
-# hwfsdp.core.compat
-#     function   no_autograd() -> AbstractContextManager[Any]
-#                  Keep the operations of the block out of autograd, and out of any `torch.func` transform.
-# hwfsdp.core.streams
-#     method     Stream.run() -> AbstractContextManager[Any]
-#                  Issue the work of the block on this stream.
-#     method     Stream.record() -> StreamEvent
-#                  Return an event after all work that was issued here so far.
-#     method     Stream.wait(event: StreamEvent) -> None
-#                  Let all work that is issued here from now on run after `event`.
-#     method     Stream.then(function: Callable[[], None]) -> None
-#                  Run `function` here, in order. Called inside `run`.
-#     attribute  StreamSet.all_reduce
-# hwfsdp.core.context
-#     property   FSDPCommContext.streams -> StreamSet
-# hwfsdp.features.group
-#     method     FSDPCommContext.hold(tensor: Tensor, stream: Stream) -> None
-#                  Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
-# hwfsdp.core.group
-#     attribute  ParamGroup.mesh: ShardMesh
-#                  the ranks over which they are sharded.
-#     attribute  ParamGroup.comm_ctx: FSDPCommContext
-#                  shared by the model's groups; it has the streams, for example.
-#     method     ParamGroup.pieces(params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam,
-#                    Tensor]]
-#                  Return each of `params` with its rows, a view of a reduction's `result` [n]. `result` has
-#                  the padded chunks end to end.
-#     method     ParamGroup.add_sharded_grads(params: Sequence[FSDPParam], result: Tensor) -> None
-#                  Add `result` [n], the mean of the gradients, to the shards' gradients, in the dtype that
-#                  the optimizer gets.
-#     function   divided(tensor: Tensor, by: float) -> Tensor
-#                  Divide `tensor` in place; return it.
-#     attribute  Reducer.group: ParamGroup
-#                  the group of these gradients, which sets it.
-# hwfsdp.features.hybrid_sharding
-#     attribute  HybridReducer.replicas: Axis
-#                  the ranks of the all-reduce.
-# hwfsdp.features.reductions
-#     attribute  SettableReducer.all_reduce_grads: bool
-#     attribute  SettableReducer.partial_grads: dict[FSDPParam, Tensor]
-# hwfsdp.features.hybrid_sharding
-#     method     HybridReducer.start_all_reduce(tensor: Tensor, stream: Stream) -> None
-#                  Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current;
-#                  return at once.
-#     method     HybridReducer.finish_shards(params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent
-#                  Queue the usual work: divide, add to the shards' gradients. If there is a hook, it runs
-#                  before the division.
-# hwfsdp.features.reductions
-#     method     SettableReducer.add_divided(stream: Stream, params: Sequence[FSDPParam], result: Tensor,
-#                    divisor: float) -> None
-#                  Queue on `stream`, which is current: call the hook, divide `result`, add it to the shards'
-#                  gradients.
+from hwfsdp.streams import after_backward
 
 
-def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
-    """Return (shard, replicate), the axes of a mesh (shard) or (replicate, shard). A missing axis is `Axis()`: one rank, no group."""
-    # TODO(11)
-    raise NotImplementedError
-
-
-class HybridMesh:
-    """The ranks over which parameters are sharded, and the ranks over which the shards are replicated.
+class Axis(NamedTuple):
+    """Ranks that differ in one coordinate of the grid only, this rank among them.
 
     Attributes:
-        mesh: the mesh of the data-parallel axes: (shard), (replicate, shard) or (replicate).
-        shard: ranks that hold different rows. If there is no such axis, it has size 1 and no group.
-        replicate: ranks that hold the same rows. If there is no such axis, it has size 1 and no group.
-        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on `around`.
+        group: their process group. ranks: their numbers among all ranks, in order. number: this rank's place in `ranks`.
     """
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Return one placement for each axis of `mesh`, for a plain parameter that is cut along dimension `dim`.
-
-        An axis exists if it has a group, even if the group has only one rank.
-        """
-        # TODO(11)
-        raise NotImplementedError
+    group: dist.ProcessGroup
+    ranks: list[int]
+    number: int
 
 
-class HybridReducer:
-    """Scatter, all-reduce over the replicas, divide, add.
+class Axes(NamedTuple):
+    """The two axes on which this rank lies: the ranks of its node, and the ranks that hold the same rows as it does."""
+
+    shard: Axis
+    replicate: Axis
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Return this rank's axes in a mesh with the dims (replicate, shard)."""
+    raise NotImplementedError("TODO(11): axes_of")
+
+
+def rows_of(whole: Tensor, axis: Axis) -> Tensor:
+    """Copy the rows that this rank keeps: its chunk, as `torch.chunk` cuts dim 0 for the ranks of the axis. It may have no rows."""
+    raise NotImplementedError("TODO(11): rows_of")
+
+
+def gather(rows: Tensor, n: int, axis: Axis) -> Tensor:
+    """Return the whole parameter of `n` rows, in memory of its own, from the rows of all ranks of the axis.
+
+    Ranks send chunks of the same size: zeros follow the rows of a shorter one. An axis of one rank sends nothing.
+    """
+    raise NotImplementedError("TODO(11): gather")
+
+
+class Gradient:
+    """The gradient of one parameter, on its way to `rows.grad`: the mean over all ranks, for the rows that this rank keeps.
 
     Attributes:
-        replicas: the ranks of the all-reduce. all_reduce_grads: if False, partial gradients add up (Note [Partial gradients]).
-        partial_grads: by parameter, the gradient of this rank's rows, reduced over the shard axis only: `local_shape`, reduce
-            dtype.
+        rows: this rank's rows. axes: this rank's axes.
+        all_reduces: if False, nothing goes to other nodes: gradients add up, reduced in this node only, until it is True again.
     """
 
-    def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
+    def __init__(self, rows: nn.Parameter, axes: Axes) -> None:
+        self.rows, self.axes, self.all_reduces = rows, axes, True
 
-        Its result reaches the shards' gradients, or `partial_grads` if `all_reduce_grads` is off. Nothing that is queued may keep
-        `reducing.flat` alive. On return, the memory of an all-reduce is already kept until the backward is over.
+    def add(self, whole: Tensor) -> None:
+        """Take the whole gradient of one micro-batch. The memory of `whole` is not yours: autograd may read it again.
 
-        Returns:
-            An event after which `reducing.flat` may be reused.
+        It is reduced inside the node first, then across nodes. Do not wait for what goes across: the backward goes on meanwhile.
         """
-        # TODO(11)
-        raise NotImplementedError
+        raise NotImplementedError("TODO(11): Gradient.add")
 
-    def reduce_over_replicas(
-        self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
-    ) -> None:
-        """Reduce `result` over the replicas, in place, on the all-reduce stream; then add it to the shards' gradients there.
+    def finish(self) -> None:
+        """The backward is over. Add the mean over all ranks to `rows.grad`, unless nothing may go to other nodes yet.
 
-        Called when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after it. Only the
-        all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: divide by it in the end.
+        If this backward has not used the parameter, gradients of earlier ones may still have to go to other nodes.
         """
-        # TODO(11)
-        raise NotImplementedError
+        raise NotImplementedError("TODO(11): Gradient.finish")
 
-    def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add a result [n] of a reduction over the shard axis only to the partial gradients of `params`.
 
-        With one shard, `result` is memory that the compute stream will use again.
-        """
-        # TODO(11)
-        raise NotImplementedError
+# --- From here on, everything is written -------------------------------------------------------------------
 
-    def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add the partial gradients of `params` to `result` [n], in place. Each counts once."""
-        # TODO(11)
-        raise NotImplementedError
+
+class Sharded:
+    """One parameter: its rows stay, the whole comes and goes.
+
+    Attributes:
+        owner, name: the module that has it, and its name there. n: the rows of the whole.
+        whole: in a forward, the whole parameter. again: in a backward, the whole parameter, gathered again.
+    """
+
+    whole: Tensor | None = None
+    again: Tensor | None = None
+
+    def __init__(self, owner: nn.Module, name: str, param: nn.Parameter, axes: Axes) -> None:
+        self.owner, self.name, self.n, self.axes = owner, name, len(param), axes
+        self.rows = nn.Parameter(rows_of(param, axes.shard), param.requires_grad)
+        self.gradient = Gradient(self.rows, axes)
+        owner.register_parameter(name, self.rows)
+
+    def gathered(self) -> Tensor:
+        return gather(self.rows.detach(), self.n, self.axes.shard)
+
+    def begin(self) -> None:
+        """Let the module compute with the whole: an attribute is found before a parameter of the same name."""
+        self.whole = Whole.apply(self.rows, self)  # type: ignore[no-untyped-call]
+        vars(self.owner)[self.name] = self.whole
+
+    def end(self) -> None:
+        self.whole = None
+        del vars(self.owner)[self.name]
+
+    def once_more(self) -> Tensor:
+        """Return the whole in a backward, which needs it a second time."""
+        if self.again is None:
+            self.again = self.gathered()
+        return self.again
+
+
+class Whole(torch.autograd.Function):
+    """From the rows to the whole in a forward, and from its gradient to the rows' gradient in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sharded: Sharded) -> Tensor:
+        ctx.sharded = sharded
+        return sharded.gathered()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.sharded.again = None
+        ctx.sharded.gradient.add(grad)
+        return None, None  # `finish` sets the gradient
+
+
+@contextmanager
+def unsharded(params: list[Sharded]) -> Iterator[None]:
+    """Make parameters whole for a forward. What autograd saves of them for the backward is not memory, but how to get it again."""
+
+    def pack(tensor: Tensor) -> Any:
+        for each in params:
+            if each.whole is not None and each.whole.data_ptr() and _storage(each.whole) == _storage(tensor):
+                return each, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        each, *view = saved
+        whole: Tensor = each.once_more()
+        return whole.as_strided(*view)
+
+    for each in params:
+        each.begin()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for each in params:
+            each.end()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def sharded_in(module: nn.Module) -> list[Sharded]:
+    """Return the sharded parameters of a module and of all modules in it."""
+    return [each for inner in module.modules() for each in getattr(inner, "sharded", [])]
+
+
+def hybrid_shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard the parameters of a module that no call before has sharded: inner modules first. Return the module.
+
+    The module's forward returns one tensor. Its parameters have at least one dim, and are not tied.
+    """
+    axes, done = axes_of(mesh), {each.rows for each in sharded_in(module)}
+    params = [
+        Sharded(owner, name, param, axes)
+        for owner in module.modules()
+        for name, param in list(owner.named_parameters(recurse=False))
+        if param not in done
+    ]
+    forward: Callable[..., Tensor] = module.forward
+
+    def finish() -> None:
+        for each in sharded_in(module):
+            each.again = None
+            each.gradient.finish()
+
+    def whole_forward(*args: Any, **kwargs: Any) -> Tensor:
+        with unsharded(params):
+            output = forward(*args, **kwargs)
+        if output.requires_grad:
+            output.register_hook(lambda grad: after_backward(finish))
+        return output
+
+    vars(module).update(sharded=params, forward=whole_forward)
+    return module
+
+
+def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> None:
+    """Choose whether gradients go to other nodes, in this module and all modules in it."""
+    for each in sharded_in(module):
+        each.gradient.all_reduces = requires_all_reduce

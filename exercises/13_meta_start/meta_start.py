@@ -1,134 +1,68 @@
-"""Exercise 13: Meta-device start"""
+"""13 Meta-device start: weights for a sharded model that was never whole on any rank, the same at any world size.
+
+A model begins on the meta device, where tensors have shapes and no memory. There are two ways to its shards, and then one to weights:
+
+    fully_shard(model); model.to_empty(device="cpu")     hwfsdp's and torch's fully_shard take models on the meta device
+    hollow(model, "cpu"); fully_shard(model)             for any other file that copies the rows it keeps, such as yours of 03
+    init_shards(model, shapes, init, seed)               fill the shards
+"""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from hwfsdp.core import compat
-from hwfsdp.core.compat import address_of, local_of
-from hwfsdp.layout.extents import compute_local_shape_and_global_offset
-from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, reshard_all
-
-# Names of the package that may help:
-#
-# hwfsdp.core.compat
-#     function   local_of(tensor: Tensor) -> Tensor
-#                  Return this rank's part of a DTensor. Unlike `to_local`, this adds no autograd node. Return
-#                  other tensors unchanged.
-#     function   replace_local(tensor: DTensor, local: Tensor) -> None
-#                  Replace the rank's part of a DTensor that optimizers and users already hold.
-# hwfsdp.layout.extents
-#     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
-#                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
-#                    tuple[int, ...]]
-#                  Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank
-#                  is not in the mesh.
-# hwfsdp.layout.init_shards
-#     class      Part(local: Tensor, offset: tuple[int, ...])
-#                  A rank's part of a parameter: the memory to fill, and the index of its first element in the
-#                  whole parameter.
-#     constant   Init = Callable[[str, Tensor, torch.Generator], object]
-#     function   generator_of(seed: int) -> torch.Generator
-#                  Make a CPU generator from all 64 bits of a seed. torch's `manual_seed` keeps only 32, and a
-#                  model has millions of rows.
-#     function   reshard_all(model: nn.Module) -> None
-#                  Register the shards of all groups below `model`. Values in whole parameters would be lost
-#                  at the next gather.
-#     function   require_memory(fqn: str, param: Tensor) -> None
-#                  Raise StateError if the parameter is still on the meta device.
-# hwfsdp.core.compat
-#     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
-#                  Return where a tensor begins (storage and offset), and its dtype. Unlike `data_ptr`, this
-#                  works for fake and freed memory.
-# hwfsdp.core.param
-#     attribute  FSDPParam.layout: Layout
-#                  how it is cut.
-#     attribute  FSDPParam.memory: ShardMemory
-#                  where its shard lives.
-#     attribute  FSDPParam.local_numel
-#     attribute  FSDPParam.padded_numel
-#     attribute  FSDPParam.padded_shard: Tensor
-#                  [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
-#     method     ShardMemory.place(shard: Tensor) -> Tensor
-#                  Return `shard`, or a copy of it in this memory.
-# hwfsdp.core.layout
-#     attribute  Layout.local_shape
-#                  the shape of this rank's part.
-#     attribute  Layout.padded_shape
-#                  the shape of a full chunk of rows.
 
 
-def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
-    """Make a CPU generator for one row: row `number` of the whole parameter `fqn`, in a model with any integer as `seed`.
+Init = Callable[[str, Tensor, torch.Generator], object]  # (name, row, generator): fills one row in place
+
+
+def row_generator(seed: int, name: str, number: int) -> torch.Generator:
+    """Make a CPU generator for row `number` of the whole parameter `name`, in a model whose seed is any integer.
 
     Its numbers depend on these three alone: they are the same in every process on every machine.
     """
-    # TODO(13)
-    raise NotImplementedError
+    raise NotImplementedError("TODO(13): row_generator")
 
 
-def part_of(param: Tensor) -> Part:
-    """Return this rank's part of a parameter, sharded or not: the memory itself, not a copy, and where in the whole it begins."""
-    # TODO(13)
-    raise NotImplementedError
+def generator_of(seed: int) -> torch.Generator:
+    """Make a CPU generator from 64 bits. torch's `manual_seed` keeps only 32 of them, and a model has millions of rows."""
+    made = torch.Generator()
+    # A state takes 30 bits, and a number of its own. These generators are linear: the exclusive or of three states is a state.
+    first, *others = (
+        made.manual_seed(i << 30 | seed >> 30 * i & (1 << 30) - 1).get_state() for i in range(3)
+    )
+    made.set_state(first ^ others[0] ^ others[1])
+    return made
 
 
-def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a part in place: call `init(fqn, row, generator)` once for each row that has elements here, first row first.
+def hollow(model: nn.Module, device: str) -> nn.Module:
+    """Move a model from the meta device to `device`, in place, with almost no memory; return it.
 
-    A row is a new CPU tensor of the part's dtype: a whole parameter of this `shape` without dim 0, even if the part has only some
-    columns. Its generator is the one of its number in the whole. A parameter without dims is one row. Besides the part, at most one
-    row has memory. Autograd is off.
+    Each parameter gets a new one in its place, with the same shape, dtype and requires_grad; a tied one stays tied. It can be read,
+    and has at most 64 bytes of memory, whatever its shape. Buffers get memory of their size.
     """
-    # TODO(13)
-    raise NotImplementedError
+    raise NotImplementedError("TODO(13): hollow")
 
 
 @torch.no_grad()
-def init_shards(model: nn.Module, init: Init, seed: int) -> None:
-    """Initialize this rank's rows of every parameter, without communication, with equal weights at any number of ranks.
+def init_shards(model: nn.Module, shapes: Mapping[str, Sequence[int]], init: Init, seed: int) -> None:
+    """Fill this rank's part of every parameter of a sharded model, without communication: the same model at any world size.
 
-    Args:
-        model: sharded, after `to_empty`; a forward may have left parameters whole. Parameters that are not sharded are
-            initialized, too; buffers are not.
-        init: `init(fqn, row, generator)` fills one row of a parameter in place, with a CPU generator. The row has the parameter's
-            shape without dimension 0, and its dtype; for a 1D parameter it is a scalar.
-        seed: of the whole model. No other random numbers of the process change.
+    `init(name, row, generator)` is called once for each row that has elements on this rank, the first row first. A row is a new CPU
+    tensor: the whole parameter without dim 0, in its dtype, even if the rank has only some columns of it. The generator is the
+    `row_generator` of the row's number in the whole. A parameter without dims is one row. A tied parameter is filled once, under its
+    first name. Besides the shards, at most one row is in memory.
+
+    A parameter is a DTensor; or a plain tensor, which holds all, or this rank's rows, cut along dim 0 as in exercise 01. A forward may
+    have left a module whole; if the module has a method `reshard`, this gives it its shards back. Buffers, the objects that modules
+    hold, and the other random numbers of the process stay as they are.
+
+    shapes: of the whole parameters, by name; the model had them before it was sharded.
 
     Raises:
-        StateError: a parameter is still on the meta device.
+        RuntimeError: a parameter is still on the meta device.
     """
-    # TODO(13)
-    raise NotImplementedError
-
-
-class FSDPParam:
-    """A parameter of the model, with its shard and its memory when whole. Extension point.
-
-    Attributes:
-        name: its name from the root module, or from the given module until there is a root. places: where it is registered.
-        layout: how it is cut. memory: where its shard lives.
-        dtypes: see `precision.Dtypes`.
-        state: the form that is registered.
-        padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
-        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
-        unsharded_param: whole, compute dtype; None before the first gather.
-        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
-            the first gather.
-        accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
-    """
-
-    @torch.no_grad()
-    def hold_rows(self, param: DTensor) -> None:
-        """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
-
-        The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
-        padding and are in `memory`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
-        `padded_shard` as its memory.
-        """
-        # TODO(13)
-        raise NotImplementedError
+    raise NotImplementedError("TODO(13): init_shards")

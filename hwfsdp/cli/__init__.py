@@ -5,18 +5,16 @@
     demo       the same run three times, compared, and drawn
     health     the checks of doctor
     doctor     whether this machine can do what the package needs
-    course     a folder with the course to work in; check, watch, lab
+    course     the lab
     explain    how ranks would share a model's parameters
     simulate   a step on GPUs that you do not have
     trace      record a run; show, compare or export its log
     train      the training loop
     swap       run a program that uses torch's FSDP2 on hwfsdp
-    grade      one submission, or a class of them
-    release    the student's edition
     greeting   the command without a verb: what to do next
     command    the parser of the table, and the exit status
 
-The other verbs are functions of `course.commands` and `checkpoint.commands`, which the table names. A verb's module is imported
+The other verbs are functions of `course` and `checkpoint.commands`, which the table names. A verb's module is imported
 only when the verb runs. Nothing imports torch before, so `hwfsdp --help` answers at once.
 """
 

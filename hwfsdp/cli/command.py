@@ -114,8 +114,13 @@ def _run(args: argparse.Namespace) -> int:
     run = _function(args.does["run"])
     if args.does["run"].startswith("cli."):
         return int(run(args))
+    return int(run(**_given(args)))
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a verb by name, `--json` as `as_json`."""
     options = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
-    return int(run(**options, as_json=args.json))
+    return options | ({"as_json": args.json} if "json" in args else {})
 
 
 def _function(name: str) -> Callable[..., Any]:

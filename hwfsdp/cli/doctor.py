@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hwfsdp.cli.health import Look, examine
 
 if TYPE_CHECKING:
-    from hwfsdp.course.confinement import Limit
+    from hwfsdp.course.walls import Limit
 
 _WIDTH = 25  # columns before the text of a line
 
@@ -28,9 +28,9 @@ def doctor(args: argparse.Namespace) -> int:
     broken = [look.name for look in looks if look.status == "broken"]
     torch_works = "torch" not in broken
     if torch_works:
-        from hwfsdp.course.confinement import limits_in_force
+        from hwfsdp.course.walls import in_force
 
-        limits = limits_in_force()
+        limits = in_force()
     calibration = _calibrate(args.ranks) if args.calibrate and not broken else None
     if args.json:
         print(json.dumps(_found(args.ranks, looks, limits, calibration), indent=2))

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hwfsdp import __version__
-from hwfsdp.course.manifest import Course, carried_course, find_course
+from hwfsdp.course.exercises import Course, Exercise, find_course, read_course
 from hwfsdp.course.progress import Progress
+from hwfsdp.course.stages import CARRIED
 from hwfsdp.errors import UsageError
 
 _DEMO = Path("runs", "demo", "summary.json")
@@ -37,13 +38,15 @@ def _proposal() -> Iterator[str]:
         yield from _without_course()
         return
     progress = Progress.load(course)
-    if not progress.grades and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
-        yield from _demo(f"Then the course, exercises 1 to {len(course.exercises)}:\n  hwfsdp list")
+    if not progress.outcomes and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
+        yield from _demo(
+            f"Then the course, exercises {course.exercises[0].short_number} to {_numbered(course)[-1].short_number}:\n  hwfsdp list"
+        )
         return
-    standings = [progress.standing(exercise) for exercise in course.exercises]
+    standings = [progress.standing(exercise) for exercise in _numbered(course)]
     passed = sum(s.status == "passed" for s in standings)
     yield f"{passed} of {len(standings)} exercises passed."
-    left = [s.exercise for s in standings if s.status not in ("passed", "forgone")]
+    left = [s.exercise for s in standings if not s.is_over]
     if not left:
         yield from _after_the_exercises(course)
         return
@@ -56,14 +59,18 @@ def _proposal() -> Iterator[str]:
     yield f"  check  hwfsdp check {following.short_number}"
 
 
+def _numbered(course: Course) -> list[Exercise]:
+    return [each for each in course.exercises if each.has_number]
+
+
 def _without_course() -> Iterator[str]:
     """Propose the demo, then a copy of the course if the package carries one."""
-    course = carried_course()
+    course = read_course(CARRIED.parent)
     if course is None:
         yield from _demo("")
         return
     if not _DEMO.exists():
-        yield from _demo(f"Then write the course, {len(course.exercises)} exercises, to a folder:")
+        yield from _demo(f"Then write the course, {len(_numbered(course))} exercises, to a folder:")
     else:
         yield "Next, write the course to a folder to work in:"
     yield "  hwfsdp course fsdp-course"
@@ -77,11 +84,11 @@ def _demo(then: str) -> Iterator[str]:
 
 
 def _after_the_exercises(course: Course) -> Iterator[str]:
-    homework = course.root / "exercises" / "capstone"
+    homework = course.root / "exercises" / "homework"
     if homework.is_dir():
         yield "Next, the homework, FSDP in one file:"
         yield f"  read   {_shown(homework / 'README.md')}"
-        yield "  check  hwfsdp check capstone"
+        yield "  check  hwfsdp check homework"
     if (course.root / "exercises" / "lab").is_dir():
         yield "Then the lab, scripts that train wrongly: hwfsdp lab"
 

@@ -1,61 +1,46 @@
-"""The course: stations, electives, homework and lab, and the code that grades them.
+"""The course's kit: an exercise is a file that a student writes, and a pytest file that judges it. This package is what both need.
 
-    What an exercise is
-    holes           cut functions out of a module and put them back
-    provided        the names that a hole may use
-    starters        the files that a student opens
-    refusals        error messages for users
-    manifest        the data of an exercise, and the places of its files
-    workbook        write and compare starters and solutions
-    cuts            three ways to compute which rows a rank holds
-    lesson          helpers for notebooks
-    pictures        the pictures of exercises
+    A run
+    plugin        markers, fixtures, options; what pytest prints
+    ranks         the student's file on ranks: questions, launches, answers
+    probing       the side of a rank: load the file, call probes, write reports
+    probes        what ranks import ahead
+    packing       numbers and tensors as bytes, between processes
+    failures      what a rank raised, in the course's words
+    walls         what the operating system takes away from the file
+    rules         what the file's text may say
 
-    How an answer runs
-    overlay         load the package with a learner's functions in its holes
-    rules           find forbidden code in the text of an answer
-    trust           find out who wrote the code that a frame runs
-    doors           check each attribute that a learner's code reads or sets
-    lookups         check each attribute that a library looks up for a learner
-    guard           detect forbidden access while a learner's code runs
-    landlock        take the file system away from a process
-    privileges      change the user, remove the network
-    processes       limit processes, and kill all that are left
-    confinement     all of these limits, for one rank
-    oracles         the part of the checks that a rank sees
-    wire            everything that a rank sends and receives
-    packing         data for the process that grades
-    run             ranks that run a learner's code
+    What is observed, and what must hold
+    scenarios     models that break naive files
+    facts         what a rank observes of training
+    watching      operators, memory and traffic of a rank
+    laws          what must hold of facts
+    machines      a step on simulated GPUs
+    timing        what must hold of such a step
+    findings      a failure with its misconception; which of several is the cause
+    pages         findings as text
 
-    How it is judged
-    verdict         findings, results of checks, and grades
-    submission      find and read the files of a learner
-    misconceptions  the mistakes of learners
-    findings        the sentences of judges, as data
-    diagnose        from a number to the misconception behind it
-    grade           run the checks of an exercise on an answer
-    checklist       the checks as data, in the order in which they run
-    checks          checks of the electives
-    stations        checks of `my_fsdp.py`, and its reference
-    capstone        checks of the homework
-    lab             checks of the broken scripts
+    Exercises
+    stages        marks in solutions → starters, stages, solutions
+    exercises     the list of exercises, read from their tests
+    lab           the broken scripts: bugs, answers, judgement
+    lab_runs      the broken scripts under the recorder
+    lesson        helpers of the notebooks
 
-    What students and instructors call
-    report          grades as text
-    pages           HTML from templates
-    progress        the progress of a learner
-    certificate     the certificate after station 10
-    filemap         a map of the learner's `my_fsdp.py`
-    commands        list, hint, status, reset, catchup
-    checking        check, watch
-    beside          a page with a failed run beside the reference's run
-    replay          an answer beside the reference
-    gradebook       grade a class
-    release         the student's edition
-    mutants         machine-made mistakes
-    grader_report   how many of them the checks notice: docs/grading.md
+    Commands
+    commands      list, check, hint, status, watch, reset, catchup
+    progress      what has passed
+    compare       the page "yours beside the reference"
+    release       the student's edition
+    text          what commands print
 
-A learner's code runs only in processes of ranks. It never runs in the process that makes a grade.
+    A class
+    gradebook     hwfsdp grade
+    submissions   find and unpack submissions
+    pool          runs of pytest, several at once
+    results       outcomes of a class
+    copies        what a file shares with the reference or with another file
+    formats       CSV, JSON, HTML, Gradescope, Classroom 50, PrairieLearn
+
+A student's file runs only in processes of ranks, never in the process that makes a mark.
 """
-
-NEEDED_BY_RANKS = "hwfsdp.course.stations.course"  # a graded rank needs this module and all its imports

@@ -1,67 +1,175 @@
-"""The findings of judges: `findings.toml` has misconceptions and sentences, by exercise and name ("laws": all stations).
+"""Why a test fails: the finding, what a test said in the end, and what several findings have in common.
 
-    [13]
-    global = ["global-generator", "torch's default generator has another state than before."]
+A law raises a `Finding` with the id of a misconception and a sentence with names and numbers. `misconceptions.toml` says, by id, what a
+student probably believes, which question leads on, and how close this is to the cause (`rank`). One run asks one question: about the
+finding with the smallest rank. Further findings of the same misconception are one line.
 
-A judge writes `raise told("13.global", "Rank 0 of 2:")`. Or it passes the right value to `expect`, or right values by name to
-`compare`. If an entry has two misconceptions, the first is for a value that is too large, the second for a value that is too small.
-A sentence without a misconception belongs to a judge that several other judges call. The caller passes the misconception.
+This module loads quickly: it does not import torch.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-
-from hwfsdp.course.diagnose import largest_difference
-from hwfsdp.course.verdict import Finding
-
-FINDINGS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+from typing import Any, NamedTuple
 
 
-def told(
-    name: str, where: str, got: Any = None, right: Any = None, /, kind: str = "", **words: Any
-) -> Finding:
-    """Return the finding of this name.
+class Misconception(NamedTuple):
+    """A student's probable belief or mistake, and a question that leads on.
+
+    Attributes:
+        fatal: nothing after it can be judged. vague: the sentence says what is wrong, but not why, so the test's own question is asked.
+        rank: of several misconceptions, the one with the smallest rank is probably the cause of the others.
+    """
+
+    sentence: str
+    question: str
+    fatal: bool = False
+    vague: bool = False
+    rank: int = 3
+
+
+MISCONCEPTIONS: dict[str, Misconception] = {
+    name: Misconception(**entry)
+    for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
+}
+_UNWRITTEN = re.compile(
+    r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b"
+)  # a number that no training gives
+
+
+class Finding(Exception):
+    """Why a test fails.
 
     Args:
-        where: the first words of the message.
-        got, right: the value that came back, and the right value. The sentence may use them in braces. It may also use `words`,
-            and {difference}: the largest difference of two tensors.
-        kind: the misconception, if the name has none of its own.
+        misconception: its id. sentence: the evidence, in one or two sentences with names and numbers.
+        expected, got: two values to compare, if they help. seen: a moment of a recorded run to look at; it stays in this process.
     """
-    exercise, _, key = name.partition(".")
-    *own, sentence = FINDINGS[exercise][key]
-    misconceptions = own or [kind]
-    if "{difference}" in sentence:
-        is_alike = (got.shape, got.dtype) == (right.shape, right.dtype)
-        other = f"being {got.dtype}, {tuple(got.shape)}"
-        words["difference"] = largest_difference(got, right) if is_alike else other
-    is_less = len(misconceptions) > 1 and got < right
-    message = f"{where} {sentence.format(got=got, right=right, **words)}"
-    if isinstance(right, bool):  # the sentence is enough; "expected False" would not help a learner
-        got = right = None
-    return Finding(misconceptions[is_less], message, right, got)
+
+    def __init__(
+        self, misconception: str, sentence: str, expected: object = None, got: object = None, seen: Any = None
+    ) -> None:
+        assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
+        sentence = plain(sentence)  # it may quote a rank
+        super().__init__(sentence)
+        self.misconception, self.message, self.seen = misconception, sentence, seen
+        self.expected, self.actual = shown(expected), shown(got)
+        if misconception == "wrong-value" and _UNWRITTEN.search(sentence):  # the trace of a missing wait
+            self.misconception = "used-before-wait"
+
+    @property
+    def known(self) -> Misconception:
+        return MISCONCEPTIONS[self.misconception]
 
 
-def expect(name: str, where: str, got: Any, right: Any, /, **words: Any) -> None:
-    """Raise the finding of this name if a value is not the right one."""
-    if not is_same(got, right):
-        raise told(name, where, got, right, **words)
+def shown(value: object) -> str | int | float | None:
+    """Return a value as a page shows it: numbers unchanged, tensors with few elements, everything on one line."""
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        return plain(value)
+    numel, flatten = getattr(value, "numel", None), getattr(value, "flatten", None)
+    if numel is not None and flatten is not None:  # a tensor, known without torch
+        is_long = numel() > 16
+        value = (
+            f"{flatten()[:8].tolist()}… {tuple(getattr(value, 'shape'))}" if is_long else flatten().tolist()
+        )
+    return one_line(str(value), 300)
 
 
-def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
-    """Raise the finding of the first wrong fact. `right` has the right values; its key for the fact "global" is "13.global"."""
-    for name, expected in right.items():
-        expect(name, where, facts[name.partition(".")[2]], expected, **words)
+def plain(text: str) -> str:
+    """Return a text without control characters, except line ends: they could move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def is_same(got: Any, right: Any) -> bool:
-    """True if two facts are equal. Tensors must also have the same shape and dtype."""
-    if isinstance(got, Tensor) and isinstance(right, Tensor):
-        return got.dtype == right.dtype and got.shape == right.shape and bool((got == right).all())
-    return not isinstance(got, Tensor) and bool(got == right)
+def one_line(text: str, longest: int) -> str:
+    """Return a text without line breaks, shortened to `longest` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+@dataclass
+class Outcome:
+    """What a run says about one test. Tests that differ only in their parameters have one outcome together.
+
+    Attributes:
+        test: such as "03.trains". sentence: the first paragraph of its docstring. points: what it is worth.
+        ask: the test's own question, for vague misconceptions.
+        own: False for tests of earlier exercises, which run along. bonus: True if its points add nothing to the most.
+        status: "not run", "passed", "failed", "skipped", or "error": the test itself is broken, which is not the student's fault.
+        finding: why it failed. note: why it was skipped, or the error.
+        measured: figures by name, also of a test that passed.
+    """
+
+    test: str
+    sentence: str
+    points: int
+    ask: str = ""
+    own: bool = True
+    status: str = "not run"
+    finding: Finding | None = None
+    note: str = ""
+    measured: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    bonus: bool = False
+
+    @property
+    def exercise(self) -> str:
+        return self.test.partition(".")[0]
+
+    @property
+    def question(self) -> str:
+        """The question about the finding."""
+        assert self.finding is not None
+        known = self.finding.known
+        return self.ask if known.vague and self.ask else known.question
+
+    def add(self, status: str, finding: Finding | None = None, note: str = "") -> None:
+        """Add what one of the test's variants said: the worst status counts, the first finding stays."""
+        order = ("not run", "passed", "skipped", "failed", "error")
+        self.status = max(self.status, status, key=order.index)
+        self.finding, self.note = self.finding or finding, self.note or note
+
+    def as_dict(self) -> dict[str, Any]:
+        found = self.finding
+        return {
+            "test": self.test,
+            "sentence": self.sentence,
+            "points": self.points,
+            **({"bonus": True} if self.bonus else {}),
+            "status": self.status,
+            "misconception": found.misconception if found else None,
+            "question": self.question if found else None,
+            "message": found.message if found else self.note or None,
+            "expected": found.expected if found else None,
+            "actual": found.actual if found else None,
+            "measured": self.measured,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def cause_of(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the failed test that probably explains the others: the smallest rank, then the exercise's own tests, then the first.
+
+    Bonuses come last.
+    """
+    failed = [each for each in outcomes if each.finding]
+    return min(failed, key=_order, default=None)
+
+
+def folded(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Return the failed tests, those of one misconception together, the likely cause first. The first of each shows its evidence."""
+    found: dict[str, list[Outcome]] = {}
+    for each in sorted((each for each in outcomes if each.finding), key=_order):
+        assert each.finding is not None
+        found.setdefault(each.finding.misconception, []).append(each)
+    return list(found.values())
+
+
+def _order(outcome: Outcome) -> tuple[bool, bool, int, bool]:
+    assert outcome.finding is not None
+    known = outcome.finding.known
+    return not known.fatal, outcome.bonus, known.rank, not outcome.own

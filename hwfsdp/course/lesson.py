@@ -17,20 +17,29 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from io import BytesIO
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwfsdp.course.pages import filled
-from hwfsdp.course.refusals import unusable
-from hwfsdp.errors import FSDPError
+from hwfsdp.errors import FSDPError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OLDEST = (3, 11)  # oldest version of Python
+_BEFORE = """\
+<p><strong>Predict, then reveal.</strong> {question}</p>
+<textarea class="prediction" rows="2" placeholder="Your prediction" aria-label="Your prediction"></textarea>
+<details>
+<summary>Reveal</summary>
+<p>{answer}</p>
+"""
 
 
 def begin() -> None:
@@ -41,11 +50,21 @@ def begin() -> None:
     """
     shell = _shell()
     if shell is None:
-        raise unusable("lesson.no_notebook")
+        raise UsageError(
+            "lesson.begin",
+            expected="a notebook or IPython",
+            got="plain Python",
+            remedy="Open the notebook in Jupyter: .venv/bin/jupyter lab notebooks",
+        )
     shell.set_custom_exc((FSDPError,), _show_error)
     if sys.version_info < OLDEST:
         oldest, version = (f"{major}.{minor}" for major, minor, *_ in (OLDEST, sys.version_info))
-        raise unusable("lesson.old", oldest=oldest, version=version)
+        raise UsageError(
+            "this notebook",
+            expected=f"a kernel with Python {oldest} or newer",
+            got=f"Python {version}",
+            remedy="Choose the kernel of the environment in which hwfsdp is installed.",
+        )
     backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # only in notebooks, untyped
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
     backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
@@ -68,9 +87,19 @@ def explore(
     """
     empty = [name for name, values in choices.items() if not len(values)]
     if empty or not choices:
-        raise unusable("lesson.empty", got=f"none for {empty[0]!r}" if empty else "no name at all")
+        raise UsageError(
+            "lesson.explore",
+            expected="values to choose from",
+            got=f"none for {empty[0]!r}" if empty else "no name at all",
+            remedy="Pass them by name: explore(draw, rank=range(4)).",
+        )
     if bool(question) != bool(answer):
-        raise unusable("lesson.half", got="question" if question else "answer")
+        raise UsageError(
+            "lesson.explore",
+            expected="a question with its answer, or neither",
+            got=f"only the {'question' if question else 'answer'}",
+            remedy="Pass both: explore(draw, question=..., answer=..., rank=range(4)).",
+        )
     return Choices(draw, question, answer, choices)
 
 
@@ -94,7 +123,12 @@ class Choices:
     def _repr_html_(self) -> str:
         choices = {name: [str(value) for value in values] for name, values in self.choices.items()}
         data = {"choices": choices, "pictures": [_as_address(figure) for _, figure in self.pictures]}
-        return filled("explore.html", question=self.question, answer=self.answer, data=data)
+        said = {"before": "", "after": "", "data": json.dumps(data).replace("<", "\\u003c")}
+        if self.question:
+            said["before"] = _BEFORE.format(question=escape(self.question), answer=escape(self.answer))
+            said["after"] = "</details>"
+        page = Path(__file__).with_name("templates") / "explore.html"
+        return re.sub("%(before|after|data)%", lambda place: said[place[1]], page.read_text(encoding="utf-8"))
 
     def stills(self) -> Iterator[tuple[str, Figure]]:
         """Yield the first and the last picture, each with a text of its values."""

@@ -1,4 +1,4 @@
-"""Pack data in the ranks that run a learner's code, and unpack it in the process that grades.
+"""Pack data on ranks that run a student's file, and unpack it in the process that judges.
 
 A pickle can run any code in the process that reads it. This format can hold only data: a tree of dicts with text keys, lists, numbers,
 text, None, tensors and dtypes. The tree is JSON, followed by the bytes of the tensors.
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.course.refusals import unusable
-
 _HEADER = 8
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -28,27 +26,19 @@ _DTYPES = {
 
 
 def pack(tree: Any) -> bytes:
-    """Return the bytes of a tree.
-
-    Raises:
-        UsageError: the tree holds a value of another type.
-    """
+    """Return the bytes of a tree. Raise TypeError if it holds a value of another type."""
     pieces: list[bytes] = []
     text = json.dumps(_flatten(tree, pieces)).encode()
     return b"".join([len(text).to_bytes(_HEADER, "little"), text, *pieces])
 
 
 def unpack(data: bytes) -> Any:
-    """Return the tree that `pack` packed.
-
-    Raises:
-        UsageError: the bytes do not come from `pack`. Nothing in them was run as code.
-    """
+    """Return the tree that `pack` packed. Raise ValueError if the bytes do not come from there."""
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")
         return _restore(json.loads(data[_HEADER:end]), memoryview(data)[end:])
-    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise unusable("run.unpack", error=error) from error
+    except (LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"not the data of a rank: {error!r}") from error
 
 
 def _flatten(value: Any, pieces: list[bytes]) -> Any:
@@ -64,7 +54,9 @@ def _flatten(value: Any, pieces: list[bytes]) -> Any:
         return [_flatten(item, pieces) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) and key[:1] != "$" for key in value):
         return {key: _flatten(item, pieces) for key, item in value.items()}
-    raise unusable("run.pack", kind=type(value).__name__)
+    raise TypeError(
+        f"a fact must be numbers, text, lists, dicts with text keys, tensors or dtypes, got {type(value).__name__}"
+    )
 
 
 def _flatten_tensor(tensor: Tensor, pieces: list[bytes]) -> list[Any]:

@@ -1,124 +1,156 @@
-"""A learner's progress: hints seen, the last verdict of each exercise, and the last figures, in `.hwfsdp/progress.json` of the course.
+"""A student's progress, in `.hwfsdp/progress.json` of the course: the last outcome of each test, hints seen, the last measurements.
 
-A verdict belongs to one text of the file. When the file changes, the verdict is still shown, but marked as stale.
+An outcome belongs to one text of the student's file. When the file changes, it is still shown, but marked as stale. A run of a few
+tests (`pytest -k`) replaces only their outcomes, as long as the file is the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hwfsdp.course.manifest import Course, Exercise
-from hwfsdp.course.refusals import write_whole
-from hwfsdp.course.stations.stages import is_given
-from hwfsdp.course.submission import find_source, is_started
-from hwfsdp.course.verdict import Grade
+from hwfsdp.course.exercises import Course, Exercise, find_course, read_text
+from hwfsdp.course.stages import is_given, starter_of
 from hwfsdp.errors import UsageError
+
+if TYPE_CHECKING:
+    from hwfsdp.course.findings import Outcome
 
 
 class Standing(NamedTuple):
-    """The state of one exercise.
+    """How far a student is with an exercise.
 
     Attributes:
-        status: "passed", "failed", "error", "not_started", "unchecked" or "forgone".
-        stale: the file has changed since the verdict.
+        status: "passed", "failed", "not started", "not checked yet", or "written by hwfsdp catchup".
+        stale: the file has changed since.
     """
 
     exercise: Exercise
     status: str
-    score: int
-    stale: bool
+    score: int = 0
+    stale: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if there is nothing left to do."""
+        return self.status in ("passed", "written by hwfsdp catchup")
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "exercise": self.exercise.number,
-            "title": self.exercise.title,
+        exercise = self.exercise
+        found = {
+            "exercise": exercise.number,
+            "title": exercise.title,
             "status": self.status,
             "score": self.score,
-            "max_score": self.exercise.points,
-            "stale": self.stale,
         }
+        return {**found, "max_score": exercise.points, "stale": self.stale}
 
 
 @dataclass
 class Progress:
-    """The progress of a course. `load` reads it from the course's folder, and `save` writes it back."""
+    """The progress of a course. `load` reads it; what changes it saves it.
+
+    Attributes:
+        hints: exercise → hints seen. outcomes: exercise → the digest of the file, and test → status.
+        measured: the last figures by name.
+    """
 
     course: Course
     hints: dict[str, int] = field(default_factory=dict)
-    grades: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, course: Course) -> Progress:
-        """Load the saved progress. Return an empty one if there is none, or if it cannot be read."""
+        """Load the saved progress; an empty one if there is none, or if it is damaged or of an older release."""
         try:
-            found = json.loads(_file(course).read_text())
+            found = json.loads(_file(course).read_text(encoding="utf-8"))
             hints = {str(number): int(count) for number, count in found["hints"].items()}
-            grades = {str(number): dict(grade) for number, grade in found["grades"].items()}
-            measured = {str(of): str(figures) for of, figures in found.get("measured", {}).items()}
+            outcomes = {
+                str(n): (str(digest), dict(tests)) for n, (digest, tests) in found["outcomes"].items()
+            }
+            measured = {str(of): str(figures) for of, figures in found["measured"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(course)
-        return cls(course, hints, grades, measured)
+        return cls(course, hints, outcomes, measured)
 
     def save(self) -> None:
-        """Replace the whole file at once, so that an interrupted command leaves the old file.
-
-        If the course is read-only, the progress is not saved, and a line on standard error says so.
-        """
+        """Replace the file as a whole. In a course that may only be read, nothing is kept, and a line on standard error says so."""
         path = _file(self.course)
-        kept = {"hints": self.hints, "grades": self.grades, "measured": self.measured}
+        kept = {"hints": self.hints, "outcomes": self.outcomes, "measured": self.measured}
         try:
-            write_whole(path, [json.dumps(kept, indent=1)])
+            path.parent.mkdir(exist_ok=True)
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            draft.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            draft.replace(path)
         except OSError as error:
             print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 
-    def note(self, grade: Grade, text: str) -> None:
-        """Remember a verdict."""
+    def note(self, statuses: Mapping[str, str], text: str, measured: Mapping[str, str] = {}) -> None:
+        """Remember a run of tests on a student's file.
+
+        Args:
+            statuses: by name of the test, such as "03.trains"; those that did not run are left out. text: the file's.
+        """
         digest = _digest(text)
-        self.grades[grade.exercise.number] = {"status": grade.status, "score": grade.score, "digest": digest}
-        for number, results in groupby(grade.before, key=lambda result: result.check.id[:2]):
-            found = list(results)
-            was_checked = all(result.passed is not None or result.dependency for result in found)
-            if was_checked and not is_given(number, text):
-                status = "passed" if all(result.passed for result in found) else "failed"
-                score = sum(result.check.points for result in found if result.passed)
-                self.grades[number] = {"status": status, "score": score, "digest": digest}
-        self.measured = grade.measured or self.measured
+        for name, status in statuses.items():
+            number = name.partition(".")[0]
+            known, tests = self.outcomes.get(number, ("", {}))
+            self.outcomes[number] = digest, {**(tests if known == digest else {}), name: status}
+        self.measured |= measured
         self.save()
 
-    @property
-    def passed(self) -> set[str]:
-        """The numbers of the exercises whose last verdict was "passed"."""
-        return {number for number, known in self.grades.items() if known.get("status") == "passed"}
+    def standing(self, exercise: Exercise) -> Standing:
+        """Return how far the student is, from the last outcomes and the file as it is now."""
+        text = read_text(exercise.path)
+        begun = starter_of(self.course.root, exercise.target)
+        if text is None or begun is not None and text.split() == begun.split():
+            return Standing(exercise, "not started")
+        if is_given(exercise.number, text):
+            return Standing(exercise, "written by hwfsdp catchup")
+        digest, tests = self.outcomes.get(exercise.number, ("", {}))
+        if not tests:
+            return Standing(exercise, "not checked yet")
+        tasks = [check for check in exercise.checks if not check.bonus]
+        passed = [check for check in tasks if tests.get(check.name) == "passed"]
+        has_failed = any(status != "passed" for status in tests.values())
+        is_whole = len(passed) == len(tasks)
+        status = "passed" if is_whole else "failed" if has_failed else "not checked yet"
+        return Standing(exercise, status, sum(check.points for check in passed), digest != _digest(text))
 
-    def next_hint(self, exercise: Exercise) -> list[str]:
-        """Return the hints that the learner may see from now on: one more than before."""
+    def standings(self) -> list[Standing]:
+        return [self.standing(exercise) for exercise in self.course.exercises]
+
+    def more_hints(self, exercise: Exercise) -> list[str]:
+        """Return the hints that the student may see from now on: one more than before."""
         count = min(self.hints.get(exercise.number, 0) + 1, len(exercise.hints))
         self.hints[exercise.number] = count
         self.save()
-        return list(exercise.hints[:count])
+        return exercise.hints[:count]
 
-    def standing(self, exercise: Exercise) -> Standing:
-        """Return the state of an exercise, from the last verdict and the current file."""
-        known = self.grades.get(exercise.number)
-        try:
-            text = find_source(exercise, self.course.root / "exercises").text
-        except UsageError:  # it cannot be read
-            return Standing(exercise, "error", 0, False)
-        if text is None or not is_started(exercise, text):
-            return Standing(exercise, "not_started", 0, False)
-        if exercise.is_station and is_given(exercise.number, text):
-            return Standing(exercise, "forgone", 0, False)
-        if known is None:
-            return Standing(exercise, "unchecked", 0, False)
-        stale = known.get("digest") != _digest(text)
-        return Standing(exercise, str(known.get("status")), int(known.get("score", 0)), stale)
+
+def remember(outcomes: Iterable[Outcome], judged: Mapping[str, tuple[Path, str]]) -> None:
+    """Remember a run of pytest in the course around the student's files.
+
+    Args:
+        judged: path and text of the student's file, by number of the exercise.
+    """
+    ran = [each for each in outcomes if each.status not in ("not run", "error")]
+    for path, text in dict.fromkeys(judged.values()):
+        of = [each for each in ran if judged.get(each.exercise) == (path, text)]
+        measured = {name: figures for each in of for name, figures in each.measured.items()}
+        if of and path.exists():
+            with suppress(UsageError):  # a course whose markers cannot be read; `hwfsdp list` says why
+                Progress.load(find_course(path.parent)).note(
+                    {each.test: each.status for each in of}, text, measured
+                )
 
 
 def _file(course: Course) -> Path:
@@ -126,14 +158,4 @@ def _file(course: Course) -> Path:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def replace_file(exercise: Exercise, fresh: str) -> Path | None:
-    """Write the learner's file. If the old file differs, keep it, and return its new path."""
-    path, kept = exercise.path, None
-    if path.exists() and path.read_bytes() != fresh.encode():
-        names = (path.with_name(f"{path.name}.{number}") for number in count(1))
-        kept = path.replace(next(name for name in names if not name.exists()))
-    path.write_text(fresh)
-    return kept
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,68 +1,36 @@
-"""Find forbidden code in the text of an answer before it runs: access to frames, memory and code of others.
+"""What a student's file may say: one scan of its syntax tree, before any of it runs. `rules.toml` has the words.
 
-A submission that names one of these doors, or an instrument, in plain words does not run. If a submission builds these words from parts,
-the text shows nothing. Then `doors` applies the same rules when the code uses the name, and the guard watches, too.
+    imports            only modules and names that an exercise may need
+    attributes         no names with `__` besides ordinary ones, no private names of other code, no frames, no ready-made FSDP
+    texts              names in texts count as attributes: `getattr`, `attrgetter` and others take names as texts
+    built-ins          no exec, eval, open …; of imported things, `getattr` and `vars` read only names that stand there as a text
+    stores             none on imported things: a file changes its own objects, and the model that it gets
+
+A scan of a text cannot be complete: a name that is put together while the file runs shows nothing. It says early, and with a line, what
+no answer needs. The operating system is the wall (`walls`), and docs/grading.md says what a determined student could still do.
 """
 
 from __future__ import annotations
 
 import ast
-from functools import lru_cache
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.course.verdict import Finding
+from hwfsdp.course.findings import Finding, one_line
 
-MODULES = frozenset(  # doors to frames, memory and code of others, and to objects by a name built from parts
-    """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
-    pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
-    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
-    importlib.machinery importlib.util importlib.abc importlib._bootstrap importlib._bootstrap_external _frozen_importlib
-    _frozen_importlib_external _imp imp zipimport runpy rlcompleter cgitb xmlrpc distutils setuptools cffi _cffi_backend
-    numpy.ctypeslib numpy.f2py numpy.distutils torch.utils._python_dispatch torch.testing torch.package torch._C
-    torch.fx torch.export torch.onnx torch.ao torch.quantization torch.hub torch.utils.cpp_extension torch._inductor""".split()
+LARGEST = 1 << 20  # bytes of the largest file that is read
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # errors of the parser
+READY_MADE = ("torch.distributed", "torch.nn", "hwfsdp")  # what a student writes is there already
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+OPEN, CLOSED, IMPORTED, OF_TORCH, NEVER, WORDS, DUNDER, PRIVATE, BUILT_IN, BY_NAME = (
+    frozenset(_WORDS[name].split())
+    for name in "open closed imported of_torch never words dunder private built_in by_name".split()
 )
-FRAMES = frozenset(
-    """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
-    cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
-)
-BOUND = frozenset(["__builtins__", "__match_args__"])  # names that Python also uses as variables
-ATTRIBUTES = BOUND | frozenset(
-    """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
-    get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
-    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__ load_library from_file _convert_
-    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, which bypass its functions
-)
-NAMES = {  # closed names in open modules
-    "builtins": tuple(
-        "getattr setattr delattr vars globals locals exec eval compile __import__ breakpoint".split()
-    ),
-    "importlib": ("reload",),
-    "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache", "breakpointhook"),
-    "operator": ("attrgetter", "methodcaller"),
-    "string": ("Formatter",),
-    "typing": ("get_type_hints", "ForwardRef"),
-    "threading": ("Thread", "Timer"),
-    "hwfsdp.core.streams": ("backend", "_backends"),
-    "hwfsdp.core.observer": ("put",),
-    "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
-}
-ONE_BY_ONE = {name for names in NAMES.values() for name in names}
-# locks stay open, although `_thread` is closed
-LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident"))
-# modules that look up or set very many names: no caller chooses the names in torch's modules, and `doors` checks each name itself
-BUSY = frozenset(["torch._compile", "torch._subclasses.fake_tensor", "hwfsdp.course.doors"])
-STREAMS = "hwfsdp.core.streams"
-INSTRUMENTS = frozenset(  # modules that record what a learner's code did
-    f"hwfsdp.{name}"
-    for name in ("observe", "core.observer", "comm.history", "comm.divergence", "virtual", "launcher")
-)
-READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # torch's arguments, open
-# also torch's, and open: records, and the function that finds where parameters are registered
-RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
-CLOSED = MODULES | INSTRUMENTS | {"hwfsdp.course"}  # cannot be imported
-HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.streams")
 
 
 class Use(NamedTuple):
@@ -73,121 +41,212 @@ class Use(NamedTuple):
     kind: str = "blocked"
 
 
-def check_rules(path: str | Path, text: str) -> None:
-    """Check the text of a file, which must be valid Python.
+def read(path: Path, may: Iterable[str] = ()) -> tuple[str, Finding | None]:
+    """Return the text of a student's file, and why it must not run; None if it may.
+
+    Args:
+        may: modules, names and built-ins that the exercise opens, besides the usual ones.
 
     Raises:
-        Finding: the file uses something that no answer needs. Nothing of the exercise counts.
+        FileNotFoundError: there is no file.
     """
-    if use := find_digging(text):
-        raise Finding("blocked", f"{Path(path).name}, line {use.line}, {use.what}.")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+        return "", Finding("not-python", f"{path.name} is not a file of at most {LARGEST >> 20} MiB.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        # under a file's own name, an error would quote the file of this name in the current folder: the starter
+        compile(text, f"<{path.name}>", "exec", dont_inherit=True)
+        use = refused(text, may)
+    except NOT_PYTHON as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
+        what = getattr(error, "msg", None) or one_line(str(error), 200) or "nested too deeply"
+        return "", Finding("not-python", f"{path.name}, {where}{what}.")
+    except OSError as error:
+        return "", Finding("not-python", f"{path.name} cannot be read: {error.strerror}.")
+    return text, Finding(use.kind, f"{path.name}, line {use.line}: {use.what}.") if use else None
 
 
-def find_digging(text: str) -> Use | None:
+def refused(text: str, may: Iterable[str] = ()) -> Use | None:
     """Return the first use of something that no answer needs; None if there is none. The text must be valid Python."""
-    tree = answer_questions(ast.parse(text), "answer")
-    found = [use for node in ast.walk(tree) if (use := _use_of(node)) is not None]
-    return min(found, key=lambda use: use.line, default=None)
+    return min(_Scan(ast.parse(text), frozenset(may)).uses(), key=lambda use: use.line, default=None)
 
 
-def is_below(name: str, roots: tuple[str, ...] | frozenset[str]) -> bool:
-    """True if a dotted name is one of these roots, or below one of them. Long collections should be frozensets, which keep their hash."""
-    # a learner's own kind of str may say that it equals another, so it must not become a key
-    return _is_below(name, roots) if type(name) is str else _is_below.__wrapped__(name, roots)
+class _Scan:
+    """The nodes of a file.
 
+    Attributes:
+        imported: names in the file for imported things, and for what is assigned from them; with their whole names.
+        own: names that the file itself gives to something.
+    """
 
-@lru_cache(maxsize=4096)
-def _is_below(name: str, roots: tuple[str, ...] | frozenset[str]) -> bool:
-    return any(name == root or name.startswith(f"{root}.") for root in roots)
-
-
-def is_stream(kind: type) -> bool:
-    """True if this is the class of a stream, or of a stream's event, on any device."""
-    streams = [each.__name__ for each in kind.__mro__ if each.__module__ == STREAMS]
-    return "Stream" in streams or "StreamEvent" in streams
-
-
-# --- A question that an answer may ask ----------------------------------------------------------------------
-
-# The homework's skeleton was published with a function that asks whether a module has a `__setattr__` of its own:
-#
-#     getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
-#
-# The answer is a bool, and the methods do not leave the comparison. So it is open, although the names in it are closed.
-
-
-def answer_questions(tree: ast.AST, function: str) -> ast.AST:
-    """Replace each such comparison by a call of a function of this name, which is `same_setattr`."""
-    answered: ast.AST = _Answered(function).visit(tree)
-    return answered
-
-
-def same_setattr(a: object, a_function: bool, b: object, b_function: bool) -> bool:
-    """True if `a.__setattr__` is `b.__setattr__`. The flags ask for the function of a method (`__func__`)."""
-    first, second = (getattr(value, "__setattr__") for value in (a, b))
-    first = getattr(first, "__func__", None) if a_function else first
-    return first is (getattr(second, "__func__", None) if b_function else second)
-
-
-class _Answered(ast.NodeTransformer):
-    def __init__(self, function: str) -> None:
-        self._function = function
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        sides = [_setattr_of(each) for each in (node.left, *node.comparators)]
-        if None in sides or len(sides) > 2 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
-            return node
-        asked = ast.Call(
-            ast.Name(self._function, ast.Load()), [part for side in sides for part in side or ()], []
+    def __init__(self, tree: ast.Module, may: frozenset[str]) -> None:
+        self.nodes, self.may, self.imported, self.own = (
+            list(ast.walk(tree)),
+            may,
+            dict[str, str](),
+            set[str](),
         )
-        found = asked if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), asked)
-        return ast.fix_missing_locations(ast.copy_location(found, node))
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.imported |= dict(_names_of(node))
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.own.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self.own.add(node.id if isinstance(node, ast.Name) else node.attr)
+        for node in self.nodes:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if whole := self.dotted(getattr(node, "value", None)):
+                self.imported |= {each.id: whole for each in targets if isinstance(each, ast.Name)}
+        for node in self.nodes:
+            if isinstance(node, ast.arg):  # in that function, the name stands for something else
+                self.imported.pop(node.arg, None)
+        self.called = {id(node.func): node for node in self.nodes if isinstance(node, ast.Call)}
+
+    def uses(self) -> Iterator[Use]:
+        for node in self.nodes:
+            line, what = getattr(node, "lineno", 0), ""
+            for verb, whole in self.named(node):
+                if self.is_closed(whole):
+                    yield Use(f"{verb} {whole}", line, _kind(whole))
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                is_others = self.dotted(node) or self.dotted(node.value)
+                what = (
+                    f"changes {ast.unparse(node)}, which is not its own" if is_others else self.stored(node)
+                )
+            elif isinstance(node, ast.Attribute):
+                what = self.changed(node) or self.attribute(node.attr, node.value)
+            elif isinstance(node, ast.MatchClass):  # reads attributes without an `ast.Attribute`
+                what = next(filter(None, map(self.attribute, node.kwd_attrs)), "")
+            elif isinstance(node, ast.Name):
+                what = self.built_in(node)
+            elif isinstance(node, ast.Constant | ast.BinOp | ast.JoinedStr):
+                what = self.text(_text(node) or "")
+            if what:
+                yield Use(what, line)
+
+    def named(self, node: ast.AST) -> Iterator[tuple[str, str]]:
+        """Yield a verb and the whole name of each imported thing that the node names."""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (("imports", whole) for _, whole in _names_of(node))
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and (whole := self.dotted(node))
+        ):
+            yield "uses", whole
+
+    def stored(self, node: ast.Attribute | ast.Subscript) -> str:
+        return self.attribute(node.attr) if isinstance(node, ast.Attribute) else ""
+
+    def changed(self, node: ast.Attribute) -> str:
+        """Say what a call of `__setattr__` changes, if it is an imported thing."""
+        call = self.called.get(id(node)) if node.attr in ("__setattr__", "__delattr__") else None
+        whole = self.dotted(call.args[0]) if call and call.args else ""
+        return f"changes {whole}, which is not its own" if whole else ""
+
+    def dotted(self, node: object) -> str:
+        """Return the whole name of an imported thing, such as "torch.distributed.fsdp"; "" for other things."""
+        names = list[str]()
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        root = self.imported.get(node.id, "") if isinstance(node, ast.Name) else ""
+        return ".".join([root, *names]) if root else ""
+
+    def is_closed(self, whole: str) -> bool:
+        """True if a file may not use this imported thing. Modules on the way to something open are open."""
+        _, *parts = whole.split(".")
+        last = whole.rpartition(".")[2]
+        if _is_below(whole, self.may) or (last in OF_TORCH and whole.startswith("torch.distributed.")):
+            return False
+        if not IMPORTED.isdisjoint(parts):  # torch.os
+            return True
+        is_open = _is_below(whole, OPEN) and not _is_below(whole, CLOSED) and last != "*"
+        leads_on = (
+            any(name.startswith(f"{whole}.") for name in OPEN | self.may) or whole == "torch.distributed.fsdp"
+        )
+        return not is_open and not leads_on
+
+    def attribute(self, name: str, of: ast.expr | None = None) -> str:
+        """Say what is wrong with an attribute of this name; "" if nothing is."""
+        if (name in NEVER and name not in self.may) or (_is_dunder(name) and name not in DUNDER):
+            return f"uses {name}"
+        is_self = of is not None and ast.unparse(of) in ("self", "cls", "super()")
+        is_known = is_self or name in self.own | PRIVATE | DUNDER | OF_TORCH | self.may
+        return f"uses {name}, a private name of other code" if name[:1] == "_" and not is_known else ""
+
+    def text(self, text: str) -> str:
+        """Say what is wrong with a text. A sentence may say anything; a name, or names with dots, may not lead to closed things."""
+        names = (
+            text.split(".")
+            if re.fullmatch(r"[\w.]+", text)
+            else re.findall(r"__\w+__", text) if len(text) < 100 else []
+        )
+        closed = NEVER | BUILT_IN if len(names) > 1 else (NEVER | BUILT_IN) - WORDS
+        found = [
+            name for name in names if name in closed - self.may or (_is_dunder(name) and name not in DUNDER)
+        ]
+        return f"uses the name {found[0]} in a text" if found else ""
+
+    def built_in(self, node: ast.Name) -> str:
+        """Say what is wrong with the use of a built-in; "" if nothing is, or the name is the file's own."""
+        name, call = node.id, self.called.get(id(node))
+        if name == "breakpoint":
+            return "uses breakpoint, but a rank has no terminal. Take it out, or debug with: hwfsdp train --ranks 1"
+        if name in ("__builtins__", "__loader__", "__spec__"):
+            return f"uses {name}"
+        if not isinstance(node.ctx, ast.Load) or name in {*self.own, *self.imported, *self.may}:
+            return ""
+        if name in BUILT_IN:
+            return f"uses {name}, which no answer needs"
+        if name not in BY_NAME:
+            return ""
+        if call is None:
+            return f"hands on {name}"
+        named = call.args[1] if len(call.args) > 1 else None
+        text, whole = _text(named) or "", self.dotted(call.args[0]) if call.args else ""
+        if not whole or name == "hasattr":
+            return self.attribute(text) if "\0" not in text else ""
+        if name in ("setattr", "delattr"):
+            return f"changes {whole}, which is not its own"
+        is_plain = isinstance(named, ast.Constant) and not self.is_closed(f"{whole}.{text}")
+        return self.attribute(text) if is_plain else f"reads {whole} by a name that is put together"
 
 
-def _setattr_of(side: ast.expr) -> tuple[ast.expr, ast.Constant] | None:
-    """Return the object whose `__setattr__` is compared, and whether `__func__` of it is."""
-    of_function = True
-    if isinstance(side, ast.Attribute) and side.attr == "__func__":
-        side = side.value
-    elif isinstance(side, ast.Call) and ast.unparse(side).endswith((", '__func__', None)", ", '__func__')")):
-        if ast.unparse(side.func) != "getattr" or len(side.args) < 2:
-            return None
-        side = side.args[0]
-    else:
-        of_function = False
-    if not isinstance(side, ast.Attribute) or side.attr != "__setattr__":
-        return None
-    return side.value, ast.Constant(of_function)
+def _names_of(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Yield each name that an import binds, and the whole name of what it stands for."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+        else:
+            yield alias.asname or alias.name, alias.name
+            if not alias.asname:
+                yield (root := alias.name.partition(".")[0]), root
 
 
-# --- Uses --------------------------------------------------------------------------------------------------
+def _text(node: object) -> str | None:
+    """Return the text of a constant, also if it is put together from constants; an f-string has zeros for its values."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(each) or "\0" for each in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _text(node.left), _text(node.right)
+        return left + right if left is not None and right is not None else None
+    return None
 
 
-def _use_of(node: ast.AST) -> Use | None:
-    line = getattr(node, "lineno", 0)
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        bad = next((name for name in _imported(node) if _is_closed(name)), None)
-        return Use(f"imports {bad}", line) if bad else None
-    if isinstance(node, ast.MatchClass):  # reads attributes without an `ast.Attribute`
-        bad = next((n for n in node.kwd_attrs if n.startswith("_") or n in FRAMES or n in ONE_BY_ONE), None)
-        return Use(f"uses {bad}", line) if bad else None
-    if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
-        return Use(f"uses {node.attr}", line)
-    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch._C":
-        return Use("uses torch._C", line)
-    return Use(f"uses {node.id}", line) if isinstance(node, ast.Name) and node.id in BOUND else None
+def _kind(whole: str) -> str:
+    return "not-alone" if _is_below(whole, READY_MADE) else "blocked"
 
 
-def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Return the imported names, each with its module."""
-    names = [alias.name for alias in node.names]
-    if isinstance(node, ast.Import):
-        return names
-    module = node.module or ""
-    return [module, *(f"{module}.{name}" for name in names)]
+def _is_dunder(name: str) -> bool:
+    return len(name) > 4 and name[:2] == "__" == name[-2:]
 
 
-def _is_closed(name: str) -> bool:
-    module, _, last = name.rpartition(".")
-    return is_below(name, CLOSED) or last in FRAMES | ATTRIBUTES or last in NAMES.get(module, ())
+def _is_below(name: str, roots: Iterable[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)

@@ -1,7 +1,7 @@
 """Processes to run on: ranks of one machine, forked from a server that has imported torch.
 
-    fork_server  the process from which ranks are forked; it starts before it is needed
-    preload      the modules that this process imports before it forks
+    preload      the modules that the process imports from which ranks are forked
+    fork_server  this process; it starts before it is needed
     messages     the messages from ranks to their caller
     pickling     functions and values for another process
     script       the caller's own functions and classes on a rank

@@ -10,16 +10,23 @@ Note [Deadlocks]
     conditions: all running ranks wait in collectives, not all in the same one (or they wait for a rank that has returned),
     and none of them wakes for a while. A collective ends when all its ranks have called it, and its end wakes them. Linux
     counts how often a thread has left a processor, which shows whether it woke. On other systems nothing is certain.
+
+    A caller that knows that its ranks never sleep on purpose need not wait for its timeout (`Caller.still`). It ends the call as
+    soon as all ranks sleep, and none of them has woken for so many seconds. A rank that computes, that waits for a processor or
+    for a disk, does not sleep, so a crowded machine makes nothing late. Ranks that wake now and then, and sleep at each of many
+    looks, wait in a loop for something that does not come. This takes `_DOZING` times as long to be sure.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import pickle
 import re
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +49,9 @@ _SILENT, _GONE = "does not answer", "gone"
 _LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _STILL = 1.0  # seconds: a waiting rank without a turn on a processor for this long does not go on
+_LOOK = 0.5  # seconds between two looks at ranks that may be still
+_DOZING = 4
+_LITTLE = 0.1  # seconds of a processor that threads of gloo take while nothing happens
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first failure
 LOST_PEER = (
     "Connection reset by peer",
@@ -96,15 +106,19 @@ def start_ranks(task: Task) -> list[Rank]:
     return ranks
 
 
+_main_lock = threading.Lock()  # two threads may start ranks
+
+
 @contextmanager
 def _hidden_main() -> Iterator[None]:
     """Hide the caller's script in the block: multiprocessing would run it again in each child. The function is pickled by value."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _main_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 @dataclass
@@ -112,16 +126,18 @@ class Caller:
     """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up.
 
     Attributes:
-        timeout, write, unpickle: as for `ranks.run_ranks`.
+        timeout, write, unpickle, still: as for `ranks.run_ranks`.
     """
 
     ranks: list[Rank]
     timeout: float | None
     write: Callable[[str], None]
     unpickle: Callable[[bytes], Any] | None
+    still: float | None = None
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.timeout if self.timeout else None
+        self.was_still = False
         for rank in self.ranks if self.unpickle is None else ():
             rank.inbox.largest = LARGEST_REPORT
 
@@ -133,9 +149,31 @@ class Caller:
                 while self.read_messages(grace):
                     pass
                 raise _first_failure(self.ranks)
-            if not self.read_messages(self.deadline):
-                raise _time_out(self.ranks, self.timeout or 0.0)
+            if not self.read_until_still():
+                waited = (
+                    f"nothing has happened for {self.still:g} s"
+                    if self.was_still
+                    else f"no return within {self.timeout:g} s"
+                )
+                raise _time_out(self.ranks, waited)
         return [rank.result for rank in self.ranks]
+
+    def read_until_still(self) -> bool:
+        """Wait for messages, and handle them. Return False if time is up, or if all ranks are still for too long."""
+        if self.still is None:
+            return self.read_messages(self.deadline)
+        began = dozed = time.monotonic()
+        before = _asleep(self.ranks)
+        while not self.read_messages(min(time.monotonic() + _LOOK, self.deadline or math.inf)):
+            now, asleep = time.monotonic(), _asleep(self.ranks)
+            if not asleep or not before or asleep[1] > before[1] + _LITTLE:
+                began, dozed, before = now, now, asleep
+            elif asleep[0] != before[0]:
+                began, before = now, (asleep[0], before[1])
+            self.was_still = now - began > self.still or now - dozed > _DOZING * self.still
+            if self.was_still or now > (self.deadline or math.inf):
+                return False
+        return True
 
     def read_messages(self, deadline: float | None) -> bool:
         """Wait for messages of ranks that still run, and handle them. Return False if no message came in time."""
@@ -238,14 +276,14 @@ def _ask_where(ranks: list[Rank]) -> dict[int, _Stand]:
     return stands
 
 
-def _time_out(ranks: list[Rank], timeout: float) -> RankError:
+def _time_out(ranks: list[Rank], waited: str) -> RankError:
     stands = _ask_where(ranks)
     in_python = [n for n, stand in stands.items() if not stand.waiting]
     first = (in_python or list(stands))[0]
     places = "; ".join(f"rank {n} {_where(stand)}" for n, stand in stands.items())
     error = RankError(
         first,
-        f"no return within {timeout:g} s ({places})",
+        f"{waited} ({places})",
         "\n".join(f"--- rank {n} ---\n{stand.stack}" for n, stand in stands.items()),
         "Ranks that wait in a collective wait for one that does not come; see its stack below.",
         "late",
@@ -271,6 +309,19 @@ def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
     before = [_turns(ranks[number].process.pid) for number in stands]
     time.sleep(_STILL)
     return None not in before and before == [_turns(ranks[number].process.pid) for number in stands]
+
+
+def _asleep(ranks: Sequence[Rank]) -> tuple[list[str], float] | None:
+    """Return the turns of the ranks that run (`_turns`), and their seconds of a processor. None if one does not sleep, or nothing tells."""
+    pids = [rank.process.pid for rank in ranks if rank.is_running]
+    try:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    except OSError:
+        return None
+    turns = [_turns(pid) or "" for pid in pids]
+    if not all(turns) or any(state != "S" for state, *_ in fields):
+        return None
+    return turns, sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def _turns(pid: int | None) -> str | None:

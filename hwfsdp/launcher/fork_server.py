@@ -7,7 +7,10 @@ import torch itself while the server does.
 from __future__ import annotations
 
 import multiprocessing as mp
-from multiprocessing import forkserver
+import os
+import socket
+import sys
+from multiprocessing import connection, forkserver
 
 _ahead: list[str] = []
 
@@ -23,3 +26,34 @@ def start_server(*modules: str) -> None:
     preloaded = ["hwfsdp.launcher.ranks", *_ahead, "hwfsdp.launcher.preload"]  # the last one freezes memory
     mp.get_context("forkserver").set_forkserver_preload(preloaded)
     forkserver.ensure_running()
+
+
+def fork_here() -> None:
+    """Start the server as a fork of this process, which has imported everything: ranks start at once, and share its memory.
+
+    Only for a process without threads that compute. `start_server` then finds this server.
+    """
+    from hwfsdp.launcher.preload import adopt_orphans
+
+    server = getattr(forkserver, "_forkserver")  # the module has no public way
+    address = getattr(connection, "arbitrary_address")("AF_UNIX")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    os.chmod(address, 0o600)
+    listener.listen()
+    alive, keep_alive = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(keep_alive)
+            adopt_orphans()
+            forkserver.main(listener.fileno(), alive, [])
+        except SystemExit:
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    listener.close()
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, keep_alive, pid

@@ -134,6 +134,8 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[str], object] | None = None,
     script: Script | None = None,
+    still: float | None = None,
+    started: Callable[[list[int]], object] = lambda pids: None,
 ) -> list[Any]:
     """Launch ranks like `launch`, for callers that must not trust their ranks (see `messages`).
 
@@ -146,6 +148,8 @@ def run_ranks(
         prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
             the rank ends.
         script: the caller's `__main__`. Ranks get it, too (`script`). None: they do not.
+        still: seconds after which the call ends if no rank computes or wakes (`caller`, Note [Deadlocks]). None: it does not.
+        started: called with the process ids of the ranks.
     """
     environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
@@ -154,11 +158,12 @@ def run_ranks(
         first, isatty = None if prepare is None else pickling.dumps(prepare), sys.stdout.isatty()
         task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first, script)
         ranks = start_ranks(task)
+        started([rank.process.pid or 0 for rank in ranks])
         _running.append(ranks)
         if stop_requested.is_set():
             _ask_to_stop(ranks)
         try:
-            return Caller(ranks, timeout, write, unpickle).collect()
+            return Caller(ranks, timeout, write, unpickle, still).collect()
         finally:
             _running.remove(ranks)
             end_ranks(ranks)

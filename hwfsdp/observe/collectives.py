@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hwfsdp.comm import history
-from hwfsdp.compat import is_fake_work
+from hwfsdp.compat import is_fake_work, kinds_of_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
@@ -271,19 +271,23 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
 @contextmanager
 def watch_works(recorder: Recorder) -> Iterator[None]:
     """Log waits for works that belong to no stream, by the stream on which the program waits. A stream reports its own waits."""
-    original = dist.Work.wait
 
-    @functools.wraps(original)
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        draft = recorder.in_flight.get(work)
-        if draft is None or events.active() is not recorder:
-            return original(work, *args, **kwargs)
-        if recorder.stream not in ("", "compute"):
-            recorder.ordered_after(recorder.stream, draft.seq)
-            if not recorder.host_runs_stream:
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            draft = recorder.in_flight.get(work)
+            if draft is None or events.active() is not recorder:
                 return original(work, *args, **kwargs)
-        with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
-            return original(work, *args, **kwargs)
+            if recorder.stream not in ("", "compute"):
+                recorder.ordered_after(recorder.stream, draft.seq)
+                if not recorder.host_runs_stream:
+                    return original(work, *args, **kwargs)
+            with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
+                return original(work, *args, **kwargs)
 
-    with mock.patch.object(dist.Work, "wait", wait):
+        return wait
+
+    with ExitStack() as stack:
+        for kind in kinds_of_work():
+            stack.enter_context(mock.patch.object(kind, "wait", watched(getattr(kind, "wait"))))
         yield

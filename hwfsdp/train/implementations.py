@@ -100,7 +100,7 @@ def _without_fully_shard(path: Path) -> UsageError:
         shown(path),
         expected="a function fully_shard",
         got="none",
-        remedy="Define one; exercises/capstone/hw_fsdp.py shows its arguments.",
+        remedy="Define one; exercises/homework/hw_fsdp.py shows its arguments.",
     )
 
 
@@ -165,7 +165,7 @@ def _policy_of_torch(policy: MixedPrecisionPolicy | None) -> Any:
     return Theirs(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
 
 
-_SIGNATURES = "exercises/capstone/hw_fsdp.py and torch's fully_shard show two signatures that work."
+_SIGNATURES = "exercises/homework/hw_fsdp.py and torch's fully_shard show two signatures that work."
 
 
 class _FileSharder:

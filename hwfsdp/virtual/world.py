@@ -23,10 +23,11 @@ Note [What stays real]
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -101,10 +102,25 @@ class World:
             # For `module.to(dtype)`.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", compat.exchange))
             stack.enter_context(compat.fake_tensors())
+            for kind in compat.kinds_of_work():
+                stack.enter_context(mock.patch.object(kind, "wait", self._waiting(getattr(kind, "wait"))))
             stack.enter_context(Meter(self))
             if not self.device.host:
                 stack.enter_context(device_kernels())
             yield self
+
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a work's `wait`: the current stream waits for a collective that the user has called with `async_op=True`."""
+
+        @functools.wraps(original)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            recorder = events.active()
+            draft = recorder.in_flight.get(work) if recorder else None
+            if draft is not None and draft.end is not None:
+                self.clock.wait(self.clock.current, draft.end.us())
+            return original(work, *args, **kwargs)
+
+        return wait
 
     def _see(self, storage: torch.UntypedStorage, by: int = 0) -> None:
         self.allocator.see(storage, self.clock.current)
@@ -175,18 +191,23 @@ class Meter(compat.DispatchMode):
         kind = next((kind for start, kind in _KIND_OF_NAME.items() if name.startswith(start)), "all_to_all")
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         span = span_of(dist.get_process_group_ranks(group), world.device.per_node)
-        with self._stream_of(kind):
+        # The only flag among the arguments is async_op, and its default is True.
+        is_blocking = here.issuing is None and any(arg is False for arg in args)
+        is_async = here.issuing is None and not is_blocking and op.namespace == "c10d"
+        with self._stream_of(kind, is_async):
             world.clock.run(collective_us(kind, whole, span, world.device))
-            # The only flag among the arguments is async_op.
-            is_blocking = here.issuing is None and any(arg is False for arg in args)
             if world.device.host and is_blocking:
                 world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
     @contextmanager
-    def _stream_of(self, kind: str) -> Iterator[None]:
-        """Run a collective that the user calls on a stream of its own, too. The compute stream waits for it."""
+    def _stream_of(self, kind: str, is_async: bool) -> Iterator[None]:
+        """Run a collective that the user calls on a stream of its own, too. The compute stream waits for it.
+
+        With `async_op=True`, it waits when the user waits for the work, if a recording notes which collective this is.
+        """
         clock, recorder = self.world.clock, events.active()
         draft = recorder.drafts[-1] if recorder and recorder.drafts else None
+        is_noted = draft is not None and draft.op == kind and draft.end is None
         stream = draft.stream if draft and draft.op == kind else kind
         if clock.current != "compute" or stream == "compute" or stream not in clock.ends:
             yield
@@ -199,7 +220,8 @@ class Meter(compat.DispatchMode):
             yield
         finally:
             clock.current = "compute"
-            clock.wait("compute", clock.ends[stream])
+            if not (is_async and is_noted):
+                clock.wait("compute", clock.ends[stream])
 
 
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,181 +1,183 @@
-"""Exercise 12: Strided shards"""
+"""12 Strided shards: which part of a tensor a rank holds after several axes of a mesh have cut it.
+
+Shapes, meshes and boxes are integers. Helpers of your own are welcome, and so is your arithmetic of exercise 01. A placement says
+how one axis of the mesh cuts the tensor. `is_shard(placement)` is true for the first two; `strided_shard(dim, f)` makes the second:
+
+    Shard(dim)                                  it cuts `dim` before the axes on its right do
+    StridedShard(dim, split_factor=f)           it cuts `dim` when the axes on its right have made `f` pieces of it
+    Replicate(), Partial()                      it does not cut
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+
+# @12
+from itertools import product
 from math import prod
-from operator import mul
+
+# @end
+from typing import NamedTuple
 
 from torch import Tensor
+
+# @12
 from torch.distributed.tensor import Placement, Shard
 
-from hwfsdp import compat
-from hwfsdp.compat import StridedShard
-from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.layout.extents import (
-    LocalExtent,
-    SHARDS,
-    check_shards,
-    extents_of,
-    front_of,
-    impossible_factor,
-    largest_shape,
-    slices_of,
-)
+# @00
+# | from torch.distributed.tensor import Placement
+# @end
 
-# Names of the package that may help:
-#
-# hwfsdp.compat
-#     function   strided_shard(dim: int, split_factor: int) -> Placement
-#                  Make a `Shard(dim)` of a tensor that later axes of the mesh have already cut into
-#                  `split_factor` parts along `dim`.
-#     function   is_shard(placement: Placement) -> bool
-#                  True if the placement cuts the tensor. `_StridedShard` does, although only some versions of
-#                  torch make it a `Shard`.
-# hwfsdp.core.sharding
-#     class      Extent(start: int, length: int)
-#                  A run of consecutive rows: `start`, `start + 1`, … , `start + length - 1`.
-#     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
-#                  Return the rows of `rank` if `n` rows are cut for `world_size` ranks as `torch.chunk` cuts
-#                  them.
-# hwfsdp.layout.extents
-#     constant   SHARDS = (StridedShard, Shard)
-#     class      LocalExtent(shape: tuple[int, ...], offset: tuple[int, ...])
-#                  The box that a rank holds: its `shape`, and the `offset` of its first element in the whole
-#                  tensor.
-#     function   impossible_factor(mesh_shape: Sequence[int], mesh_dim: int, placement: Placement,
-#                    pieces: Sequence[int]) -> UsageError
-#                  Make the error for a placement on `mesh_dim`. `pieces`: the numbers of pieces that cuts on
-#                  its right do make, including 1.
-#     function   extents_of(global_shape: Sequence[int], mesh_shape: Sequence[int],
-#                    placements: Sequence[Placement]) -> dict[tuple[int, ...], LocalExtent]
-#                  Return the extent of every coordinate, in row-major order. Raises UnsupportedError for
-#                  `Partial` placements.
-#     function   largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]
-#                  Return the largest local shape. It is the first rank's shape, because no chunk of a cut is
-#                  longer than the first chunk.
-#     function   slices_of(extent: LocalExtent) -> tuple[slice, ...]
-#                  Return the index of a box in the whole tensor: `whole[slices_of(extent)]` is a view of the
-#                  box.
-#     function   front_of(extent: LocalExtent) -> tuple[slice, ...]
-#                  Return the index of a shard without its padding: `padded[front_of(extent)]` is a view of
-#                  everything except padding.
-#     function   check_shards(shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int,
-#                    ...], LocalExtent]) -> None
-#                  Raise UsageError if the shards do not match the extents in number and shape. Of replicas,
-#                  only the first one is checked.
+from hwfsdp.compat import StridedShard, is_shard, strided_shard
 
 
-def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """Return the placement of an axis that cuts `dim` after the axes on its right have cut it.
+class Box(NamedTuple):
+    """The part of a tensor that a rank holds: its `shape`, and the index of its first element in the whole, `offset`."""
 
-    `placements`: of the axes on the right, each with its number of ranks. The result says into how many parts these axes have cut
-    `dim`. If `dim` is still in one piece, the result is a plain `Shard`.
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def cut_after(axes: Sequence[tuple[Placement, int]], dim: int) -> Placement:
+    """Return the placement of an axis that cuts `dim` after the axes on its right have made their cuts.
+
+    axes: the placement and the size of each axis on the right. If `dim` is still in one piece, the result is a plain `Shard`.
     """
-    parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
-    return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+    # @12
+    pieces = prod(size for placement, size in axes if is_shard(placement) and placement.dim == dim)
+    return strided_shard(dim, pieces) if pieces > 1 else Shard(dim)
+    # @00
+    # |     raise NotImplementedError("TODO(12): cut_after")
+    # @end
 
 
 def joined_placements(
     own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
 ) -> tuple[Placement, ...]:
-    """Return the placements of a sharded parameter that was a DTensor before: first FSDP's axes, then its own.
+    """Return the placements of a DTensor that FSDP has cut once more, along `dim`: one for each axis of the joined mesh.
 
-    `own`: what a plain parameter would get. `before`, `sizes`: placements and sizes of the DTensor's axes, which stay.
+    own: what FSDP gives a plain parameter on its own axes: `Shard(dim)`, or `Replicate(), Shard(dim)` for hybrid sharding.
+    before, sizes: placements and sizes of the axes that the DTensor had already. FSDP's axes are the outer ones.
     """
-    cut = cut_after(zip(before, sizes, strict=True), dim)
-    return (*(cut if compat.is_shard(p) else p for p in own), *before)
+    # @12
+    cut = cut_after(list(zip(before, sizes, strict=True)), dim)
+    return (*(cut if is_shard(placement) else placement for placement in own), *before)
+    # @00
+    # |     raise NotImplementedError("TODO(12): joined_placements")
+    # @end
 
 
-def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """Return, for each tensor dim that is cut, the mesh dims that cut it, in the order of their cuts. The lists are new.
+def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
+    """Return, for each tensor dim that is cut, the axes that cut it, by their position in the mesh, first cut first.
 
         mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
-    A placement tells how many pieces the mesh dims on its right have made before it cuts; a plain `Shard` cuts before them.
-
-    If mesh dims of one rank leave several orders, any of them is right.
+    An axis of one rank may stand anywhere in its list.
 
     Raises:
-        UsageError: no order of cuts makes that number of pieces.
+        ValueError: no order of cuts gives a strided shard the number of pieces that it names.
     """
-    orders: defaultdict[int, list[int]] = defaultdict(list)
-    for mesh_dim, placement in reversed(list(enumerate(placements))):
-        if not isinstance(placement, SHARDS):
+    # @12
+    orders: dict[int, list[int]] = {}
+    for axis, placement in reversed(list(enumerate(placements))):
+        if not is_shard(placement):
             continue
-        order = orders[placement.dim]
-        factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
-        if factor not in pieces:
-            raise impossible_factor(mesh_shape, mesh_dim, placement, pieces)
-        order.insert(pieces.index(factor), mesh_dim)
+        order = orders.setdefault(placement.dim, [])
+        wanted = placement.split_factor if isinstance(placement, StridedShard) else 1
+        pieces = [prod(mesh_shape[earlier] for earlier in order[:place]) for place in range(len(order) + 1)]
+        if wanted not in pieces:
+            raise ValueError(f"axis {axis}: {placement}, but its dim can be in {sorted(set(pieces))} pieces")
+        order.insert(pieces.index(wanted), axis)
     return orders
+    # @00
+    # |     raise NotImplementedError("TODO(12): orders_of_cuts")
+    # @end
 
 
-def nested_extent(
-    global_shape: Sequence[int],
+def box_of(
+    shape: Sequence[int],
     mesh_shape: Sequence[int],
     orders: Mapping[int, Sequence[int]],
     coordinate: Sequence[int],
-) -> LocalExtent:
-    """Return the box that the rank at this coordinate keeps after all cuts. Integers only. `orders`: see `orders_of_cuts`.
+) -> Box:
+    """Return the box of the rank at this coordinate of the mesh. orders: what `orders_of_cuts` returns.
 
-    A cut leaves a rank one chunk of what it had. If nothing is left of a dim, the offset is the size of that dim in the whole.
+    Each cut leaves the rank one chunk of what it had, as `torch.chunk` cuts. If nothing is left of a dim, the offset is the
+    size of this dim in the whole tensor.
     """
-    shape, offset = list(global_shape), [0] * len(global_shape)
+    # @12
+    lengths, offset = list(shape), [0] * len(shape)
     for dim, order in orders.items():
-        for mesh_dim in order:
-            start, shape[dim] = chunk_extent(shape[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
-            offset[dim] = offset[dim] + start if shape[dim] else global_shape[dim]
-    return LocalExtent(tuple(shape), tuple(offset))
+        for axis in order:
+            chunk = -(-lengths[dim] // mesh_shape[axis])
+            start = min(coordinate[axis] * chunk, lengths[dim])
+            lengths[dim] = min(chunk, lengths[dim] - start)
+            offset[dim] = offset[dim] + start if lengths[dim] else shape[dim]
+    return Box(tuple(lengths), tuple(offset))
+    # @00
+    # |     raise NotImplementedError("TODO(12): box_of")
+    # @end
 
 
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """Cut a tensor into the local tensors of all coordinates, in row-major order of the mesh. Autograd knows where they come from.
+    """Cut a tensor. Return the shard of each rank, in the order of coordinates: the last axis changes fastest.
 
-    Args:
-        pad: append zeros in each sharded dim, so that all have the largest local shape, as collectives need.
+    A shard is contiguous and has memory of its own, for its own elements and no more. Gradients flow back to `tensor`.
 
-    Returns:
-        Contiguous tensors, each in its own memory, no larger than necessary; empty or all zeros if a rank has nothing.
-
-    Raises:
-        UnsupportedError: a placement is Partial: a sum does not tell which rank had which part. Also the errors of `extents_of`.
+    pad: append zeros in each dim, so that all shards have the shape of the largest one, as collectives need.
     """
-    extents = extents_of(tensor.shape, mesh_shape, placements)
-    shards = []
-    for extent in extents.values():
-        shard = tensor.new_zeros(largest_shape(extents) if pad else extent.shape)
-        shard[front_of(extent)] = tensor[slices_of(extent)]
+    # @12
+    boxes, shards = boxes_of(tensor.shape, mesh_shape, placements), []
+    for box in boxes:
+        shard = tensor.new_zeros(boxes[0].shape if pad else box.shape)  # no chunk is longer than the first
+        shard[inside(box.shape)] = tensor[inside(box.shape, box.offset)]
         shards.append(shard)
     return shards
+    # @00
+    # |     raise NotImplementedError("TODO(12): shard_strided")
+    # @end
 
 
 def unshard_strided(
-    shards: Sequence[Tensor],
-    global_shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    placements: Sequence[Placement],
+    shards: Sequence[Tensor], shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> Tensor:
-    """Put the whole tensor together: the inverse of `shard_strided`. Autograd knows where it comes from.
+    """Put the whole tensor of this shape together: the inverse of `shard_strided`. Gradients flow back to the shards.
 
-    Args:
-        shards: of all coordinates, in row-major order, with or without padding. Of replicas, the first one counts.
+    shards: of all ranks, in the order of coordinates, with or without padding. If several ranks hold the same box, the first counts.
 
     Raises:
-        UsageError: a shard has no possible shape for its place, or there is not one shard for each coordinate.
+        ValueError: there is not one shard for each rank, or a shard has neither the shape of its box nor the padded shape.
     """
-    extents = extents_of(global_shape, mesh_shape, placements)
-    check_shards(shards, mesh_shape, extents)
-    firsts: dict[LocalExtent, Tensor] = {}
-    for extent, shard in zip(extents.values(), shards):
-        firsts.setdefault(extent, shard)
-    whole = shards[0].new_empty(tuple(global_shape))
-    for extent, shard in firsts.items():
-        whole[slices_of(extent)] = shard[front_of(extent)]
+    # @12
+    boxes = boxes_of(shape, mesh_shape, placements)
+    if len(shards) != len(boxes):
+        raise ValueError(f"{len(shards)} shards for {len(boxes)} ranks")
+    whole, done = shards[0].new_empty(tuple(shape)), set()
+    for rank, (box, shard) in enumerate(zip(boxes, shards, strict=True)):
+        if tuple(shard.shape) not in (box.shape, boxes[0].shape):
+            raise ValueError(f"the shard of rank {rank} has shape {tuple(shard.shape)}, its box {box.shape}")
+        if box not in done:
+            done.add(box)
+            whole[inside(box.shape, box.offset)] = shard[inside(box.shape)]
     return whole
+    # @00
+    # |     raise NotImplementedError("TODO(12): unshard_strided")
+    # @end
+
+
+# @12
+def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[Box]:
+    """Return the boxes of all ranks, in the order of coordinates."""
+    orders = orders_of_cuts(mesh_shape, placements)
+    return [box_of(shape, mesh_shape, orders, coordinate) for coordinate in product(*map(range, mesh_shape))]
+
+
+def inside(shape: Sequence[int], offset: Sequence[int] = ()) -> tuple[slice, ...]:
+    """Return the index of a box. Without an offset, the box is at the front."""
+    return tuple(slice(start, start + n) for n, start in zip(shape, offset or [0] * len(shape), strict=True))
+
+
+# @end

@@ -1,153 +1,141 @@
-"""Exercise 13: Meta-device start"""
+"""13 Meta-device start: weights for a sharded model that was never whole on any rank, the same at any world size.
+
+A model begins on the meta device, where tensors have shapes and no memory. There are two ways to its shards, and then one to weights:
+
+    fully_shard(model); model.to_empty(device="cpu")     hwfsdp's and torch's fully_shard take models on the meta device
+    hollow(model, "cpu"); fully_shard(model)             for any other file that copies the rows it keeps, such as yours of 03
+    init_shards(model, shapes, init, seed)               fill the shards
+"""
 
 from __future__ import annotations
 
+# @13
 import hashlib
 
+# @end
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
+
+# @13
+import torch.distributed as dist
+
+# @end
 from torch import Tensor, nn
+
+# @13
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core import compat
-from hwfsdp.core.compat import address_of, local_of
-from hwfsdp.layout.extents import compute_local_shape_and_global_offset
-from hwfsdp.layout.init_shards import Init, Part, generator_of, require_memory, reshard_all
+from hwfsdp.layout import compute_local_shape_and_global_offset
 
-# Names of the package that may help:
-#
-# hwfsdp.core.compat
-#     function   local_of(tensor: Tensor) -> Tensor
-#                  Return this rank's part of a DTensor. Unlike `to_local`, this adds no autograd node. Return
-#                  other tensors unchanged.
-#     function   replace_local(tensor: DTensor, local: Tensor) -> None
-#                  Replace the rank's part of a DTensor that optimizers and users already hold.
-# hwfsdp.layout.extents
-#     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
-#                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
-#                    tuple[int, ...]]
-#                  Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank
-#                  is not in the mesh.
-# hwfsdp.layout.init_shards
-#     class      Part(local: Tensor, offset: tuple[int, ...])
-#                  A rank's part of a parameter: the memory to fill, and the index of its first element in the
-#                  whole parameter.
-#     constant   Init = Callable[[str, Tensor, torch.Generator], object]
-#     function   generator_of(seed: int) -> torch.Generator
-#                  Make a CPU generator from all 64 bits of a seed. torch's `manual_seed` keeps only 32, and a
-#                  model has millions of rows.
-#     function   reshard_all(model: nn.Module) -> None
-#                  Register the shards of all groups below `model`. Values in whole parameters would be lost
-#                  at the next gather.
-#     function   require_memory(fqn: str, param: Tensor) -> None
-#                  Raise StateError if the parameter is still on the meta device.
-# hwfsdp.core.compat
-#     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
-#                  Return where a tensor begins (storage and offset), and its dtype. Unlike `data_ptr`, this
-#                  works for fake and freed memory.
-# hwfsdp.core.param
-#     attribute  FSDPParam.layout: Layout
-#                  how it is cut.
-#     attribute  FSDPParam.memory: ShardMemory
-#                  where its shard lives.
-#     attribute  FSDPParam.local_numel
-#     attribute  FSDPParam.padded_numel
-#     attribute  FSDPParam.padded_shard: Tensor
-#                  [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
-#     method     ShardMemory.place(shard: Tensor) -> Tensor
-#                  Return `shard`, or a copy of it in this memory.
-# hwfsdp.core.layout
-#     attribute  Layout.local_shape
-#                  the shape of this rank's part.
-#     attribute  Layout.padded_shape
-#                  the shape of a full chunk of rows.
+# @end
+
+Init = Callable[[str, Tensor, torch.Generator], object]  # (name, row, generator): fills one row in place
 
 
-def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
-    """Make a CPU generator for one row: row `number` of the whole parameter `fqn`, in a model with any integer as `seed`.
+def row_generator(seed: int, name: str, number: int) -> torch.Generator:
+    """Make a CPU generator for row `number` of the whole parameter `name`, in a model whose seed is any integer.
 
     Its numbers depend on these three alone: they are the same in every process on every machine.
     """
-    digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
+    # @13
+    digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
     return generator_of(int.from_bytes(digest, "little"))
+    # @00
+    # |     raise NotImplementedError("TODO(13): row_generator")
+    # @end
 
 
-def part_of(param: Tensor) -> Part:
-    """Return this rank's part of a parameter, sharded or not: the memory itself, not a copy, and where in the whole it begins."""
-    if not isinstance(param, DTensor):
-        return Part(param, (0,) * param.ndim)
-    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return Part(local_of(param), offset)
+def generator_of(seed: int) -> torch.Generator:
+    """Make a CPU generator from 64 bits. torch's `manual_seed` keeps only 32 of them, and a model has millions of rows."""
+    made = torch.Generator()
+    # A state takes 30 bits, and a number of its own. These generators are linear: the exclusive or of three states is a state.
+    first, *others = (
+        made.manual_seed(i << 30 | seed >> 30 * i & (1 << 30) - 1).get_state() for i in range(3)
+    )
+    made.set_state(first ^ others[0] ^ others[1])
+    return made
 
 
-def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fill a part in place: call `init(fqn, row, generator)` once for each row that has elements here, first row first.
+def hollow(model: nn.Module, device: str) -> nn.Module:
+    """Move a model from the meta device to `device`, in place, with almost no memory; return it.
 
-    A row is a new CPU tensor of the part's dtype: a whole parameter of this `shape` without dim 0, even if the part has only some
-    columns. Its generator is the one of its number in the whole. A parameter without dims is one row. Besides the part, at most one
-    row has memory. Autograd is off.
+    Each parameter gets a new one in its place, with the same shape, dtype and requires_grad; a tied one stays tied. It can be read,
+    and has at most 64 bytes of memory, whatever its shape. Buffers get memory of their size.
     """
-    local, offset = part
-    if local.numel() == 0:
+    # @13
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if param not in made:
+                one = torch.zeros((), dtype=param.dtype, device=device)
+                made[param] = nn.Parameter(one.expand(param.shape), param.requires_grad)
+            module.register_parameter(name, made[param])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    return model
+    # @00
+    # |     raise NotImplementedError("TODO(13): hollow")
+    # @end
+
+
+# @13
+def part_of(param: Tensor, shape: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a parameter: its memory, not a copy, and the index of its first element in the whole.
+
+    The index of a parameter without dims is (0,), as if it had one row.
+    """
+    if isinstance(param, DTensor):
+        _, offset = compute_local_shape_and_global_offset(tuple(shape), param.device_mesh, param.placements)
+        return param.to_local(), tuple(offset)
+    first = 0
+    if tuple(param.shape) != tuple(shape):  # rows, as in exercise 01
+        first = -(-shape[0] // dist.get_world_size()) * dist.get_rank()
+    return param, (first, *(0 for _ in shape[1:]))
+
+
+def fill_part(
+    name: str, part: Tensor, offset: Sequence[int], shape: Sequence[int], init: Init, seed: int
+) -> None:
+    """Fill a part in place: draw each whole row that has elements here, and keep these elements."""
+    if part.numel() == 0:
         return
-    first = offset[0] if offset else 0
-    kept = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-    for number, target in enumerate(local if local.ndim else local.view(1), first):
-        row = torch.empty(shape[1:], dtype=local.dtype)
-        init(fqn, row, row_generator(seed, fqn, number))
+    kept = tuple(slice(start, start + n) for start, n in zip(offset[1:], part.shape[1:], strict=False))
+    for number, target in enumerate(part if part.ndim else part.view(1), offset[0]):
+        row = torch.empty(tuple(shape[1:]), dtype=part.dtype)
+        init(name, row, row_generator(seed, name, number))
         target.copy_(row[kept])
 
 
-@torch.no_grad()
-def init_shards(model: nn.Module, init: Init, seed: int) -> None:
-    """Initialize this rank's rows of every parameter, without communication, with equal weights at any number of ranks.
+# @end
 
-    Args:
-        model: sharded, after `to_empty`; a forward may have left parameters whole. Parameters that are not sharded are
-            initialized, too; buffers are not.
-        init: `init(fqn, row, generator)` fills one row of a parameter in place, with a CPU generator. The row has the parameter's
-            shape without dimension 0, and its dtype; for a 1D parameter it is a scalar.
-        seed: of the whole model. No other random numbers of the process change.
+
+@torch.no_grad()
+def init_shards(model: nn.Module, shapes: Mapping[str, Sequence[int]], init: Init, seed: int) -> None:
+    """Fill this rank's part of every parameter of a sharded model, without communication: the same model at any world size.
+
+    `init(name, row, generator)` is called once for each row that has elements on this rank, the first row first. A row is a new CPU
+    tensor: the whole parameter without dim 0, in its dtype, even if the rank has only some columns of it. The generator is the
+    `row_generator` of the row's number in the whole. A parameter without dims is one row. A tied parameter is filled once, under its
+    first name. Besides the shards, at most one row is in memory.
+
+    A parameter is a DTensor; or a plain tensor, which holds all, or this rank's rows, cut along dim 0 as in exercise 01. A forward may
+    have left a module whole; if the module has a method `reshard`, this gives it its shards back. Buffers, the objects that modules
+    hold, and the other random numbers of the process stay as they are.
+
+    shapes: of the whole parameters, by name; the model had them before it was sharded.
 
     Raises:
-        StateError: a parameter is still on the meta device.
+        RuntimeError: a parameter is still on the meta device.
     """
-    reshard_all(model)
-    for fqn, param in model.named_parameters():
-        require_memory(fqn, param)
-        fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
-
-
-class FSDPParam:
-    """A parameter of the model, with its shard and its memory when whole. Extension point.
-
-    Attributes:
-        name: its name from the root module, or from the given module until there is a root. places: where it is registered.
-        layout: how it is cut. memory: where its shard lives.
-        dtypes: see `precision.Dtypes`.
-        state: the form that is registered.
-        padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
-        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
-        unsharded_param: whole, compute dtype; None before the first gather.
-        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, with padding at the end; None before
-            the first gather.
-        accumulated_grad: whole, reduce dtype: the sum of gradients of backwards that did not reduce; None if there is none.
-    """
-
-    @torch.no_grad()
-    def hold_rows(self, param: DTensor) -> None:
-        """Let `padded_shard`, the memory that gathers read, hold the rows of `param`, which the caller has registered.
-
-        The user may have replaced the parameter or its memory. If gathers already read these rows, do nothing. If the rows need no
-        padding and are in `memory`, they become `padded_shard`. Otherwise `param`, the same object, gets the front of a new
-        `padded_shard` as its memory.
-        """
-        rows, layout = local_of(param), self.layout
-        if address_of(rows) == address_of(self.padded_shard):
-            return
-        if rows.numel() == self.padded_numel and rows.is_contiguous() and self.memory.place(rows) is rows:
-            self.padded_shard = rows.view(-1)
-            return
-        self.padded_shard = self.memory.place(rows.new_zeros(layout.padded_shape)).view(-1)
-        front = self.padded_shard[: self.local_numel].view(layout.local_shape)
-        front.copy_(rows)
-        compat.replace_local(param, front)
+    # @13
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise RuntimeError(f"init_shards: parameter {name!r} has no memory yet")
+        fill_part(name, *part_of(param, shapes[name]), shapes[name], init, seed)
+    # @00
+    # |     raise NotImplementedError("TODO(13): init_shards")
+    # @end

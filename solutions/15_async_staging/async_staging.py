@@ -1,222 +1,164 @@
-"""Exercise 15: Asynchronous staging"""
+"""15 Asynchronous staging: copy a state at one moment, and write the copy while training goes on.
+
+    saver = Saver(write)           write(copy) takes long: it brings a state to the disk
+    handle = saver.save(state)     returns when the values are copied
+    train()                        changes every tensor of the state, in place
+    handle.wait()                  returns when `write` has returned, or raises its error
+
+A state is made of dicts, lists and tuples. In them are tensors, DTensors (`fully_shard` gives a model such parameters), numbers, and
+any other objects that `copy.deepcopy` can copy.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+# @15
+import copy
+import threading
+
+# @end
+from collections.abc import Callable
+
+# @15
+from collections.abc import Iterator
+
+# @end
 from typing import Any
 
-import torch.distributed as dist
+# @15
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.saving import Target, Unstaged, save_agreed
-from hwfsdp.checkpoint.staging import Storage, _Copy, _copied, _copy_of, _dressed, _over
-from hwfsdp.checkpoint.views import View, blocks_of, place_of, view_of
-from hwfsdp.compat import is_referred_to_elsewhere
-
-# Names of the package that may help:
-#
-# hwfsdp.checkpoint.staging
-#     constant   Storage = torch.UntypedStorage
-#     attribute  StateDictStager._pools: WeakKeyDictionary[Storage, list[Storage]]
-#     method     StateDictStager._allocate(size: int) -> Storage
-#                  Make a buffer of `size` bytes, which no pool keeps.
-#     method     StateDictStager._add(pool: list[Storage], size: int) -> Storage
-#                  Make a buffer and keep it in the pool. Return it.
-#     method     StateDictStager.stage(state_dict: T, non_blocking: bool = False) -> T
-#                  Return a copy on the CPU. Later changes to `state_dict` do not change the copy. It is
-#                  complete on return.
-#     function   _over(storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int],
-#                    stride: Sequence[int]) -> Tensor
-#                  Return a tensor over existing memory.
-#     class      _Copy(target: Tensor, source: Tensor, waits: bool)
-#                  One call of `copy_` to make.
-#     function   _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy
-#                  Return the copy of the block into the buffer. `tensor` has the first view of the block, in
-#                  the source.
-#     function   _dressed(part: Tensor, like: Tensor) -> Tensor
-#                  Return the staged part as a tensor of the same kind as `like`.
-#     function   _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any
-#                  Make a deep copy. `memo` is a memo of `copy.deepcopy` that has the copies of these tensors.
-#                  Copy the tensors' attributes, too.
-# hwfsdp.checkpoint.views
-#     class      View(begin: int, end: int, shape: tuple[int, ...], stride: tuple[int, ...],
-#                    dtype: torch.dtype, lazy: tuple[bool, bool])
-#                  The place of a tensor's elements in its storage. Tensors with equal views are one tensor in
-#                  the copy.
-#     function   view_of(tensor: Tensor) -> View
-#                  Return the place of a tensor in its storage. The tensor has elements.
-#     class      Block(views: list[View], begin: int, nbytes: int, closed_up: bool)
-#                  The contents of one staged storage: `nbytes` bytes from byte `begin` on, or the elements of
-#                  one view, closed up.
-#     function   blocks_of(views: list[View]) -> list[Block]
-#                  Find the views of one storage that are staged together.
-#     function   place_of(view: View, block: Block) -> tuple[int, tuple[int, ...]]
-#                  Return offset and stride of a view in the staged storage, in elements.
-# hwfsdp.compat
-#     function   is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None
-#                  True if anything except this list refers to its storage at `index`. None if this version of
-#                  torch cannot tell.
-# hwfsdp.checkpoint.saving
-#     class      Target(path: Path, overwrite: bool = False, keep: int | None = None)
-#                  The place of a save, and its options; see `store.save`.
-#     class      Unstaged(error: Exception)
-#                  Stands for a state dict that could not be copied; `error` is the reason.
-#     function   save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str
-#                  Do the work of `store.save`, in an agreement that was made before.
-# hwfsdp.checkpoint.agreement
-#     class      Agreement(group: dist.ProcessGroup | None, what: str, *, alone: bool = False)
-#                  One call of a function that all ranks of a group call. `what` names the function in errors.
-# hwfsdp.checkpoint.background
-#     attribute  SaveHandle._agreement: Agreement
-#     attribute  SaveHandle._state_dict: Any
-#                  the staged copy, or `Unstaged`; None when it is not needed any more.
-#     attribute  SaveHandle._target: Target
-#     attribute  SaveHandle._save_id: str
-#                  the id of the save once it has succeeded, "" before.
-#     attribute  SaveHandle._error: BaseException | None
-#                  the reason if it has failed.
-#     attribute  SaveHandle._heard: bool
-#                  whether `wait` was called.
-#     attribute  SaveHandle._thread
-#                  runs `_run`; not a daemon, so that the interpreter waits for it.
-#     attribute  SaveQueue.stager: StateDictStager
-#                  makes all copies, because it owns the memory for them.
-#     attribute  SaveQueue.last: SaveHandle | None
-#                  the save that was started last, if there was one; it may have ended long ago.
-#     method     SaveQueue.end_before(agreement: Agreement) -> None
-#                  Wait for the previous save. If it failed, and a rank has not raised its error yet, raise
-#                  the error on all ranks.
-#     method     SaveQueue.begin(agreement: Agreement, staged: Any, target: Target) -> SaveHandle
-#                  Start the thread of a save; `staged` is the result of `stage`.
+# @end
 
 
-class StateDictStager:
-    """Copies state dicts to the CPU, over and over, into memory that it reuses (Note [Lent memory]).
+class Stager:
+    """Copies states into memory that is allocated once."""
 
-    Calls from several threads wait for each other.
+    def __init__(self) -> None:
+        # @15
+        self.buffers: list[torch.UntypedStorage] = []
+        # @00
+        # |         raise NotImplementedError("TODO(15): Stager")
+        # @end
 
-    Args:
-        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous. Without a CUDA device
-            there is a warning, and ordinary memory.
-        share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
-            the staged dict until these processes are done: the stager cannot see that they use its memory.
-        pin_memory_min_bytes: buffers of fewer bytes are not pinned, because pinning would take longer than it saves.
-    """
+    def stage(self, state: Any) -> Any:
+        """Return a copy of a state on the CPU, which is complete on return: later changes of the state do not change it.
 
-    def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
-        """Lend memory for copies of these tensors, and list the copies to make, one for each block. `stage` makes them later.
+        Tensors that share memory in the state share it in the copy, at the same distances and with the same strides. A DTensor stays
+        a DTensor. Everything else is copied, too.
 
-        Args:
-            tensors: by id; some share a storage, some are equal views of it, some have no elements.
-
-        Returns:
-            By the same ids, CPU tensors without values yet, which share memory as the given ones do; and the copies.
+        The memory of the copy is used again: the next call overwrites it. If the next state has storages of the same sizes, that call
+        allocates no memory for tensors. Memory that the latest copy does not need is released.
         """
-        staged: dict[int, Tensor] = {}
-        copies: list[_Copy] = []
-        sources: defaultdict[Storage, dict[View, list[int]]] = defaultdict(dict)
-        for key, tensor in tensors.items():
-            if tensor.numel():
-                sources[tensor.untyped_storage()].setdefault(view_of(tensor), []).append(key)
-            else:
-                staged[key] = _over(self._allocate(0), tensor.dtype, 0, tensor.shape, tensor.stride())
-
-        for source, views in sources.items():
-            blocks = blocks_of(list(views))
-            for block, buffer in zip(blocks, self._lend(source, [block.nbytes for block in blocks])):
-                copies.append(_copy_of(block, buffer, source, tensors[views[block.views[0]][0]]))
-                for view in block.views:
-                    offset, stride = place_of(view, block)
-                    for key in views[view]:
-                        staged[key] = _over(buffer, view.dtype, offset, view.shape, stride)
-        return staged, copies
-
-    def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """Lend an unused buffer of `source` for each of these sizes (bytes), all different. A free one is better than a new one.
-
-        A buffer is free if only its pool refers to it; if torch cannot tell, it is not. Of the free buffers that are left, keep for each
-        size as many as `sizes` has: the next copy needs them while these are written. Release the others.
-        """
-        pool = self._pools.setdefault(source, [])
-        free: defaultdict[int, list[int]] = defaultdict(list)
-        for index in range(len(pool)):
-            if is_referred_to_elsewhere(pool, index) is False:
-                free[pool[index].nbytes()].append(index)
-        lent = [pool[free[size].pop()] if free[size] else None for size in sizes]
-
-        spares = Counter(sizes)
-        for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
-            del pool[index]
-        return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
+        # @15
+        free, self.buffers = self.buffers, []
+        copied: dict[int, torch.UntypedStorage] = {}  # by the address of the source
+        memo: dict[int, Any] = {}
+        for tensor in tensors_in(state):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            source = local.untyped_storage()
+            if source.data_ptr() not in copied:
+                fitting = [i for i, buffer in enumerate(free) if buffer.nbytes() == source.nbytes()]
+                buffer = free.pop(fitting[0]) if fitting else torch.UntypedStorage(source.nbytes())
+                self.buffers.append(buffer)
+                copied[source.data_ptr()] = buffer.copy_(source)
+            memo[id(tensor)] = laid_over(copied[source.data_ptr()], local.detach(), tensor)
+        return copy.deepcopy(state, memo)
+        # @00
+        # |         raise NotImplementedError("TODO(15): stage")
+        # @end
 
 
-def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """Return a deep copy of the state dict. In it, staged tensors take the place of `tensors`, which are all tensors of the state dict.
+# @15
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a state."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors_in(value)
 
-    `staged`: by the id of a tensor, its copy. For a DTensor, the copy is of its local part (Note [A memo that answers tensors]).
-    Raises UsageError if something cannot be copied.
-    """
-    memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
-    return _copied(state_dict, tensors, memo)
+
+def laid_over(buffer: torch.UntypedStorage, local: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor that lies over a buffer as `local`, the memory of `tensor` on this rank, lies over its storage."""
+    staged = torch.empty(0, dtype=local.dtype).set_(
+        buffer, local.storage_offset(), local.shape, local.stride()
+    )
+    if not isinstance(tensor, DTensor):
+        return staged
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        staged, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
-class SaveHandle:
-    """A save that is under way.
+# @end
 
-    Attributes:
-        _state_dict: the staged copy, or `Unstaged`; None when it is not needed any more.
-        _save_id: the id of the save once it has succeeded, "" before. _error: the reason if it has failed. _heard: whether
-            `wait` was called.
-        _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
-    """
 
-    def _run(self) -> None:
-        """Do the work of the save, in its own thread; keep its id, or its error of any kind. Then refer to the staged copy no more."""
+class Handle:
+    """A save that is under way, or has ended."""
+
+    # @15
+    def __init__(self, write: Callable[[Any], object], staged: Any) -> None:
+        self.error: BaseException | None = None
+        self.is_heard = False  # somebody has been told the error
+        self.thread = threading.Thread(target=self.run, args=(write, staged))
+        self.thread.start()
+
+    def run(self, write: Callable[[Any], object], staged: Any) -> None:
         try:
-            self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
+            write(staged)
         except BaseException as error:
-            self._error = error
-        finally:
-            self._state_dict = None  # its buffers are free for the next save
+            self.error = error
 
-    def wait(self) -> str:
-        """Wait for the end of the save; return its id. The next save does not raise this save's error again.
+    # @end
 
-        Raises:
-            The error of the save, as `store.save` raises it, at each call.
-        """
-        self._thread.join()
-        self._heard = True
-        if self._error is not None:
-            raise self._error
-        return self._save_id
-
-
-class SaveQueue:
-    """The saves of this process, one under way at a time.
-
-    Attributes:
-        stager: makes all copies, because it owns the memory for them. last: the save that was started last, if there was one;
-            it may have ended long ago.
-    """
-
-    def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-        """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
-
-        Saves end in the order in which they began, and memory has room for one copy. The handle is kept as `last`.
+    def wait(self) -> None:
+        """Wait until `write` has returned.
 
         Raises:
-            The error of the previous save, if no call has raised it yet. Then nothing was started.
+            What `write` has raised, of any kind; in each call.
         """
-        agreement = Agreement(group, "save")
-        self.end_before(agreement)
-        self.last = self.begin(agreement, self.stage(state_dict), target)
+        # @15
+        self.thread.join()
+        self.is_heard = True
+        if self.error is not None:
+            raise self.error
+        # @00
+        # |         raise NotImplementedError("TODO(15): wait")
+        # @end
+
+
+class Saver:
+    """Writes states in another thread, one at a time."""
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        # @15
+        self.write, self.stager = write, Stager()
+        self.last: Handle | None = None
+        # @00
+        # |         raise NotImplementedError("TODO(15): Saver")
+        # @end
+
+    def save(self, state: Any) -> Handle:
+        """Begin to write a state. Return as soon as changes of the state can no longer change what is written.
+
+        `write(copy)` runs in another thread, and does not keep the copy. It begins when the `write` of the previous save has ended, and
+        so does the copy: there is memory for one. When it has ended, neither the handle nor the saver keep the state.
+
+        Raises:
+            The error of the previous save, if no call has raised it yet; then nothing begins, and the save after this one begins as
+            usual. Or the error of the copy.
+        """
+        # @15
+        last, self.last = self.last, None
+        if last is not None and not last.is_heard:
+            last.wait()
+        elif last is not None:
+            last.thread.join()
+        self.last = Handle(self.write, self.stager.stage(state))
         return self.last
-
-    def stage(self, state_dict: Any) -> Any:
-        """Return a copy on the CPU. If that fails, return `Unstaged`: it tells the other ranks, which would otherwise wait."""
-        try:
-            return self.stager.stage(state_dict)
-        except Exception as error:
-            return Unstaged(error)
+        # @00
+        # |         raise NotImplementedError("TODO(15): save")
+        # @end

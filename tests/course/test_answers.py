@@ -1,121 +1,170 @@
-"""Grade the grader: a wrong answer gets its misconception, a right one gets all points, however it is written.
+"""A wrong answer fails its test with its misconception, and a right one passes all tests, however it is written.
 
-A wrong answer edits the reference of its station (`answers.shapes`). A right one is the reference itself, which later stations write
-differently, or an edit that does the same. `make test` has one wrong answer for each check. Its right answers are the solutions, in
-tests/exercises.
+An answer edits the reference of its exercise (`answers.shapes`). The tests of an exercise are called as the plugin calls them, but in one
+process, for one test of one answer: `python tests/course/test_answers.py 04 frozen` prints what each answer of 04 got with this word
+in its check or name.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
+import tempfile
+from collections.abc import Collection, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hwfsdp.course.checklist import checks_of
-from hwfsdp.course.grade import Options
-from hwfsdp.course.manifest import Exercise, find_course
-from hwfsdp.course.misconceptions import MISCONCEPTIONS
-from hwfsdp.course.stations.stages import LAST, stage
-from hwfsdp.course.submission import solution
-from hwfsdp.course.verdict import Grade
-from hwfsdp.course.workbook import SEED, WORKERS, failures, graded, grading_pool
-from suites import long
+from hwfsdp.course.exercises import find_course
+from hwfsdp.course.findings import MISCONCEPTIONS, Finding
+from hwfsdp.course.ranks import Course, NotYet, askers
+from hwfsdp.course.stages import END, stage
+from hwfsdp.launcher.fork_server import start_server
 
-sys.path.insert(0, str(Path(__file__).parent))
-from answers.shapes import Answer, of_another_make, read  # noqa: E402
-from answers.shapes import RIGHT as IS_RIGHT  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from answers.shapes import RIGHT, Answer, of_another_make, read  # noqa: E402
+from suites import long  # noqa: E402
 
+SEED = 7
 COURSE = find_course(Path(__file__))
-STATIONS = [exercise for exercise in COURSE.exercises if exercise.is_station]
-ANSWERS = [
-    (COURSE.exercise(int(each.exercise)), each) for each in read("stations.txt") + read("electives.txt")
-]
-
-# written from the pages of the course alone, by people who had not seen the reference
+JUDGED = {each.number: each for each in COURSE.exercises if each.number != "lab"}
+ANSWERS = [each for path in sorted(Path(__file__).parent.glob("answers/*.txt")) for each in read(path.name)]
+WRONG = [each for each in ANSWERS if each.misconception != RIGHT]
 OTHER_MAKES = sorted(Path(__file__).parent.glob("answers/right/*.py"))
-WRONG = [case for case in ANSWERS if case[1].misconception != IS_RIGHT]
-RIGHT = [(each, Answer(each.number, IS_RIGHT, "as it is at the station", [])) for each in STATIONS]
-RIGHT += [case for case in ANSWERS if case[1].misconception == IS_RIGHT]
+STATIONS = [each.number for each in COURSE.stations]
 
 
-def text_of(exercise: Exercise, each: Answer) -> str:
-    """Return the text of the submitted file."""
-    reference = stage(int(exercise.number)) if exercise.is_station else solution(exercise)
-    return each.text(reference)
+def reference(number: str) -> str:
+    """Return the solution after an exercise. After the last station, `my_fsdp.py` stays as it is."""
+    exercise = JUDGED[number]
+    marked = (COURSE.root / "solutions" / exercise.target).read_text()
+    return stage(marked, number if exercise.is_station else END)
 
 
-def one_for_each_check(found: list[tuple[Exercise, Any]]) -> list[Any]:
-    """Return the answers. Mark all but the first one for each check as long."""
-    first = {wrong.check: wrong for _, wrong in reversed(found)}
-    return [case if first[case[1].check] is case[1] else long(*case) for case in found]
+def checks_of(number: str) -> dict[str, Any]:
+    """Return the test functions of an exercise, by name. Other files of tests may have the same name as an exercise's."""
+    [path] = JUDGED[number].folder.glob("test_*.py")
+    spec = importlib.util.spec_from_file_location(f"exercise_{number}", path)
+    assert spec is not None and spec.loader is not None
+    if spec.name not in sys.modules:
+        sys.path.insert(0, str(path.parent))  # for its probes
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+    found = vars(sys.modules[spec.name])
+    return {name.removeprefix("test_"): each for name, each in found.items() if name.startswith("test_")}
 
 
-def named(value: object) -> str | None:
-    return value.directory if isinstance(value, Exercise) else getattr(value, "name", None)
-
-
-@pytest.fixture(scope="module")
-def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]:
-    """Return test → the grade that it needs. Several workers grade at the same time."""
-    alone = "PYTEST_XDIST_WORKER" not in os.environ  # otherwise the other cores have tests of their own
-    with grading_pool(WORKERS if alone else 1) as pool:
-        chosen = [
-            item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+def variants(function: Any) -> list[dict[str, Any]]:
+    """Return the arguments of each variant of a test that is parametrized."""
+    found: list[dict[str, Any]] = [{}]
+    for mark in (mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"):
+        names, values = mark.args[:2]
+        given = [
+            dict(zip(names, v, strict=True)) if isinstance(names, tuple | list) else {names: v}
+            for v in values
         ]
-        found = {}
-        for item in chosen:
-            exercise, *answers = item.callspec.params.values()
-            for each in answers:
-                options = Options(seed=SEED, only=each.check if "." in each.check else None)
-                found[item.name] = pool.submit(graded, exercise, COURSE, text_of(exercise, each), options)
-        yield found
+        found = [one | other for one, other in product(found, given)]
+    return found
+
+
+def verdicts(text: str, number: str, only: Collection[str] = (), seed: int = SEED) -> dict[str, Finding]:
+    """Run the tests of an exercise, or only some, on a file. Return why they failed, by name."""
+    start_server("hwfsdp.course.probes")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / JUDGED[number].file
+        path.write_text(text)
+        course, found = Course(path), dict[str, Finding]()
+        known = askers(course, seed) | {
+            "seed": seed,
+            "submission": course,
+            "measured": lambda of, figures: None,
+        }
+        try:
+            for course.asking in (True, False):
+                for name, test in checks_of(number).items():
+                    for given in variants(test) if name in (only or [name]) else []:
+                        wanted = inspect.signature(test).parameters
+                        try:
+                            test(**{each: (known | given)[each] for each in wanted})
+                        except NotYet:
+                            pass
+                        except Finding as finding:
+                            found.setdefault(name, finding)
+                if course.asking:
+                    course.begin()
+        finally:
+            course.end()
+    return found
+
+
+def failed(answer: Answer) -> dict[str, tuple[str, str]]:
+    name = answer.check.partition(".")[2]
+    found = verdicts(answer.text(reference(answer.exercise)), answer.exercise, [name] if name else [])
+    return {name: (why.misconception, why.message) for name, why in found.items()}
+
+
+def one_for_each_check(answers: Iterable[Answer]) -> list[Any]:
+    """Return the answers as cases; all but the first of each check are long."""
+    seen, cases = set[str](), []
+    for each in answers:
+        cases.append(long(each) if each.check in seen else each)
+        seen.add(each.check)
+    return cases
+
+
+def named(answer: Any) -> str:
+    return f"{answer.check}: {answer.name}"
 
 
 def test_every_answer_is_an_edit_of_the_reference_as_it_is() -> None:
-    for exercise, each in ANSWERS:
-        text_of(exercise, each)
+    for each in ANSWERS:
+        each.text(reference(each.exercise))
 
 
-@pytest.mark.parametrize(("exercise", "wrong"), one_for_each_check(WRONG), ids=named)
-def test_a_wrong_answer_gets_its_misconception(
-    exercise: Exercise,
-    wrong: Answer,
-    grades: dict[str, Future[Grade]],
-    request: pytest.FixtureRequest,
-) -> None:
-    result = grades[request.node.name].result()
-    verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
-    assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
-    assert result.score < exercise.points
+@pytest.mark.parametrize("wrong", one_for_each_check(WRONG), ids=named)
+def test_a_wrong_answer_gets_its_misconception(wrong: Answer) -> None:
+    found = failed(wrong)
+    assert [kind for kind, _ in found.values()] == [wrong.misconception], found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("exercise", "right"), RIGHT, ids=named)
-def test_a_right_answer_gets_full_marks_however_it_is_written(
-    exercise: Exercise, right: Answer, grades: dict[str, Future[Grade]], request: pytest.FixtureRequest
-) -> None:
-    result = grades[request.node.name].result()
-    assert (result.status, result.score) == ("passed", exercise.points), failures(result)
+@pytest.mark.parametrize("right", [each for each in ANSWERS if each.misconception == RIGHT], ids=named)
+def test_a_right_answer_passes_all_tests(right: Answer) -> None:
+    assert failed(right) == {}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", STATIONS)
 @pytest.mark.parametrize("path", OTHER_MAKES, ids=lambda path: path.stem)
-def test_a_file_of_another_make_gets_full_marks_at_every_station(path: Path) -> None:
-    for number in (2, 10):  # the checks of all earlier ones are run as well
-        result = graded(COURSE.exercise(number), COURSE, of_another_make(path), Options(seed=SEED, mine=True))
-        assert result.status == "passed", failures(result)
+def test_a_file_of_another_make_passes_all_tests(path: Path, number: str) -> None:
+    assert {name: why.message for name, why in verdicts(of_another_make(path), number).items()} == {}
 
 
-@pytest.mark.parametrize("exercise", COURSE.exercises, ids=named)
-def test_every_exercise_is_graded_on_enough_answers(exercise: Exercise) -> None:
-    wrong = [each for of, each in WRONG if of is exercise]
+@pytest.mark.long
+@pytest.mark.parametrize("number", JUDGED)
+def test_the_reference_passes_its_tests_and_those_of_earlier_stations(number: str) -> None:
+    earlier = STATIONS[: STATIONS.index(number) + 1] if number in STATIONS else [number]
+    for each in earlier:
+        found = verdicts(reference(number), each)
+        assert {name: why.message for name, why in found.items()} == {}
+
+
+@pytest.mark.parametrize("number", JUDGED)
+def test_every_exercise_is_judged_on_enough_answers(number: str) -> None:
+    wrong = [each for each in WRONG if each.exercise == number]
     assert all(each.misconception in MISCONCEPTIONS for each in wrong)
-    assert len(wrong) >= (8 if not exercise.is_station else 10 if int(exercise.number) <= LAST else 3)
-    assert sum(of is exercise for of, _ in RIGHT) >= (1 if exercise.is_station else 3)
-    if exercise.is_station:
-        assert {each.check for each in wrong} == {check.id for check in checks_of(exercise)}
+    assert len(wrong) >= (3 if number == "16" else 8)
+    if number != "homework":  # its tasks share tests
+        assert {each.check for each in wrong} >= {each.name for each in JUDGED[number].checks if each.points}
+
+
+if __name__ == "__main__":
+    for each in ANSWERS:
+        if each.exercise == sys.argv[1] and all(word in f"{each.check} {each.name}" for word in sys.argv[2:]):
+            got = failed(each)
+            wanted = [] if each.misconception == RIGHT else [each.misconception]
+            sign = "same   " if [kind for kind, _ in got.values()] == wanted else "DIFFERS"
+            print(sign, each.check, each.misconception, each.name, got, flush=True)

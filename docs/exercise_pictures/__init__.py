@@ -1,0 +1,1 @@
+"""The pictures of exercises: `exercises/01_rows/picture.png` is `rows.draw()`. Exercises without a module here have none."""

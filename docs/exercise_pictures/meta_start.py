@@ -1,0 +1,71 @@
+"""13: five rows, drawn on 1, 2 and 4 ranks: from one generator per rank, and from one per row as `init_shards` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.sharding import Extent, chunk_extents
+from exercise_pictures.drawing import box, caption, clear, say
+from hwfsdp.layout.init_shards import row_generator
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.parts import Axes, Figure, LinearSegmentedColormap, to_hex
+
+ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
+WORLD_SIZES = (1, 2, 4)
+NOISE = LinearSegmentedColormap.from_list("noise", [style.BLUE, style.WHITE, style.ORANGE])
+PITCH, TOP = 8.4, 1.0  # from number of ranks to number of ranks; of the first row
+GAP = 0.35  # between the rows of two ranks
+
+Draw = Callable[[Extent], Tensor]  # the rows of a rank
+
+
+def per_rank(extent: Extent) -> Tensor:
+    """What every rank draws that seeds a generator and fills its shard."""
+    return torch.empty(extent.length, COLUMNS).uniform_(-2, 2, generator=torch.Generator().manual_seed(SEED))
+
+
+def per_row(extent: Extent) -> Tensor:
+    """What `fill_part` draws."""
+    rows = [
+        torch.empty(COLUMNS).uniform_(-2, 2, generator=row_generator(SEED, NAME, number))
+        for number in range(extent.start, extent.stop)
+    ]
+    return torch.stack(rows) if rows else torch.empty(0, COLUMNS)
+
+
+def draw() -> Figure:
+    """Left the obvious way, right the one that knows no ranks."""
+    figure = sheet.new_figure(sheet.PAGE, 3.2)
+    _draw_panel(figure.add_axes((0.01, 0.12, 0.485, 0.86)), "One generator per rank", per_rank)
+    _draw_panel(figure.add_axes((0.51, 0.12, 0.485, 0.86)), "One generator per row", per_row)
+    text = "A line is a row, with its number; a cell is a number that was drawn. Left, ranks hold copies of each other's noise."
+    caption(figure, text)
+    return figure
+
+
+def _draw_panel(axes: Axes, title: str, draw_rows: Draw) -> None:
+    clear(axes, (-0.7, len(WORLD_SIZES) * PITCH + 0.1), (TOP + ROWS + 3 * GAP + 0.6, -1.2))
+    axes.text(-0.6, -0.7, title, fontsize=style.TITLE_SIZE, weight="bold")
+    for place, size in enumerate(WORLD_SIZES):
+        x = place * PITCH
+        name = "1 rank" if size == 1 else f"{size} ranks"
+        say(axes, (x + COLUMNS / 2, TOP - 0.35), name, style.TEXT_SIZE + 1, ha="center", va="baseline")
+        for rank, extent in enumerate(chunk_extents(ROWS, size)):
+            _draw_rank(axes, x, rank, extent, draw_rows(extent))
+
+
+def _draw_rank(axes: Axes, x: float, rank: int, extent: Extent, rows: Tensor) -> None:
+    top = TOP + rank * GAP
+    for number, row in enumerate(rows, extent.start):
+        y = top + number
+        say(axes, (x - 0.15, y + 0.5), str(number), style.SMALL_SIZE + 1, ha="right", color=style.BLACK)
+        for column, value in enumerate(row.tolist()):
+            box(axes, (x + column, y), to_hex(NOISE((value + 2) / 4)), edgecolor=style.WHITE)
+    if extent.length:
+        first = top + extent.start
+        box(axes, (x, first), "none", size=(COLUMNS, extent.length), linewidth=1.2)
+        at = x + COLUMNS + 0.2, first + extent.length / 2
+        say(axes, at, f"rank {rank}", style.SMALL_SIZE + 1, rotation=270)

@@ -1,0 +1,429 @@
+"""12 Strided shards: what must hold.
+
+The tests make the cuts themselves, one after the other (`Cuts`), so they know their order, the right placements and each rank's box.
+Your functions see a part of this, and have to find the rest: for all orders of cuts on all meshes up to 4 x 4 and 3 x 3 x 3, and for
+others that the seed draws. A mistake is named if it explains all answers of a function (`agree`).
+"""
+
+import random
+from functools import partial
+from itertools import permutations, product
+from math import ceil, prod
+from typing import NamedTuple
+
+import facts_strided_shards as facts
+import pytest
+import torch
+from facts_strided_shards import shown
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from hwfsdp.compat import is_shard, strided_shard
+from hwfsdp.course import laws
+from hwfsdp.course.findings import Finding
+
+pytestmark = pytest.mark.exercise("12", title="Strided shards", file="strided_shards.py", may="hwfsdp.compat")
+
+PADDING, REPLICA = 777.0, 888.0  # values that must not be in a whole tensor
+
+
+@pytest.mark.points(0, ask="Which axes have cut this dim before FSDP does?")
+def test_cut(ranks, seed):
+    """FSDP's placement counts the pieces that exist when it cuts, and nothing else."""
+    cases = axes_before_fsdp(seed)
+    found = answers(ranks, "cut_after", [(each.axes, each.dim) for each in cases])
+    agree("cut_after", cases, found, Axes.cut, CUT_MISTAKES, "wrong-split-factor")
+
+
+@pytest.mark.points(1, ask="Which placements does a parameter have, from the outer axis to the inner one?")
+def test_placement(ranks, seed):
+    """In the joined mesh, FSDP's axes are the outer ones, and the placements of the others stay."""
+    cases = axes_before_fsdp(seed)
+    arguments = [(each.own, [p for p, _ in each.axes], [n for _, n in each.axes], each.dim) for each in cases]
+    found = answers(ranks, "joined_placements", arguments)
+    agree("joined_placements", cases, found, Axes.joined, JOINED_MISTAKES, "wrong-placement")
+
+
+@pytest.mark.points(0, ask="In which order were the cuts made that the placements describe?")
+def test_order(ranks, seed):
+    """The order of the cuts follows from the placements; split factors that no cuts make are refused."""
+    cases = small_cuts() + mixed_cuts(seed)
+    arguments = [(cuts.mesh, cuts.placements) for cuts in cases]
+    found = answers(ranks, "orders_of_cuts", arguments + [case[1:] for case in IMPOSSIBLE])
+    orders = [cuts.settled(answer) for cuts, answer in zip(cases, found, strict=False)]
+    extra = any(sum(len(axes) for _, axes in a) > len(cuts.cutting) for cuts, a in zip(cases, orders))
+    otherwise = "counted-as-cut" if extra else "wrong-split-factor"
+    agree("orders_of_cuts", cases, orders, Cuts.right, ORDER_MISTAKES, otherwise, Cuts.alike)
+    for (misconception, mesh, placements), answer in zip(IMPOSSIBLE, found[len(cases) :], strict=True):
+        where = f"mesh {mesh}, {all_shown(placements)}, where no cuts make that many pieces: orders_of_cuts"
+        same(misconception, where, str(answer)[:10], "ValueError")
+
+
+@pytest.mark.points(1, ask="What is left of the rows after each cut, and where does it begin?")
+def test_box(ranks, seed):
+    """Each rank has the box that chunks of chunks leave, for every length."""
+    cases = [Box(cuts, shape, at) for cuts, shape in shapes_to_cut(seed) for at in cuts.coordinates]
+    arguments = [(box.shape, box.cuts.mesh, box.cuts.by_dim, box.coordinate) for box in cases]
+    found = answers(ranks, "box_of", arguments)
+    agree("box_of", cases, found, Box.right, BOX_MISTAKES, "wrong-rows", Box.alike)
+
+
+@pytest.mark.points(1, ask="Which part of a shard is padding, and which tensor owns its memory?")
+def test_shards(ranks, seed):
+    """Shards are these boxes, padded at their end if asked for, each in its own memory; gradients flow back."""
+    cases = tensors(seed)
+    arguments = [(each.whole, each.cuts.mesh, each.cuts.placements, each.pad) for each in cases]
+    for case, found in zip(cases, answers(ranks, "shard_strided", arguments), strict=True):
+        right, where = case.shards(), f"{case} shard_strided:"
+        ran(where, found)
+        same("not-a-shard-each", f"{where} the number of shards", len(found["shards"]), len(right))
+        for at, got, expected, box in zip(case.cuts.coordinates, found["shards"], right, case.pieces):
+            same(shard_mistake(got, expected, box), f"{where} the shard of {at}", got, expected)
+        held, grad = [shard.nbytes for shard in right], (
+            case.gradient if case.dtype.is_floating_point else None
+        )
+        same("wrong-value", f"{where} contiguous, as collectives need it,", found["contiguous"], True)
+        same("input-changed", f"{where} a write to the tensor that is cut", found["written"], False)
+        same("aliased", f"{where} a view of the tensor, which keeps all of it alive,", found["view"], False)
+        same("kept-alive", f"{where} the bytes that shards keep alive", found["bytes"], held)
+        same("kept-alive", f"{where} memory that shards share", found["shared"], False)
+        same("grad-lost", f"{where} the gradient of the tensor that is cut", found["grad"], grad)
+
+
+@pytest.mark.points(1, ask="Where does the first element of each shard belong?")
+def test_whole(ranks, seed):
+    """The whole comes back without padding, from the first of all replicas; shards that do not fit are refused."""
+    cases = tensors(seed)
+    first, *others = cases[0].shards()
+    given = [(case, case.shards(PADDING, REPLICA)) for case in cases]
+    wrong = {"one shard less than ranks": [first, *others[:-1]], "a short shard": [first[:1], *others]}
+    wrong["a long shard"] = [torch.ones(3), *others]
+    fitting = [(shards, case.shape, case.cuts.mesh, case.cuts.placements) for case, shards in given]
+    calls = {"unshard_strided": fitting, "misfits": [(shards, *fitting[0][1:]) for shards in wrong.values()]}
+    found = ranks(1).ask(facts.probe_calls, "unshard_strided", calls=calls)[0]
+    for (case, shards), answer in zip(given, found, strict=True):
+        where = f"{case} unshard_strided:"
+        ran(where, answer)
+        same(whole_mistake(case, shards, answer["whole"]), f"{where} the whole", answer["whole"], case.whole)
+        same(
+            "input-changed", f"{where} a write to a shard, or a whole in its memory", answer["touched"], False
+        )
+        same("grad-lost", f"{where} gradients that reach the shards", answer["attached"], True)
+    for what, answer in zip(wrong, ranks(1).ask(facts.probe_calls, "misfits", calls=calls)[0], strict=True):
+        same("wrong-value", f"Given {what}, unshard_strided", answer, "raises ValueError")
+
+
+# --- What is right -----------------------------------------------------------------------------------------
+
+
+class Cuts(NamedTuple):
+    """Which axes of a mesh cut which dim of a tensor: `orders[dim]` has the axes, the first cut first."""
+
+    mesh: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
+
+    by_dim = property(lambda self: {dim: list(order) for dim, order in enumerate(self.orders) if order})
+    cutting = property(lambda self: {axis for order in self.orders for axis in order})
+    coordinates = property(lambda self: list(product(*map(range, self.mesh))))
+
+    @property
+    def placements(self):
+        """The same, as a DTensor says it: a strided shard names the pieces that axes on its right have made before."""
+        found = [Replicate() for _ in self.mesh]
+        for dim, order in self.by_dim.items():
+            for place, axis in enumerate(order):
+                before = [self.mesh[other] for other in order[:place] if other > axis]
+                found[axis] = strided_shard(dim, prod(before)) if before else Shard(dim)
+        return found
+
+    def piece(self, whole, coordinate):
+        """Cut by `torch.chunk`, again and again. A rank for which no chunk is left has nothing."""
+        for dim, order in self.by_dim.items():
+            for axis in order:
+                left = whole.narrow(dim, 0, 0)
+                whole = [*whole.chunk(self.mesh[axis], dim), *[left] * self.mesh[axis]][coordinate[axis]]
+        return whole
+
+    def settled(self, answer):
+        """Leave out the axes of one rank, which may stand anywhere. Pair other answers with no axes."""
+        try:
+            kept = [[dim, [axis for axis in order if self.mesh[axis] > 1]] for dim, order in answer]
+        except (TypeError, ValueError, LookupError):
+            return [[answer, []]]
+        return [[dim, order] for dim, order in kept if order]
+
+    def alike(self, one, other):
+        return one == other or one[0][1:] == [[]]  # not an order
+
+    def right(self, way=list):
+        return self.settled([(dim, way(order)) for dim, order in self.by_dim.items()])
+
+    def __str__(self):
+        return f"mesh {self.mesh}, {all_shown(self.placements)}:"
+
+
+class Axes(NamedTuple):
+    """The axes on the right of FSDP's axes, which are for the placements `own`."""
+
+    axes: list
+    dim: int
+    own: list
+
+    def pieces(self, counts=lambda axes, placement: is_shard(placement) and placement.dim == axes.dim):
+        return prod(n for placement, n in self.axes if counts(self, placement))
+
+    def cut(self, *counts):
+        pieces = self.pieces(*counts)
+        return shown(strided_shard(self.dim, pieces) if pieces > 1 else Shard(self.dim))
+
+    def joined(self):
+        return [*map(shown, self.own[:-1]), self.cut(), *(shown(p) for p, _ in self.axes)]
+
+    def __str__(self):
+        axes = ", ".join(f"{shown(p)} over {n}" for p, n in self.axes) or "no axes"
+        return f"{axes}; then FSDP cuts dim {self.dim} by {all_shown(self.own)}:"
+
+
+class Box(NamedTuple):
+    """The box of the rank at this coordinate."""
+
+    cuts: Cuts
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    def right(self, rule=None):
+        """Return lengths and offsets, if `rule` cuts. If nothing is left, a box is at the end of the tensor."""
+        orders = [self.cuts.by_dim.get(dim, []) for dim in range(len(self.shape))]
+        steps = [[(m, self.cuts.mesh[m], self.coordinate[m]) for m in order] for order in orders]
+        parts = [(rule or nested)(n, cuts) for n, cuts in zip(self.shape, steps, strict=True)]
+        offsets = [offset if length > 0 else n for (length, offset), n in zip(parts, self.shape, strict=True)]
+        return [[length for length, _ in parts], offsets]
+
+    def alike(self, one, other):
+        """Where nothing is left, offsets and lengths may differ."""
+        if [[*map(type, part)] for part in one if isinstance(part, list)] != [[int] * len(self.shape)] * 2:
+            return False
+        return all((a <= 0 and b <= 0) or (a, x) == (b, y) for a, x, b, y in zip(*one, *other, strict=True))
+
+    def __str__(self):
+        return f"shape {self.shape}, mesh {self.cuts.mesh}, orders {self.cuts.by_dim}, coordinate {self.coordinate}:"
+
+
+class Tensors(NamedTuple):
+    """A tensor to cut: all its elements differ, and none is zero."""
+
+    cuts: Cuts
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pad: bool = False
+
+    whole = property(lambda self: torch.arange(1, prod(self.shape) + 1).to(self.dtype).view(self.shape))
+    pieces = property(lambda self: [self.cuts.piece(self.whole, at) for at in self.cuts.coordinates])
+
+    def shards(self, padding=0.0, replica=None):
+        """Return the right shards. `replica` fills all but the first of several ranks with the same box."""
+        found, seen = [], set()
+        for at, part in zip(self.cuts.coordinates, self.pieces, strict=True):
+            again = (box := tuple(at[axis] for order in self.cuts.orders for axis in order)) in seen
+            found.append(part.new_full(self.pieces[0].shape if self.pad else part.shape, padding))
+            found[-1][tuple(map(slice, part.shape))] = replica if again and replica else part
+            seen.add(box)
+        return found
+
+    @property
+    def gradient(self):
+        """Of the sum of (rank + 1) * shard."""
+        found = torch.zeros(self.shape, dtype=self.dtype)
+        for rank, at in enumerate(self.cuts.coordinates):
+            self.cuts.piece(found, at).add_(rank + 1)
+        return found
+
+    def __str__(self):
+        return f"shape {self.shape}{', pad' * self.pad}, {self.cuts}"
+
+
+def all_shown(placements):
+    return f"[{', '.join(map(shown, placements))}]"
+
+
+# --- Cases -------------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = [
+    ("wrong-split-factor", (3, 2), [strided_shard(0, 3), Shard(0)]),
+    ("wrong-split-factor", (2, 2), [Shard(0), strided_shard(0, 2)]),
+    ("wrong-split-factor", (2, 2, 3), [strided_shard(0, 3), Shard(0), Shard(0)]),
+    ("counted-as-cut", (2, 2), [strided_shard(0, 2), Shard(1)]),
+    ("counted-as-cut", (2, 2), [strided_shard(0, 2), Replicate()]),
+]
+UNEVEN = Tensors(Cuts((3, 2), ((1, 0),)), (7,), torch.float32)
+
+
+def small_cuts():
+    meshes = [*product(range(1, 5), repeat=2), *product(range(1, 4), repeat=3)]
+    return [Cuts(mesh, (order,)) for mesh in meshes for order in permutations(range(len(mesh)))]
+
+
+def mixed_cuts(seed):
+    """Axes that cut different dims of a tensor, or none; small meshes first."""
+    draw, found = random.Random(seed), list[Cuts]()
+    while len(found) < 70:
+        mesh, ndim = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))], draw.randint(0, 3)
+        owner = [draw.choice([None, *range(ndim)]) for _ in mesh]
+        orders = [[axis for axis, of in enumerate(owner) if of == dim] for dim in range(ndim)]
+        if prod(mesh) <= 64:
+            found.append(Cuts(tuple(mesh), tuple(tuple(draw.sample(order, len(order))) for order in orders)))
+    return sorted(found, key=lambda cuts: prod(cuts.mesh))
+
+
+def shapes_to_cut(seed):
+    """Every length up to 16 on meshes of two axes, some lengths on others, and a length that no float can hold."""
+    draw = random.Random(seed)
+    lines = [(each, range(17) if len(each.mesh) == 2 else draw.sample(range(28), 3)) for each in small_cuts()]
+    found = [(cuts, (n,)) for cuts, lengths in lines for n in lengths]
+    found += [(cuts, tuple(draw.randint(0, 9) for _ in cuts.orders)) for cuts in mixed_cuts(seed)]
+    return [*found, (UNEVEN.cuts, (7, 3)), (Cuts((2, 2), ((1, 0),)), (10**16 + 1,))]
+
+
+def tensors(seed):
+    """Tensors that are cut in different ways, without and with padding; some leave many ranks without rows."""
+    draw, found = random.Random(seed), [UNEVEN]
+    for cuts in draw.sample(small_cuts(), 12) + mixed_cuts(seed)[:40]:
+        shape = [draw.randint(1, 9) for _ in range(draw.randint(len(cuts.orders), 3))]
+        found.append(Tensors(cuts, tuple(shape), draw.choice([torch.float32, torch.float64, torch.int64])))
+    return [case._replace(pad=pad) for case in found for pad in (False, True)]
+
+
+def axes_before_fsdp(seed):
+    """Few axes first; each is joined with FSDP's shards, and with its replicas and shards."""
+    draw, kinds = random.Random(seed), [
+        Shard(0),
+        Shard(1),
+        Replicate(),
+        Shard(0),
+        strided_shard(0, 2),
+        Partial(),
+    ]
+    drawn = [[(draw.choice(kinds), draw.randint(1, 4)) for _ in range(number // 20)] for number in range(80)]
+    dims = [(axes, draw.randint(0, 1)) for axes in drawn]
+    return [Axes(axes, dim, own) for axes, dim in dims for own in ([Shard(dim)], [Replicate(), Shard(dim)])]
+
+
+# --- Mistakes ----------------------------------------------------------------------------------------------
+
+
+def nested(n, cuts, chunk=lambda n, size, at: (min(at * -(-n // size), n), -(-n // size))):
+    """Return length and offset of a chunk of a chunk. cuts: axis, size, and index of the rank's chunk, in their order."""
+    offset = 0
+    for _, size, at in cuts:
+        start, length = chunk(n, size, at)
+        offset, n = offset + start, max(0, min(length, n - start))
+    return n, offset
+
+
+def striped(n, cuts):
+    """From left to right, take a stripe of each piece that axes on the right have made before."""
+    rows, order = torch.arange(min(n, 1000)), [axis for axis, _, _ in cuts]
+    for axis, size, at in sorted(cuts):
+        pieces = prod(other for m, other, _ in cuts[: order.index(axis)] if m > axis)
+        stripes = [part.chunk(size)[at:][:1] for part in rows.chunk(pieces)]
+        rows = torch.cat([rows[:0], *(stripe for each in stripes for stripe in each)])
+    return len(rows), int(rows[0]) if len(rows) else n
+
+
+def at_once(n, cuts):
+    """Make one cut into as many chunks as there are ranks."""
+    size, index = 1, 0
+    for _, more, at in cuts:
+        size, index = size * more, index * more + at
+    return nested(n, [(0, size, index)])
+
+
+def spread(n, size, at):
+    return at * (n // size) + min(at, n % size), n // size + (at < n % size)
+
+
+CUT_MISTAKES = [
+    ("wrong-order-of-cuts", lambda case: shown(Shard(case.dim))),
+    ("counted-as-cut", lambda case: case.cut(lambda *_: True)),
+    ("counted-as-cut", lambda case: case.cut(lambda _, placement: is_shard(placement))),
+    ("wrong-placement", lambda case: shown(strided_shard(case.dim, case.pieces()))),
+]
+JOINED_MISTAKES = [
+    ("wrong-axis-order", lambda case: case.joined()[len(case.own) :] + case.joined()[: len(case.own)]),
+    ("wrong-order-of-cuts", lambda case: [*map(shown, case.own), *case.joined()[len(case.own) :]]),
+]
+ORDER_MISTAKES = [
+    ("wrong-order-of-cuts", lambda cuts: cuts.right(sorted)),
+    ("wrong-order-of-cuts", lambda cuts: cuts.right(lambda order: order[::-1])),
+]
+RULES = [
+    ("empty-at-zero", nested),  # right where something is left
+    ("stripes-not-boxes", striped),
+    ("wrong-order-of-cuts", lambda n, cuts: nested(n, sorted(cuts))),
+    ("wrong-order-of-cuts", lambda n, cuts: nested(n, cuts[::-1])),
+    ("spread-evenly", lambda n, cuts: nested(n, cuts, spread)),
+    (
+        "floor-instead-of-ceil",
+        lambda n, cuts: nested(n, cuts, lambda n, size, at: (at * (n // size), n // size)),
+    ),
+    (
+        "float-for-integer",
+        lambda n, cuts: nested(n, cuts, lambda n, k, at: (min(at * ceil(n / k), n), ceil(n / k))),
+    ),
+    ("evenness-assumed", at_once),
+]
+BOX_MISTAKES = [(name, partial(Box.right, rule=rule)) for name, rule in RULES]
+
+
+def shard_mistake(got, expected, box):
+    """box: the shard without padding."""
+    if got.shape != expected.shape:
+        longer = got.ndim == box.ndim and got.numel() > expected.numel()
+        return "padding-dropped" if got.shape == box.shape else "padding-leaked" if longer else "wrong-rows"
+    if got[tuple(map(slice, box.shape))].equal(box):
+        return "padding-not-zero"
+    moved = got.flatten().sort()[0].equal(expected.flatten().sort()[0]) and box.shape != expected.shape
+    return "padding-leaked" if moved else "wrong-rows"
+
+
+def whole_mistake(case, shards, got):
+    if (got == PADDING).any() or case.pad and got.numel() > case.whole.numel():
+        return "padding-leaked"
+    if (got == REPLICA).any():
+        return "wrong-replica"
+    end_to_end = torch.cat([shard.flatten() for shard in shards])[: got.numel()]
+    return "wrong-order-of-cuts" if torch.equal(got.flatten(), end_to_end) else "wrong-rows"
+
+
+# --- Laws --------------------------------------------------------------------------------------------------
+
+
+def answers(ranks, function, arguments):
+    return ranks(1).ask(facts.probe_calls, function, calls={function: arguments})[0]
+
+
+def agree(function, cases, found, right, mistakes, otherwise, alike=lambda case, one, other: one == other):
+    """All answers are right. If not, the first mistake that gives all these answers is named, or else `otherwise`."""
+    pairs = list(zip(cases, found, strict=True))
+    for case, answer in pairs:
+        if answer != right(case):
+            explains = (name for name, rule in mistakes if all(alike(c, a, rule(c)) for c, a in pairs))
+            same(next(explains, otherwise), f"{case} {function}", answer, right(case))
+
+
+def ran(where, answer):
+    if isinstance(answer, str):
+        raise Finding("crashed", f"{where} {answer}")
+
+
+def same(misconception, where, got, right):
+    """Two facts are equal; tensors in shape and dtype, too."""
+    if isinstance(got, torch.Tensor) and isinstance(right, torch.Tensor):
+        if got.shape == right.shape and got.dtype == right.dtype:
+            if not torch.equal(got, right):
+                raise Finding(
+                    misconception, f"{where} is wrong {laws.largest_difference(got, right)}.", right, got
+                )
+            return
+        got, right = f"{got.dtype} {tuple(got.shape)}", f"{right.dtype} {tuple(right.shape)}"
+    if isinstance(got, torch.Tensor) != isinstance(right, torch.Tensor) or got != right:
+        raise Finding(misconception, f"{where} is {got}, expected {right}.", right, got)

@@ -1,0 +1,251 @@
+"""14 Checkpoints: what must hold.
+
+Your file has two functions, which all ranks call together:
+
+    save(folder, model, optimizer)     afterwards a load from `folder` finds exactly this state
+    load(folder, model, optimizer)     fills both, in place, on any number of ranks
+
+`model` was sharded by `fully_shard`. Every value of a parameter, and of what AdamW keeps for it, is drawn from the seed and the name
+(`facts.key_values`), so the right part of every rank is known. The tests do not look into your files. They only load them: also
+when the save was killed at any step, when the power failed, and when a file is damaged.
+
+    pytest exercises/14_checkpoints -k pairs     one test
+"""
+
+import facts_checkpoints as facts
+import pytest
+import torch
+
+from hwfsdp.course.findings import Finding
+
+pytestmark = pytest.mark.exercise(
+    "14",
+    title="Checkpoints",
+    file="checkpoints.py",
+    may="open os pathlib shutil json struct zlib hashlib tempfile hwfsdp.layout",
+)
+
+ROOM = 64 << 10  # bytes for what you write and read besides rows
+
+
+@pytest.mark.points(
+    1, ask="From which of three origins is a row counted: the tensor, the file, the rank's own memory?"
+)
+def test_pairs(ranks, seed):
+    """What 1 to 4 ranks saved, 1 to 4 ranks load bit for bit: parameters, the optimizer's state, and its settings."""
+    found = ranks(4).ask(facts.probe_pairs, "pairs", seed=seed)
+    values = facts.key_values(facts.Model(seed, 8), seed)
+    wrong, right = dict[str, Finding](), list[str]()
+    for pair in sorted(found[0], key=lambda pair: (pair[0] != pair[-1], pair)):
+        try:
+            for rank in range(int(pair[-1])):
+                right_state(
+                    f"saved by {pair[0]}, loaded on {pair[-1]}, rank {rank}:",
+                    found[rank][pair],
+                    values,
+                    seed,
+                    pair,
+                    rank,
+                )
+            right.append(pair)
+        except Finding as finding:
+            wrong[pair] = finding
+    first = min(wrong.items(), key=lambda each: (each[0][-1] != "1", each[0]), default=("", None))[1]
+    if first is None:
+        return
+    same_works = all(f"{size} → {size}" in right for size in facts.SIZES)
+    if same_works and len(right) == len(facts.SIZES) and first.misconception != "optimizer-forgotten":
+        raise Finding("same-world-only", f"Only as many ranks as saved load it. {first.message}")
+    if same_works and first.misconception == "rank-0-only":
+        raise Finding("rows-not-loaded", first.message)
+    raise first
+
+
+@pytest.mark.points(0, ask="Which ranks have the same rows as this one, and which of them must write them?")
+def test_bytes(ranks, seed):
+    """Every row is written once, also where replicas have it; a rank reads what it keeps; rows do not travel."""
+    found = ranks(4).ask(facts.probe_bytes, "bytes", seed=seed)
+    whole = sum(value.nbytes for value in facts.key_values(facts.Wide(), seed).values())
+    for name, written in found[0]["written"].items():
+        most("replicated", f"{name}: a save of {whole:,} B writes", written, whole + ROOM)
+    for rank, said in enumerate(found):
+        where = f"Rank {rank} of 4, which keeps {said['kept']:,} B,"
+        most("too-much-traffic", f"{where} sends", said["sent"], said["kept"] // 2)
+        most("read-too-much", f"{where} reads", said["read"], said["kept"] * 3 // 2 + ROOM)
+
+
+@pytest.mark.points(2, ask="Before a name appears: is everything that it names on the disk?")
+@pytest.mark.parametrize(("world_size", "has_old"), [(1, True), (1, False), (2, True)])
+def test_crashes(ranks, seed, world_size, has_old):
+    """If all ranks are killed, or the power fails, at any moment of a save, a load finds the whole old save, or the whole new one."""
+    found = ranks(2).ask(facts.probe_crashes, "crashes", seed=seed, world_size=world_size, has_old=has_old)[0]
+    for (after, before, power, is_last), got, again in sorted(found, key=lambda each: each[0][2]):
+        moment = "after save has returned" if is_last else f"between `{after}` and `{before}`"
+        where = f"{world_size} ranks, {'a power cut' if power else 'a kill'} {moment}: a load"
+        state = which(got, seed)
+        if (
+            state == "old"
+            and not is_last
+            or state == "none"
+            and not has_old
+            and not is_last
+            or state == "new"
+        ):
+            if again:
+                raise Finding(
+                    "crashed", f"{where} finds the {state} save; but the next save there fails: {again}."
+                )
+            continue
+        if is_last and not power:
+            raise Finding(
+                "not-committed", f"{where} does not find the save: {said(got, state)}.", "the new save", state
+            )
+        raise Finding(
+            "not-durable" if power else "not-atomic", f"{where} {said(got, state)}.", "a whole save", state
+        )
+
+
+@pytest.mark.points(
+    0, ask="A rank has died, and the others go on up to the next collective: what do they change until then?"
+)
+def test_one_killed(ranks, seed):
+    """If one of two ranks is killed at any step, a load finds the whole old save, or the whole new one."""
+    found = ranks(2).ask(facts.probe_ended, "ended", seed=seed, how="kill")[0]
+    for victim, last, _, got in found:
+        if (state := which(got, seed)) not in ("old", "new"):
+            where = f"Rank {victim} of 2 was killed before its `{last}`: a load"
+            raise Finding("not-atomic", f"{where} {said(got, state)}.", "a whole save", state)
+
+
+@pytest.mark.points(0, ask="What does the caller do after a save that returned?")
+def test_full_disk(ranks, seed):
+    """If a step fails on one of two ranks, `save` raises an error on both, and a load finds the old save."""
+    found = ranks(2).ask(facts.probe_ended, "ended", seed=seed, how="fail")
+    for (victim, last, first, got), (_, _, second, _) in zip(*found, strict=True):
+        state, where = which(got, seed), f"`{last}` fails on rank {victim} of 2:"
+        raised = [rank for rank, error in enumerate((first, second)) if error]
+        if len(raised) == 1:
+            raise Finding("raised-alone", f"{where} save raises on rank {raised[0]} only: {first or second}.")
+        if not raised and (state != "new" or last.startswith(("write", "open", "fsync", "fdatasync"))):
+            raise Finding(
+                "error-swallowed", f"{where} save returns, and a load {said(got, state)}.", "OSError", None
+            )
+        if raised and state == "new":
+            raise Finding(
+                "failed-save-counts",
+                f"{where} save raises, but a load finds the new save.",
+                "the old save",
+                state,
+            )
+        if raised and state != "old":
+            raise Finding("not-atomic", f"{where} a load {said(got, state)}.", "the old save", state)
+
+
+@pytest.mark.points(1, ask="How does a load notice that a byte is not the one that was written?")
+def test_damaged(ranks, seed):
+    """If a file is missing, too short, or has another bit, a load raises an error, or finds the right state all the same."""
+    for words, is_short, got in ranks(2).ask(facts.probe_damaged, "damaged", seed=seed)[0]:
+        if "tensors" in got and which(got, seed) != "old":
+            raise Finding(
+                "parts-missing" if is_short else "damage-missed", f"{words}: load returns, with wrong values."
+            )
+
+
+# --- What is right -----------------------------------------------------------------------------------------
+
+
+def part_of(name, whole, world_size, rank):
+    """Return a rank's part by `torch.chunk`."""
+    if name.startswith(facts.UNSHARDED) or name.endswith(" step"):
+        return whole
+    dim = 1 if name.startswith("columns") else 0
+    chunks = whole.chunk(world_size, dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def alike(got, right):
+    return (
+        got is not None and got.shape == right.shape and got.dtype == right.dtype and torch.equal(got, right)
+    )
+
+
+def which(got, seed):
+    """Say which save of the small model a load has found."""
+    if "raised" in got:
+        return "none"
+    for name, which in (("old", facts.OLD), ("new", facts.NEW)):
+        right = facts.key_values(facts.Small(seed), seed + which)
+        if right.keys() == got["tensors"].keys() and all(
+            alike(got["tensors"][key], right[key]) for key in right
+        ):
+            if got["lr"][1] == facts.LR[which]:
+                return name
+    return "a mixture"
+
+
+def said(got, state):
+    return (
+        f"raises {got['raised']}"
+        if state == "none"
+        else f"finds {'the ' if state != 'a mixture' else ''}{state}"
+    )
+
+
+# --- Laws --------------------------------------------------------------------------------------------------
+
+
+def most(misconception, where, got, limit):
+    if got > limit:
+        raise Finding(misconception, f"{where} {got:,} B, at most {limit:,} B are allowed.", limit, got)
+
+
+def right_state(where, found, values, seed, pair, rank):
+    """A rank has its part of every tensor. What was there before, what other ranks have, and what other tensors have, has a name."""
+    before, after = int(pair[0]), int(pair[-1])
+    fresh = facts.key_values(facts.Model(seed, 8), seed + facts.LATER)
+    got = found["tensors"]
+    if not found["objects"]:
+        raise Finding("object-replaced", f"{where} the model has other parameters than before.")
+    if extra := [key for key in got if key not in values]:
+        raise Finding("wrong-value", f"{where} {extra[0]} was not saved.")
+    for key, whole in values.items():
+        right, there = part_of(key, whole, after, rank), part_of(key, fresh[key], after, rank)
+        if alike(got.get(key), right):
+            continue
+        raise Finding(
+            *wrong_part(f"{where} {key}", key, got, right, there, whole, values, before), right, got.get(key)
+        )
+    if [found["lr"][1], found["weight_decay"]] != [facts.LR[facts.OLD], [0.0, 0.01]]:
+        message = f"{where} the learning rate and the weight decay of the groups are not the saved ones."
+        raise Finding("optimizer-forgotten", message, facts.LR[facts.OLD], found["lr"][1])
+
+
+def wrong_part(where, key, found, right, there, whole, values, before):
+    got, is_state = found.get(key), " " in key
+    if got is None:
+        return "optimizer-forgotten", f"{where} is not there."
+    if got.shape != right.shape or got.dtype != right.dtype:
+        return (
+            "wrong-value",
+            f"{where} is {tuple(got.shape)} {got.dtype}, expected {tuple(right.shape)} {right.dtype}.",
+        )
+    if alike(got, there) or is_state and not got.count_nonzero():
+        return "optimizer-forgotten" if is_state else "rows-not-loaded", f"{where} is not loaded."
+    if any(alike(got, other) for name, other in values.items() if name != key):
+        return "matched-by-place", f"{where} has the values of another tensor."
+    stale = (got == there) | (got == 0)
+    if got.ndim and before > 1 and len(whole) == len(got):
+        first = -(-len(whole) // before)
+        if torch.equal(got[:first], whole[:first]) and bool(stale[first:].all()):
+            return "rank-0-only", f"{where} has the rows that rank 0 saved, and no others."
+    if bool(stale[got != right].all()):
+        return (
+            "rows-not-loaded",
+            f"{where}: {int((got != right).sum())} of {got.numel()} elements are not loaded.",
+        )
+    is_from_whole = set(got.flatten().tolist()) <= {*whole.flatten().tolist(), *there.flatten().tolist(), 0.0}
+    return (
+        ("wrong-origin", f"{where} has rows from other places.")
+        if is_from_whole
+        else ("wrong-value", f"{where} is wrong.")
+    )

@@ -1,0 +1,170 @@
+"""The page "yours beside the reference": one step of two files on a simulated machine, as a picture and a table.
+
+    pytest exercises/09_forward_prefetch --reference=solutions
+    pytest exercises/09_forward_prefetch --reference=hwfsdp        # the package's own fully_shard
+
+A difference is no mistake by itself: there are several right schedules. The page shows what the figures of a finding mean. It has the
+times and bytes of the reference's step, and none of its code. Times are calculated, so they are the same on every computer.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
+
+from hwfsdp.course.findings import Finding
+from hwfsdp.course.machines import WIDE, Program, Step, askers, probe_step
+from hwfsdp.course.ranks import Course
+from hwfsdp.extras import needed_by
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import COLLECTIVES, Event
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MINE, THEIRS = "yours", "the reference"
+OURS = Path("hwfsdp")  # as a reference: the package
+FOLDER = Path("runs", "check")
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }}
+img {{ width: 100%; }}
+td, th {{ padding: 0.2em 1.2em 0.2em 0; text-align: right; }}
+td:first-child, th:first-child {{ text-align: left; }}
+</style>
+<h1>{title}</h1>
+<p>{about}</p>
+<img alt="{title}" src="data:image/png;base64,{picture}">
+<table>
+{rows}
+</table>
+</html>
+"""
+
+
+class Row(NamedTuple):
+    """A figure of both steps, as the table shows it."""
+
+    name: str
+    mine: str
+    theirs: str
+
+
+def figures(mine: Step, theirs: Step) -> list[Row]:
+    """Return the rows of the table: times, µs in which bytes travel while no unit computes, bytes."""
+    parts = {
+        "forward": "gathers of the forward",
+        "backward": "gathers of the backward",
+        "reduction": "reductions",
+    }
+    rows = [_row("step", "ms", mine, theirs, lambda step: step.step_us / 1e3)]
+    for part, words in parts.items():
+
+        def alone(step: Step, part: str = part) -> float:
+            return sum(step.exposed_us(part)) / 1e3
+
+        rows.append(_row(f"{words} travel alone", "ms", mine, theirs, alone))
+    return [*rows, _row("peak of memory", "MB", mine, theirs, lambda step: step.peak_bytes / 1e6)]
+
+
+def _row(name: str, unit: str, mine: Step, theirs: Step, figure: Callable[[Step], float]) -> Row:
+    digits = 0 if unit == "MB" else 1
+    return Row(name, *(f"{figure(step):,.{digits}f} {unit}" for step in (mine, theirs)))
+
+
+def drawn(step: Step) -> EventLog:
+    """Return what a picture shows of a step: units that compute, collectives, and waits for them."""
+    return EventLog([*_spans(step), *(e for e in step.events if e.op in COLLECTIVES or e.op == "wait")])
+
+
+def _spans(step: Step) -> Iterator[Event]:
+    """Yield an event for each forward and backward of a unit, from its first kernel to its last one."""
+    kernels: list[tuple[float, float, int]] = step.facts["kernels"]
+    for section in step.sections:
+        seqs = {e.seq for e in section.events}
+        own = [(begin, end) for begin, end, seq in kernels if seq in seqs]
+        if section.unit and own:
+            begin, end = min(own)[0], max(end for _, end in own)
+            seq = min(seqs)
+            yield Event(0, seq, section.op, "compute", section.unit, start_us=begin, dur_us=end - begin)
+
+
+def picture(mine: Step, theirs: Step) -> Figure:
+    """Draw both steps on one axis of time, yours above."""
+    with needed_by("the page beside the reference"):
+        from hwfsdp.plot.comparison import plot_comparison
+    return plot_comparison({MINE: drawn(mine), THEIRS: drawn(theirs)})
+
+
+def page(mine: Step, theirs: Step) -> str:
+    """Return the page as HTML. It asks for nothing from elsewhere."""
+    file = BytesIO()
+    picture(mine, theirs).savefig(file, format="png", dpi=160)
+    cells = [Row("", MINE, THEIRS), *figures(mine, theirs)]
+    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    title = f"Yours beside the reference: {mine.name}"
+    about = "One step, with calculated times. Bytes travel alone while no unit computes. A difference is no mistake by itself."
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return _PAGE.format(title=escape(title), about=about, picture=encoded, rows=rows)
+
+
+def beside(course: Course, folder: Path) -> str:
+    """Write the page of a file that the tests have run on a simulated machine. Return words for the terminal, "" without a page.
+
+    Args:
+        folder: it has the reference, a file of the same name, or a folder below it has. `OURS`: the package.
+    """
+    found = [
+        path for path in (folder / course.path.name, *folder.glob(f"*/{course.path.name}")) if path.is_file()
+    ]
+    is_simulated = any(probe_step.__name__ in names for _, names in course.launches)
+    if not (found or folder == OURS) or not is_simulated:
+        return ""
+    try:
+        path, rows = write_page(course, found[0].resolve() if found else OURS)
+    except Finding as finding:
+        return f"There is no page beside the reference: {finding}"
+    lines = [f"  {row.name:<34}{row.mine:>12}{row.theirs:>15}" for row in (Row("", MINE, THEIRS), *rows)]
+    return "\n".join([*lines, f"  See it, beside the reference: open {path} in a browser."])
+
+
+def step_of(reference: Path, program: Program, machine: str) -> Step:
+    """Run a step of a file, or of the package's own `fully_shard` (`OURS`).
+
+    Raises:
+        Finding: the file does not run through.
+    """
+    with TemporaryDirectory() as folder:
+        if reference == OURS:
+            reference = Path(folder, "ours.py")
+            reference.write_text("from hwfsdp import fully_shard\n")
+        course = Course(reference, may=("hwfsdp.fully_shard", "hwfsdp"))
+        try:
+            if course.refusal:
+                raise course.refusal
+            return askers(course)[machine](program)
+        finally:
+            course.end()
+
+
+def write_page(
+    course: Course, reference: Path, program: Program = WIDE, machine: str = "host", folder: Path = FOLDER
+) -> tuple[Path, list[Row]]:
+    """Run a step of a student's file and of the reference. Write the page; return its path and its table.
+
+    Raises:
+        Finding: one of the two files does not run through.
+    """
+    mine, theirs = askers(course)[machine](program), step_of(reference, program, machine)
+    path = folder / f"{course.path.stem}.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(mine, theirs), encoding="utf-8")
+    return path, figures(mine, theirs)

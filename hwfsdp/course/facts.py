@@ -1,0 +1,380 @@
+"""What is observed of a student's file on ranks: it is looked at from outside what is registered, computed, sent and kept.
+
+A fact is data: numbers, names, bytes, tensors. `laws` compares facts with oracles. A probe is called on every rank; the student's file
+is loaded there (`submitted`). `fully_shard` of the file, of the homework and of torch are called in the same way (`Shard`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import default_store, local_of, storage_key
+from hwfsdp.course import scenarios
+from hwfsdp.course.probing import FAILED, Report, attempt, simulates, submitted
+from hwfsdp.course.scenarios import Built, Scenario
+from hwfsdp.course.watching import Watcher, copied, count_of_events, is_there, ready, tensors_in, watch_wire
+from hwfsdp.launcher.caller import LOST_PEER
+from hwfsdp.observe.recording import record
+
+Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
+LR = 0.1
+OTHERS = timedelta(seconds=2)  # time for other ranks to raise the same error
+RANKS = 16  # of the simulated machine on which bytes are counted
+GATHERS, REDUCTIONS = 2.0, 3.0  # factors of `probe_scaled`
+
+
+def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """Call `attempt` for a part with collectives. Raise the part's error if other ranks do not raise as well."""
+    raised: list[Exception] = []
+
+    def noted() -> Any:
+        try:
+            return part()
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    attempt(report, key, noted)
+    if not raised or not dist.is_initialized():  # on a simulated machine there are no other ranks
+        return
+    if any(sign in str(raised[0]) for sign in LOST_PEER):
+        del report[FAILED][key]  # the cause is on another rank
+        raise raised[0]
+    store = default_store()
+    store.set(f"{key} {dist.get_rank()}", "raised")
+    try:
+        store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())], OTHERS)
+    except RuntimeError:
+        raise raised[0] from None
+
+
+# --- Files -------------------------------------------------------------------------------------------------
+
+
+def students_shard() -> Shard:
+    """Return `fully_shard` of the file that this rank has run: the stations' file, or the homework."""
+    if hasattr(submitted(), "FSDPCommContext"):
+        return homeworks_shard(submitted())
+    return lambda module, name, **options: submitted().fully_shard(module, **options)
+
+
+def homeworks_shard(homework: Any) -> Shard:
+    """Return the homework's `fully_shard`, with one communication context for all modules."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    shared: list[Any] = []
+
+    def shard(module: nn.Module, name: str, **options: Any) -> Any:
+        if not shared:
+            shared.extend((homework.FSDPCommContext("cpu"), mesh_of_all()))
+        context, mesh = shared
+        options = {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy()} | options
+        made = homework.fully_shard(module, module_fqn=name, comm_ctx=context, mesh=mesh, **options)
+        for cls in (cls for each in module.modules() for cls in type(each).__mro__):
+            if cls.__name__ == "FSDPModule" and cls.__module__.startswith(("torch.", "hwfsdp.")):
+                raise RuntimeError(f"{cls.__qualname__} of a module comes from {cls.__module__}")
+        return made
+
+    return shard
+
+
+def torchs() -> Shard:
+    """Return torch's `fully_shard`: an oracle.
+
+    A policy without `reduce_dtype` reduces gradients in the dtype that the backward gave them, with every version of torch. Since
+    2.15, torch itself would reduce them in the dtype of the parameters.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of_all()
+
+    def shard(module: nn.Module, name: str, **options: Any) -> Any:
+        policy = options.get("mp_policy")
+        if policy is not None and policy.reduce_dtype is None:
+            options["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
+        return fully_shard(module, mesh=mesh, **options)
+
+    return shard
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def sharded(built: Built, scenario: Scenario, shard: Shard) -> nn.Module:
+    """Shard the units from the inside out, and return the model."""
+    for name, module in built.units:
+        shard(module, name, **scenario.options(module is built.model))
+    return built.model
+
+
+# --- What is registered ------------------------------------------------------------------------------------
+
+
+def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
+    """Shard a model with the student's file, without running it."""
+    ready()
+    attempt_together(report, "shards", partial(shards_of, scenario, seed))
+
+
+def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
+    # The ranks, 1 to 4, divide the layer's rows: a file of the homework may refuse other rows.
+    shard, layer = students_shard(), nn.Linear(1, 12)
+    model = sharded(scenarios.build(scenario, seed), scenario, shard)
+    return {"rows": described(model), "places": places_of(model), "returned": shard(layer, "layer") is layer}
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """Describe the registered parameters by name: this rank's rows, whether it is a trainable nn.Parameter, and a DTensor's placement."""
+    return {
+        name: {
+            "rows": copied(param) if is_there(param) else None,
+            "placed": placement_of(param),
+            "is_parameter": isinstance(param, nn.Parameter),
+            "requires_grad": param.requires_grad,
+        }
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def placement_of(param: Tensor) -> list[Any] | None:
+    """Return a DTensor's shape, its placements, and the ranks of its mesh; None for other tensors."""
+    if not isinstance(param, DTensor):
+        return None
+    return [list(param.shape), [str(p) for p in param.placements], param.device_mesh.mesh.tolist()]
+
+
+def places_of(model: nn.Module) -> list[list[str]]:
+    """Return the sorted names of each parameter; a tied parameter has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return sorted(sorted(of_one) for of_one in names.values())
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with the student's file."""
+    ready()
+    for scenario in scenarios_:
+        attempt_together(report, scenario.name, partial(trained, scenario, seed, students_shard()))
+
+
+def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with torch's FSDP2."""
+    for scenario in scenarios_:
+        report[scenario.name] = trained(scenario, seed, torchs())
+
+
+def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
+    """Train, and record the second step.
+
+    Returns:
+        rows: by name, this rank's part of each parameter after `fully_shard` (`described`). places: names of each parameter.
+        losses: [step][micro-batch]. grads: [step], by name, this rank's rows; None without a gradient.
+        early: names of gradients that a backward changed although it should not reduce.
+        moves: collectives of the second step, by phase ("forward 0", "backward 0", …): [op, owner, bytes, dtype].
+        seen: by module, the dtypes of inputs in the last forward with gradients, in the order of its runs (`scenarios.Noting`).
+        output: dtypes of the floating-point tensors in the model's output. after: `described` after the last step.
+        kept: by name, whether the object registered then is the one that was registered in the beginning.
+    """
+    built = scenarios.build(scenario, seed)
+    model = sharded(built, scenario, shard)
+    params = dict(model.named_parameters())
+    rows, places = described(model), places_of(model)
+    optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
+    losses, grads = list[Any](), list[Any]()
+    moves: dict[str, list[Any]] = {}
+    early: list[str] = []
+    noting = {name: module for name, module in model.named_modules() if isinstance(module, scenarios.Noting)}
+    for step in range(scenario.steps):
+        spans: dict[str, tuple[int, int]] = {}
+        if scenario.peeked and step == 1:
+            model(scenarios.batch_of(model, seed, dist.get_rank(), 0))
+        for module in noting.values():
+            module.seen.clear()
+        watcher = Watcher(scenario.about, refuses=True, counts=False, logs=False)
+        with record() as log, watcher:
+            losses.append(_step(built, scenario, seed, step, spans, watcher, early))
+        if step == min(1, scenario.steps - 1):
+            seqs = log.collectives()
+            moves = {
+                phase: [[e.op, e.owner, e.bytes, e.dtype] for e in seqs if start <= e.seq < end]
+                for phase, (start, end) in spans.items()
+            }
+        grads.append({name: copied(param.grad) for name, param in params.items()})
+        seen = {name: list(module.seen) for name, module in noting.items()}
+        if scenario.evaluated:
+            with torch.no_grad():
+                model(scenarios.batch_of(model, seed, 0, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        outputs = tensors_in([model(scenarios.batch_of(model, seed, 0, 0))])
+        output = [str(t.dtype) for t in outputs if t.is_floating_point()]
+    found = {"rows": rows, "places": places, "losses": losses, "grads": grads, "early": early, "seen": seen}
+    kept = {name: param is params.get(name) for name, param in model.named_parameters()}
+    return found | {"moves": moves, "output": output, "after": described(model), "kept": kept}
+
+
+def _step(
+    built: Built,
+    scenario: Scenario,
+    seed: int,
+    step: int,
+    spans: dict[str, tuple[int, int]],
+    watcher: Watcher,
+    early: list[str],
+) -> list[Tensor]:
+    losses, model = [], built.model
+    params = dict(model.named_parameters())
+    for micro in range(scenario.micros):
+        last = set_switches(built, scenario, micro)
+        batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
+        begin = watcher.begin("forward")
+        loss = scenarios.loss_of(model, batch)
+        losses.append(loss.detach().clone())
+        spans[f"forward {micro}"] = begin, watcher.begin("backward")
+        loss.backward()
+        spans[f"backward {micro}"] = watcher.began, count_of_events()
+        if scenario.sync_last and not last:
+            early += [name for name, param in params.items() if param.grad is not None]
+    return losses
+
+
+def set_switches(built: Built, scenario: Scenario, micro: int) -> bool:
+    """Set the switches for a micro-batch; return whether it is the last. A switch of the model also sets all modules below it."""
+    last = micro == scenario.micros - 1
+    whole: list[Any] = (
+        [built.model] if built.units[-1][1] is built.model else [module for _, module in built.units]
+    )
+    for module in whole:
+        if scenario.sync_last:
+            module.set_requires_gradient_sync(last)
+        if scenario.keep:
+            module.set_reshard_after_backward(last)
+    return last
+
+
+def probe_scaled(report: Report, seed: int, scenario: Scenario) -> None:
+    """Run a forward and a backward in which gathers send twice the rows, and reductions three times the gradients.
+
+    If what is gathered is what computes, it is the step of a model with twice the weights.
+    """
+    ready()
+    attempt_together(report, f"{scenario.name}, scaled", partial(scaled, scenario, seed))
+
+
+def scaled(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = sharded(scenarios.build(scenario, seed), scenario, students_shard())
+    with watch_wire(allgather=GATHERS, reducescatter=REDUCTIONS):
+        loss = scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0))
+        loss.backward()
+    grads = {name: copied(param.grad) for name, param in model.named_parameters()}
+    return {"losses": [[loss.detach().clone()]], "grads": [grads]}
+
+
+def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
+    """Run one step of a model that the student's file replicates. Report its gradients by name, and whether the model was returned."""
+    ready()
+    attempt_together(report, "replicate", partial(replicated, scenario, seed))
+
+
+def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = scenarios.build(scenario, seed).model
+    returned = submitted().replicate(model) is model
+    scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0)).backward()
+    return {"returned": returned, "grads": {n: copied(p.grad) for n, p in model.named_parameters()}}
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+@simulates
+def probe_held(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Count the bytes that sharding holds in a step of each model, on a simulated machine."""
+    for scenario in scenarios_:
+        attempt(report, scenario.name, partial(held, scenario, seed))
+
+
+def held(scenario: Scenario, seed: int) -> dict[str, Any]:
+    """Count the bytes alive in the second step, where every storage is seen: on a simulated machine.
+
+    Counted is everything but the rows that a rank keeps: whole parameters, whole gradients, the buffers of collectives, and
+    activations. The models are wide, the batch is small and the world has 16 ranks, so activations and the rows' gradients are a
+    small part of a unit. There are no values and no threads: the same file gives the same bytes on every computer.
+
+    Returns:
+        rows: the bytes of a rank's rows. forward, backward: the most at once. before, between, after: what is there before a forward, after it, and after a backward.
+        grads: of this last one, what lies in `grad` of other tensors than the rows. late: no gradient is reduced before the last
+        gather of the backward. units: the bytes of each unit, whole and padded, by name.
+    """
+    from hwfsdp.course.machines import HOST
+    from hwfsdp.virtual.run import placed
+    from hwfsdp.virtual.world import World
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ready()
+    world, found = World(RANKS, placed(HOST, RANKS, None)), dict[str, Any]()
+    with world.entered():
+        built, memory = scenarios.build(scenario, seed), world.allocator
+        found["units"] = {name: whole_bytes(module, built.units) for name, module in built.units}
+        model = sharded(built, scenario, students_shard())
+        storages = {storage_key(local_of(p)): local_of(p).untyped_storage() for p in model.parameters()}
+        found["rows"] = rows = sum(storage.nbytes() for storage in storages.values())
+        for _ in range(2):
+            model.zero_grad()
+            gc.collect()
+            found["before"] = memory.allocated - rows
+            for micro in range(scenario.micros):
+                set_switches(built, scenario, micro)
+                batch = scenarios.batch_of(model, seed, 0, micro)
+                batch = batch if batch.is_floating_point() else batch[:1, :2]
+                with record() as log:
+                    memory.reset_peak()
+                    loss = scenarios.loss_of(model, batch)
+                    found["forward"], found["between"] = memory.peak - rows, memory.allocated - rows
+                    memory.reset_peak()
+                    middle = count_of_events()
+                    loss.backward()
+                    del loss, batch
+                gc.collect()
+                found["backward"], found["after"] = memory.peak - rows, memory.allocated - rows
+            ops = [e.op for e in log.collectives() if e.seq >= middle]
+            found["late"] = (
+                "all_gather" in ops
+                and "reduce_scatter" not in ops[: len(ops) - ops[::-1].index("all_gather")]
+            )
+            found["grads"] = _bytes_of_gradients(model)
+    return found
+
+
+def _bytes_of_gradients(model: nn.Module) -> int:
+    """Count the bytes that lie in `grad` of tensors which are not the model's parameters."""
+    own = {storage_key(local_of(p.grad)) for p in model.parameters() if p.grad is not None}
+    leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_leaf]
+    grads = [local_of(each.grad).untyped_storage() for each in leaves if each.grad is not None]
+    return sum({storage_key(s): s.nbytes() for s in grads if storage_key(s) not in own}.values())
+
+
+def whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
+    """Count the bytes of a unit's own parameters when they are whole. Units inside it own theirs."""
+    inside = {other for _, other in units if other is not module and other in set(module.modules())}
+    inner = {p for other in inside for p in other.parameters()}
+    return sum(
+        RANKS * -(-len(p) // RANKS) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner
+    )

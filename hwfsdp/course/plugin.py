@@ -1,0 +1,375 @@
+"""The pytest plugin of the course: markers, fixtures, outcomes, and the page at the end.
+
+    @pytest.mark.exercise("03", title="Naive FSDP", file="my_fsdp.py")     for a module
+    @pytest.mark.points(4, ask="…")                                       for a test; its docstring is the sentence that must hold
+
+A test asks ranks for facts, and laws compare them with an oracle. A law that does not hold raises a `Finding`. Any other exception is
+an error of the test, and never a student's. The process that runs pytest compares; it never runs the student's file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import inspect
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Generator
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from hwfsdp.course import pages
+from hwfsdp.course.findings import Finding, Outcome
+from hwfsdp.course.progress import remember
+
+if TYPE_CHECKING:
+    from hwfsdp.course.ranks import Course
+
+PROBES = "hwfsdp.course.probes"  # what ranks import ahead
+ASKERS = ("ranks", "held", "gpu", "host", "cluster")  # fixtures that ask ranks
+
+
+class Sizes(NamedTuple):
+    """Sizes that the seed draws if there is a secret. `world_size`: a number of ranks where any will do."""
+
+    world_size: int = 3
+
+
+class Session:
+    """What one run of pytest knows about the course.
+
+    Attributes:
+        outcomes: by node id without parameters. courses: by path of a student's file.
+        fatal: by path, the test that ended the runs of a file. files: digests of the judged files, by name.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        given, secret = config.getoption("seed"), config.getoption("secret")
+        self.config, self.secret = config, secret.read_bytes() if secret else b""
+        self.drawn: int = random.SystemRandom().randrange(1 << 20) if given is None else given
+        self.outcomes: dict[str, Outcome] = {}
+        self.courses: dict[Path, Course] = {}
+        self.fatal: dict[Path, str] = {}
+        self.titles: dict[str, tuple[str, Path]] = {}
+        self._folders: tempfile.TemporaryDirectory[str] | None = None
+
+    def seed_of(self, item: pytest.Item) -> int:
+        """Return the seed of an exercise: the session's, or with a secret, one that nobody can guess."""
+        if not self.secret:
+            return self.drawn
+        number = str(_exercise(item).args[0])
+        return int.from_bytes(hmac.digest(self.secret, number.encode(), "sha256")[:4], "big") >> 12
+
+    def sizes_of(self, item: pytest.Item) -> Sizes:
+        return Sizes(2 + self.seed_of(item) % 2) if self.secret else Sizes()
+
+    def folder_of(self, item: pytest.Item) -> Path:
+        """Return a folder that the ranks of one test share, the same whenever it is asked."""
+        if self._folders is None:
+            self._folders = tempfile.TemporaryDirectory(prefix="hwfsdp-folders-")
+        folder = Path(self._folders.name) / hashlib.sha256(item.nodeid.encode()).hexdigest()[:12]
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def path_of(self, item: pytest.Item) -> Path:
+        """Return the path of the student's file: in the submission, or beside the test, or a folder above."""
+        name, here = _exercise(item).kwargs["file"], item.path.parent
+        folder = self.config.getoption("submission")
+        roots = [folder / here.name, folder] if folder else [here, here.parent]
+        found: list[Path] = [root / name for root in roots if (root / name).exists()]
+        return (found or [roots[-1] / name])[0].resolve()
+
+    def course_of(self, item: pytest.Item) -> Course:
+        from hwfsdp.course.ranks import Course
+
+        path, exercises = self.path_of(item), item.path.parent.parent
+        if path not in self.courses:
+            hidden = [
+                exercises,
+                *(exercises.parent / name for name in ("solutions", "tests", ".git", ".hwfsdp")),
+                path.parent,
+            ]
+            show = (
+                sys.__stdout__.write
+                if self.config.getoption("capture") == "no" and sys.__stdout__
+                else (lambda text: 0)
+            )
+            may = _exercise(item).kwargs.get("may", "").split()
+            self.courses[path] = Course(path, hidden, may, show)
+        return self.courses[path]
+
+    def fixtures_of(self, item: pytest.Item) -> dict[str, Any]:
+        """Return everything that a test of the course may ask for, by name."""
+        from hwfsdp.course.ranks import askers
+
+        seed, course = self.seed_of(item), self.course_of(item)
+        known = {
+            "seed": seed,
+            "sizes": self.sizes_of(item),
+            "submission": course,
+            "measured": lambda of, figures: None,
+        }
+        return askers(course, seed) | known | {"folder": self.folder_of(item)}
+
+    def end(self) -> None:
+        from hwfsdp.course.walls import remove
+
+        for course in self.courses.values():
+            course.end()
+        if self._folders is not None:
+            for folder in Path(self._folders.name).iterdir():
+                remove(folder)
+            self._folders.cleanup()
+
+
+_SESSION = pytest.StashKey[Session]()
+_SCREEN = pytest.StashKey[StringIO]()
+
+
+def _exercise(item: pytest.Item) -> pytest.Mark:
+    marker = item.get_closest_marker("exercise")
+    assert marker is not None, f"{item.nodeid} is no test of an exercise"
+    return marker
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hwfsdp", "the course")
+    group.addoption(
+        "--submission", type=Path, metavar="DIR", help="judge the files of this folder; default: exercises/"
+    )
+    group.addoption(
+        "--seed", type=int, help="the seed of models, sizes and inputs; default: a new one in each run"
+    )
+    group.addoption(
+        "--secret",
+        type=Path,
+        metavar="FILE",
+        help="draw seeds and sizes from this file; the outcomes do not name them",
+    )
+    group.addoption("--outcomes", type=Path, metavar="FILE", help="write what each test said, as JSON")
+    group.addoption(
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="write a page: a step of the file, simulated, beside the reference's in this folder, or beside hwfsdp's own",
+    )
+    group.addoption("--page", action="store_true", help="print only the page at the end")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "exercise(number, title, file, may=''): the exercise that a module judges"
+    )
+    config.addinivalue_line(
+        "markers",
+        "points(n, ask='', bonus=False): what a test is worth, and the question if it fails; a bonus adds to the points, not to the most",
+    )
+    folder = config.getoption("submission")
+    if folder and not folder.is_dir():
+        raise pytest.UsageError(
+            f"--submission {folder}: expected a folder, got {'a file' if folder.exists() else 'nothing'}"
+        )
+    config.stash[_SESSION] = Session(config)
+    if not config.option.collectonly:
+        from hwfsdp.launcher.fork_server import start_server
+
+        start_server(PROBES)  # it imports torch while this process does
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("page"):  # what pytest prints is kept, for errors of usage and of collection
+        session.config.stash[_SCREEN] = session.config.get_terminal_writer()._file = StringIO()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known, first = config.stash[_SESSION], ""
+    for item in items:
+        if item.get_closest_marker("exercise") is None:
+            continue
+        exercise, marker = _exercise(item), item.get_closest_marker("points")
+        number, first = exercise.args[0], first or exercise.args[0]
+        known.titles[number] = exercise.kwargs["title"], known.path_of(item)
+        name = getattr(item, "originalname", item.name).removeprefix("test_")
+        said = inspect.getdoc(getattr(item, "function", None)) or name
+        sentence = " ".join(said.partition("\n\n")[0].split())
+        points, named = (marker.args[0], marker.kwargs) if marker else (0, {})
+        ask, is_bonus = named.get("ask", ""), named.get("bonus", False)
+        outcome = Outcome(f"{number}.{name}", sentence, points, ask, own=number == first, bonus=is_bonus)
+        known.outcomes.setdefault(_name(item), outcome)
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Call each test up to where it looks at an answer (`ranks`, Note [Asked ahead]), and begin to answer all questions."""
+    known = session.config.stash[_SESSION]
+    if session.config.option.collectonly:
+        return
+    from hwfsdp.course.ranks import NotYet
+
+    for item in session.items:
+        if item.get_closest_marker("exercise") is None or known.course_of(item).refusal:
+            continue
+        course, given = known.course_of(item), known.fixtures_of(item)
+        given |= item.callspec.params if hasattr(item, "callspec") else {}
+        function: Callable[..., object] = getattr(item, "function")
+        names = list(inspect.signature(function).parameters)
+        if set(names) <= set(given):
+            course.asking = True
+            try:
+                function(**{name: given[name] for name in names})
+            except NotYet:
+                pass
+            except Exception:  # the test will say so itself
+                pass
+            finally:
+                course.asking = False
+    for course in known.courses.values():
+        course.begin()
+
+
+# --- Fixtures ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def submission(request: pytest.FixtureRequest) -> Course:
+    """The student's file of this exercise, and its runs in this session."""
+    known = request.config.stash[_SESSION]
+    course = known.course_of(request.node)
+    if course.path in known.fatal:
+        pytest.skip(f"not run: {known.fatal[course.path]} ended the run of {course.path.name}")
+    if course.refusal:
+        raise course.refusal
+    return course
+
+
+def _asker(name: str) -> Any:
+    @pytest.fixture(name=name)
+    def asker(request: pytest.FixtureRequest, submission: Course) -> Any:
+        return request.config.stash[_SESSION].fixtures_of(request.node)[name]
+
+    return asker
+
+
+ranks, held, gpu, host, cluster = map(_asker, ASKERS)  # ranks(world_size), held(model), gpu(program)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of models, sizes and inputs."""
+    return request.config.stash[_SESSION].seed_of(request.node)
+
+
+@pytest.fixture
+def sizes(request: pytest.FixtureRequest) -> Sizes:
+    """Sizes where any will do."""
+    return request.config.stash[_SESSION].sizes_of(request.node)
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Path:
+    """An empty folder, which ranks can read and write if a question has it among its arguments."""
+    return request.config.stash[_SESSION].folder_of(request.node)
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`measured(of, figures)`: show these figures, whether the test passes or not."""
+    outcome = request.config.stash[_SESSION].outcomes[_name(request.node)]
+    return outcome.measured.__setitem__
+
+
+# --- Outcomes ----------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    known = item.config.stash[_SESSION]
+    outcome = known.outcomes.get(_name(item))
+    if outcome is None:
+        return report
+    outcome.seconds += call.duration
+    error = call.excinfo.value if call.excinfo else None
+    if error is None:
+        if call.when == "call":
+            outcome.add("passed")
+    elif isinstance(error, Finding) or hasattr(
+        error, "misconception"
+    ):  # the second: of laws that are not moved yet
+        found = error if isinstance(error, Finding) else _moved(error)
+        outcome.add("failed", found)
+        report.outcome, report.longrepr, report.when = "failed", pages.evidence(outcome, found), "call"
+        if found.known.fatal:
+            known.fatal[known.path_of(item)] = outcome.test
+    elif isinstance(error, pytest.skip.Exception):
+        outcome.add("skipped", note=str(error))
+    elif isinstance(error, Exception):
+        outcome.add("error", note=f"{type(error).__name__}: {error}")
+        if call.when == "call":
+            report.sections.append(
+                ("the course", f"{outcome.test} is broken. This is not your mistake: tell your instructor.")
+            )
+    return report
+
+
+def _moved(error: Any) -> Finding:
+    return Finding(error.misconception, error.message, error.expected, error.actual)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    known = config.stash[_SESSION]
+    if any(each.status != "not run" for each in known.outcomes.values()):
+        if config.getoption("page"):
+            config.get_terminal_writer()._file = sys.__stdout__ or sys.stdout
+            config.stash[_SCREEN] = StringIO()
+        else:
+            terminalreporter.section("the course")
+        seed = None if known.secret else known.drawn
+        page = pages.verdict(list(known.outcomes.values()), pages.Style(), known.titles, seed)
+        terminalreporter.write_line(page)
+        if reference := config.getoption("reference"):
+            from hwfsdp.course.compare import beside
+
+            for course in known.courses.values():
+                terminalreporter.write_line(beside(course, reference))
+        if config.getoption("page"):
+            config.get_terminal_writer()._file = StringIO()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    known, path = session.config.stash[_SESSION], session.config.getoption("outcomes")
+    outcomes = list(known.outcomes.values())
+    if any(each.status == "error" for each in outcomes):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+    if not session.config.getoption("submission"):  # the files of the course itself
+        judged = {
+            number: known.courses[of] for number, (_, of) in known.titles.items() if of in known.courses
+        }
+        remember(outcomes, {number: (course.path, course.text) for number, course in judged.items()})
+    if path:
+        digests = {
+            of.name: hashlib.sha256(of.read_bytes()).hexdigest()
+            for _, of in known.titles.values()
+            if of.is_file()
+        }
+        found = {"seed": None if known.secret else known.drawn, "file": digests}
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(found | {"tests": [each.as_dict() for each in outcomes]}, indent=1))
+        new.replace(path)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _SESSION in config.stash:
+        config.stash[_SESSION].end()
+    if _SCREEN in config.stash:
+        print(config.stash[_SCREEN].getvalue(), end="", file=sys.stderr)

@@ -1,0 +1,385 @@
+"""A student's file on ranks: ask them, and get facts. The file runs only there, behind the walls of the operating system.
+
+    ranks = Course(path).ranks(3)
+    found = ranks.train(PLAIN, seed)                      # a list: the facts of each rank
+    found = ranks.ask(probe_rows, "rows", seed=seed)      # the same for any probe
+
+A *probe* is a function `probe(report, **arguments)` of an imported module. It runs on every rank, uses the student's file
+(`submitted()`), and puts data under keys of the dict `report`: numbers, text, lists, dicts with text keys, tensors, dtypes. Only such
+data comes back, and nothing of it is ever run.
+
+Note [Asked ahead]
+    A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
+    them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after the
+    other; two launches run at the same time. If a question ends its launch, the next launch begins with the question after it.
+
+Note [Time]
+    A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
+    hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Ranks that wait for each other, or that
+    sleep, are told by `launcher.caller`, Note [Deadlocks]. A clock is only the last resort.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp.course import rules
+from hwfsdp.course.failures import Raised, ended, explain
+from hwfsdp.course.findings import Finding, one_line, plain
+from hwfsdp.course.packing import unpack
+from hwfsdp.course.probing import (
+    FAILED,
+    Order,
+    Probe,
+    Question,
+    Report,
+    attempt,
+    on_rank,
+    simulates,
+    submitted,
+)
+from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
+from hwfsdp.errors import RankError
+from hwfsdp.launcher import pickling
+from hwfsdp.launcher import ranks as launcher
+from hwfsdp.launcher.messages import LARGEST_REPORT, read_message
+
+if TYPE_CHECKING:
+    from hwfsdp.course.scenarios import Scenario
+
+__all__ = [
+    "FAILED",
+    "Answer",
+    "Course",
+    "NotYet",
+    "Probe",
+    "Ranks",
+    "Report",
+    "askers",
+    "attempt",
+    "simulates",
+    "submitted",
+]
+
+STILL = 3.0  # seconds in which no rank does anything
+WAIT = 300.0  # seconds of a clock for a launch: the last resort
+AT_ONCE = 2  # launches
+PRINTED = (
+    1 << 24
+)  # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
+FORGED = (
+    TypeError,
+    KeyError,
+    ValueError,
+    RecursionError,
+)  # what comes from reading something else than a report
+KEPT = """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
+    MKL_NUM_THREADS PYTHONHASHSEED PYTHONPATH PYTHONWARNINGS""".split()  # environment variables that ranks keep
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ranks say to one question.
+
+    Attributes:
+        reports: by rank, up to where a rank failed. raised: the exceptions of ranks, the likely cause first.
+        failure: why nothing of it counts. printed: what the student's code printed meanwhile.
+    """
+
+    reports: list[Report]
+    raised: list[Raised]
+    failure: Finding | None = None
+    printed: str = ""
+
+    def facts(self, key: str, path: Path) -> list[Any]:
+        """Return what every rank reported under this key, by rank.
+
+        Raises:
+            Finding: a rank raised, hung, left or died before; in the course's words.
+        """
+        if self.failure:
+            raise self.failure
+        if all(key in report for report in self.reports):
+            return [report[key] for report in self.reports]
+        of_part = [Raised(**report[FAILED][key]) for report in self.reports if key in report.get(FAILED, {})]
+        raise explain(key, of_part or self.raised, len(self.reports), path)
+
+
+class NotYet(Exception):
+    """A question was asked ahead: what follows it in the test has to wait for the answer."""
+
+
+class Unanswered:
+    """Stands for the facts that answer a question which was asked ahead. Whoever looks at them has to wait."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotYet
+
+    def __getitem__(self, key: object) -> Any:
+        raise NotYet
+
+    def __iter__(self) -> Any:
+        raise NotYet
+
+    def __len__(self) -> int:
+        raise NotYet
+
+
+class Course:
+    """One student's file, and its runs in this session.
+
+    Args:
+        path: the file. hidden: paths that its ranks must not see. may: names that it may use besides the usual ones (`rules`).
+        show: called at once with each line that a rank prints.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        hidden: Iterable[Path] = (),
+        may: Iterable[str] = (),
+        show: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.path, self.hidden, self.show = path, tuple(hidden), show
+        self.text, self.refusal = "", Finding("not-yet", f"There is no file {path.name}.")
+        with suppress(FileNotFoundError):
+            self.text, found = rules.read(path, may)
+            self.refusal = found  # type: ignore[assignment]
+        self.asking = False  # True while tests are called only to hear what they ask
+        self.launches: list[tuple[int, list[str]]] = []
+        self._ahead: dict[int, dict[str, Question]] = {}  # by number of ranks
+        self._answers: dict[str, Future[Answer]] = {}
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._running: set[Watch] = set()
+
+    def ranks(self, world_size: int) -> Ranks:
+        return Ranks(self, world_size)
+
+    def answer(self, question: Question, world_size: int) -> Answer:
+        """Return the answer to a question. While `asking`, note the question and raise NotYet instead."""
+        key = f"{world_size} {question!r}"
+        if self.asking:
+            self._ahead.setdefault(world_size, {})[key] = question
+            raise NotYet
+        if key not in self._answers:
+            self._ahead.setdefault(world_size, {})[key] = question
+            self.begin()
+        return self._answers[key].result()
+
+    def begin(self) -> None:
+        """Begin to answer all questions that have been asked (Note [Asked ahead])."""
+        for world_size, asked in self._ahead.items():
+            new = {key: question for key, question in asked.items() if key not in self._answers}
+            ordered = sorted(new, key=lambda key: new[key].simulated)
+            self._answers |= {key: Future() for key in ordered}
+            if ordered:
+                self._pool.submit(self._answer_all, {key: new[key] for key in ordered}, world_size)
+        self._ahead = {}
+
+    def end(self) -> None:
+        """End all launches."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for watch in set(self._running):
+            watch.end()
+        self._pool.shutdown()
+
+    def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
+        while left:
+            try:
+                found = self._launch(left, world_size)
+            except BaseException as error:  # the grader's own, and so the test's
+                for key in left:
+                    self._answers[key].set_exception(error)
+                return
+            for key, answer in found.items():
+                self._answers[key].set_result(answer)
+                del left[key]
+
+    def _launch(self, asked: Mapping[str, Question], world_size: int) -> dict[str, Answer]:
+        """Start ranks, and return the answers up to the question that ended them. All get the failure if it is fatal."""
+        questions, printed = list(asked.values()), dict[int, list[str]]()
+        self.launches.append((world_size, [each.name for each in questions]))
+        failure, raised, left = None, list[Raised](), PRINTED
+        shared = [value for each in questions for value in each.arguments.values() if isinstance(value, Path)]
+
+        def write(text: str) -> None:
+            nonlocal left
+            left -= len(text)
+            if left < 0:
+                raise ValueError("more text than a file can print")
+            for line in text.splitlines():
+                number, _, line = line.partition(" ")
+                if number.isdecimal():
+                    line = plain(line.expandtabs())
+                    printed.setdefault(int(number), []).append(f"{line}\n")
+                    self.show(f"{line}\n")
+
+        folder = Path(tempfile.mkdtemp(prefix="hwfsdp-run-"))
+        watch = Watch(folder, *shared)
+        self._running.add(watch)
+        try:
+            try:
+                results = self._run(questions, world_size, folder, shared, watch, write)
+                if changed := [name for result in results for name in result["changed"]]:
+                    failure = Finding("blocked", f"Your code changes {changed[0]}, which is not its own.")
+                raised = [Raised(**result["raised"]) for result in results if result["raised"]]
+                raised.sort(key=lambda each: (each.lost_peer, each.rank))
+            except RankError as error:
+                failure = ended(error, watch.exceeded, folder, self.path)
+            except FORGED as error:
+                failure = _forged(error)
+            try:
+                return self._read(folder, asked, world_size, raised, failure, printed)
+            except FORGED as error:
+                return {key: Answer([], [], _forged(error)) for key in asked}
+        finally:
+            self._running.discard(watch)
+            remove(folder)
+
+    def _run(
+        self,
+        questions: list[Question],
+        world_size: int,
+        folder: Path,
+        shared: list[Path],
+        watch: Watch,
+        write: Callable[[str], None],
+    ) -> list[Any]:
+        """Run the questions on ranks behind walls, and return what each rank says at its end."""
+        walls = plan(folder, self.hidden, shared)
+        order = Order(tuple(questions), str(self.path), self.text, str(folder), walls)
+        call = pickling.dumps((on_rank, (order,), {}))
+        more: dict[str, Any] = {"environ": _environment(folder), "prepare": walls.enter, "still": STILL}
+        with watch:
+            more |= {"started": watch.started, "write": write, "unpickle": None}
+            packed = launcher.run_ranks(call, world_size, WAIT, "cpu", **more)
+        return [unpack(_bytes_of(data)) for data in packed]
+
+    def _read(
+        self,
+        folder: Path,
+        asked: Mapping[str, Question],
+        world_size: int,
+        raised: list[Raised],
+        failure: Finding | None,
+        printed: dict[int, list[str]],
+    ) -> dict[str, Answer]:
+        found: dict[str, Answer] = {}
+        has_loaded = all((folder / f"loaded {rank}").exists() for rank in range(world_size))
+        fatal = failure is not None and failure.known.fatal
+        for number, key in enumerate(asked):
+            paths = [folder / f"answer {number} {rank}" for rank in range(world_size)]
+            is_complete = all(path.exists() for path in paths) and not (
+                failure and failure.misconception == "blocked"
+            )
+            text = "".join(printed.get(number, []))
+            if is_complete:
+                found[key] = Answer([_report_in(path) for path in paths], [], None, text)
+                continue
+            parts = [path if path.exists() else folder / f"part {path.name[7:]}" for path in paths]
+            reports = [_report_in(path) if path.exists() else {} for path in parts]
+            found[key] = Answer(reports, raised, failure, text)
+            if has_loaded and not fatal:
+                break
+        return found
+
+
+class Ranks:
+    """`world_size` ranks that have the student's file."""
+
+    def __init__(self, course: Course, world_size: int) -> None:
+        self.course, self.world_size = course, world_size
+
+    def ask(self, probe: Probe, key: str, **arguments: Any) -> list[Any]:
+        """Call `probe(report, **arguments)` on every rank. Return what each rank reported under `key`.
+
+        Folders among the arguments are shared with the ranks, who may write there.
+
+        Raises:
+            Finding: a rank raised, hung, left or died; in the course's words.
+        """
+        simulated = getattr(probe, "simulated", False)
+        question = Question(probe.__module__, probe.__name__, arguments, simulated)
+        try:
+            answer = self.course.answer(question, self.world_size)
+        except NotYet:
+            return Unanswered()  # type: ignore[return-value]
+        sys.stdout.write(answer.printed)
+        return answer.facts(key, self.course.path)
+
+    def train(self, scenario: Scenario, seed: int) -> list[Any]:
+        """Train the model of a scenario. Return the facts of each rank (`facts.trained`)."""
+        from hwfsdp.course.facts import probe_training
+
+        return self.ask(probe_training, scenario.name, seed=seed, scenarios_=(scenario,))
+
+    def shard(self, scenario: Scenario, seed: int) -> list[Any]:
+        """Shard the model of a scenario, without running it. Return what each rank registers (`facts.shards_of`)."""
+        from hwfsdp.course.facts import probe_shards
+
+        return self.ask(probe_shards, "shards", seed=seed, scenario=scenario)
+
+    def scale(self, scenario: Scenario, seed: int) -> list[Any]:
+        """Run a step in which gathers and reductions send multiples of what they are given (`facts.probe_scaled`)."""
+        from hwfsdp.course.facts import probe_scaled
+
+        return self.ask(probe_scaled, f"{scenario.name}, scaled", seed=seed, scenario=scenario)
+
+    def replicate(self, scenario: Scenario, seed: int) -> list[Any]:
+        """Run a step with the student's `replicate`. Return the whole gradients of each rank."""
+        from hwfsdp.course.facts import probe_replicate
+
+        return self.ask(probe_replicate, "replicate", seed=seed, scenario=scenario)
+
+
+def askers(course: Course, seed: int) -> dict[str, Any]:
+    """Return the fixtures that ask ranks, by name."""
+    from hwfsdp.course import machines
+    from hwfsdp.course.facts import probe_held
+
+    def held(scenario: Scenario) -> Any:
+        found = course.ranks(1).ask(probe_held, scenario.name, seed=seed, scenarios_=[scenario])
+        return found if course.asking else found[0]
+
+    return {"ranks": course.ranks, "held": held} | machines.askers(course)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return this process's environment without private variables and without variables that change how ranks behave.
+
+    Ranks of the course see no GPU, because they compute on the CPU.
+    """
+    ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
+    ours |= {"HOME": str(folder), "TMPDIR": str(folder)}
+    return ours | {"CUDA_VISIBLE_DEVICES": "", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+
+
+def _report_in(path: Path) -> Report:
+    """Return the report in a file that a rank wrote."""
+    try:
+        found = unpack(read_from_rank(path, LARGEST_REPORT))
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error.strerror or error}") from error
+    if not isinstance(found, dict):
+        raise TypeError("not a report")
+    return found
+
+
+def _forged(error: Exception) -> Finding:
+    return Finding("left-early", f"Something else than a report came back ({one_line(str(error), 100)}).")
+
+
+def _bytes_of(pickled: bytes) -> bytes:
+    """Return the bytes in a rank's result. The pickle may contain nothing else."""
+    found = read_message(pickled)
+    if not isinstance(found, bytes):
+        raise TypeError("not bytes")
+    return found

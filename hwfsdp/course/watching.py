@@ -1,0 +1,320 @@
+"""What a rank computes and sends, watched below every function that a student's file may call.
+
+    Watcher     every operator: it must not read free memory; the bytes that are alive; events for `races.find_races`
+    Wire        every message and collective: what is sent, to whom; and what comes of it if other bytes are sent
+
+A file packs, copies and frees in its own way, and no instrument of the package is in it. So the watcher works where every operator
+passes. During a recording, operators become events of the log. The memory that they allocate counts as a buffer
+(`Recorder.buffer_made`): once it is released, the stream that allocated it may write there again.
+
+Note [Threads let go late]
+    A gloo thread reports that a collective is done, and drops its tensors a moment later. So `bytes_alive` looks again for a while:
+    by then, tensors that only the thread held are gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
+from hwfsdp.core.streams import HostStream
+from hwfsdp.observe import events
+
+Watched = weakref.ref[torch.UntypedStorage]
+
+
+# --- Memory and operators ----------------------------------------------------------------------------------
+
+
+class WeightGone(Exception):
+    """An operator read a tensor whose memory was free."""
+
+
+class Watcher(DispatchMode):
+    """A mode that sees the operators called in its block, including autograd's.
+
+    Args:
+        about: what is unusual about the model; `WeightGone` says it. ignored: memory of this dtype is not counted.
+        refuses: refuse operators on free memory, which would read from address 0. counts: count bytes. logs: make events of operators.
+
+    Attributes:
+        phase: "forward" or "backward"; began: number of recorded events when it began.
+        made: the storages that were allocated. nbytes: of all of them since `restart`; largest: of the largest one; peak: most bytes
+            alive at once.
+    """
+
+    def __init__(
+        self,
+        about: str = "",
+        ignored: torch.dtype | None = None,
+        refuses: bool = False,
+        counts: bool = True,
+        logs: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.about, self.ignored = about, ignored
+        self.refuses, self.counts, self.logs = refuses, counts, logs
+        self.began, self.phase, self._is_quiet = 0, "forward", False
+        self.made: dict[int, Watched] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.nbytes, self.largest, self.peak = 0, 0, self.alive()
+
+    def begin(self, phase: str) -> int:
+        """Begin a phase, and return the number of events so far."""
+        self.phase, self.began = phase, count_of_events()
+        return self.began
+
+    def alive(self) -> int:
+        """Count the bytes alive in storages that were allocated in the block."""
+        return sum(storage.nbytes() for ref in self.made.values() if (storage := ref()) is not None)
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
+        if op is torch.ops.prim.device.default:
+            return args[0].device  # C++ asks fake tensors very often; the modes below need not see it
+        kwargs, name = kwargs or {}, op.name().partition("::")[2].partition(".")[0]
+        if self.refuses and not all(map(is_there, tensors_in(args))) and not _looks_only(name):
+            if op.is_view:
+                with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
+                    return op(*args, **kwargs)
+            raise WeightGone(self._said(name))
+        out, recorder = op(*args, **kwargs), events.active()
+        if not (self.counts or self.logs):
+            return out
+        given = {storage_key(t) for t in tensors_in((*args, *kwargs.values()))}
+        fresh = [t for t in tensors_in((out,)) if storage_key(t) not in given and not t.is_meta]
+        if self.counts:
+            for tensor in fresh:
+                self._see(tensor)
+        logs = self.logs and not self._is_quiet and op.namespace == "aten"
+        if logs and recorder is not None and not recorder.inside_collective:
+            self._log(recorder, op, name, args, kwargs, fresh)
+        return out
+
+    def _said(self, name: str) -> str:
+        recorder = events.active()
+        drafts = recorder.drafts[self.began :] if recorder else []
+        gathers = sum(draft.op == "all_gather" for draft in drafts)
+        so_far = f"; all-gathers of this {self.phase} so far: {gathers}" if recorder else ""
+        kind = "read-while-freed" if gathers or not recorder else "not-gathered"
+        where = f"in a {self.phase}, the operator {name} reads memory that is free{so_far}."
+        return f"{kind}: {where} {self.about}".rstrip()
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.dtype != self.ignored and id(storage) not in self.made:
+            self.made = {key: ref for key, ref in self.made.items() if ref() is not None}
+            self.made[id(storage)] = weakref.ref(storage)
+            self.nbytes += storage.nbytes()
+            self.largest, self.peak = max(self.largest, storage.nbytes()), max(self.peak, self.alive())
+
+    def _log(
+        self,
+        recorder: events.Recorder,
+        op: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Log one event, unless the operator only makes a view."""
+        given = {a.name: value for a, value in zip(arguments_of(op), args, strict=False)} | dict(kwargs)
+        written = [t for a in arguments_of(op) if a.is_written for t in tensors_in((given.get(a.name),))]
+        read = [] if name.startswith("new_") or name.endswith("_like") else list(tensors_in(given.values()))
+        if not written and not fresh:
+            return
+        own = {id(t) for t in written}
+        for tensor in fresh:
+            recorder.buffer_made(tensor)
+        reads = [t for t in read if id(t) not in own]
+        recorder.instant(name, recorder.stream or "compute", reads=reads, writes=[*written, *fresh])
+
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `function` so that its operators are not events: it waits, and its order follows from its waits."""
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            outer, self._is_quiet = self._is_quiet, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_quiet = outer
+
+        return wrapped
+
+
+@contextmanager
+def watched(**options: Any) -> Iterator[Watcher]:
+    """Watch everything that a probe does in the block. What a wait does is no event."""
+    watcher = Watcher(**options)
+    with ExitStack() as stack:
+        for owner, name in ((HostStream, "finish"), (dist.Work, "wait")):
+            stack.enter_context(mock.patch.object(owner, name, watcher.unseen(getattr(owner, name))))
+        stack.enter_context(watcher)
+        yield watcher
+
+
+def _looks_only(name: str) -> bool:
+    """True if the operator of this name does not read the memory of its arguments."""
+    return name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
+
+
+def is_there(value: object) -> bool:
+    """True if a tensor has memory, or needs none. Other values are always there."""
+    if not isinstance(value, Tensor):
+        return True
+    part = local_of(value)
+    return not part.numel() or part.untyped_storage().nbytes() > 0
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list | dict):
+            yield from tensors_in(value.values() if isinstance(value, dict) else value)
+
+
+def count_of_events() -> int:
+    """Return the number of events in the recording."""
+    recorder = events.active()
+    return len(recorder.drafts) if recorder else 0
+
+
+def ready() -> None:
+    """Begin a probe. Exclude the objects that exist now from garbage collection, so that collections are fast."""
+    gc.freeze()
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    """Copy this rank's part of a tensor into new memory; None if there is no tensor, or it has no memory."""
+    part = None if tensor is None else local_of(tensor)
+    return None if part is None or part.is_meta else part.detach().clone()
+
+
+def watch(tensor: Tensor) -> Watched:
+    """Watch the storage of this rank's part. A view keeps a storage alive just as its tensor does."""
+    return weakref.ref(local_of(tensor).untyped_storage())
+
+
+def bytes_alive(refs: Iterable[Watched]) -> int:
+    """Count the bytes of watched storages that are still referenced. Storages that only a reference cycle holds do not count."""
+    global _left
+    refs = list(refs)
+
+    def alive() -> int:
+        found = [storage for ref in refs if (storage := ref()) is not None]
+        return sum({id(storage): storage.nbytes() for storage in found}.values())
+
+    if alive():
+        gc.collect()
+    while _left > 0 and alive():
+        time.sleep(0.002)
+        _left -= 0.002
+    return alive()
+
+
+_left = 0.5  # seconds left to wait in this process, in total (Note [Threads let go late])
+
+
+# --- Messages ----------------------------------------------------------------------------------------------
+
+_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
+
+
+def collectives_of(kind: type) -> list[str]:
+    """Return the names of a process group's methods that communicate."""
+    names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
+    return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
+
+
+@dataclass
+class Wire:
+    """Everything that a rank sends and receives.
+
+    Attributes:
+        factors: by the beginning of a collective's name, what its input is multiplied with before it is sent.
+        moves: ["send" or "recv", peer in the group, bytes] of each message. sent: the bytes of all that are sent.
+        others: the names of all other communicating calls, to process groups and stores, even if no recording sees them.
+    """
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    moves: list[list[Any]] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    def factor(self, name: str) -> float:
+        plain = name.strip("_").replace("_", "")
+        return next((by for start, by in self.factors.items() if plain.startswith(start)), 1.0)
+
+
+@contextmanager
+def watch_wire(**factors: float) -> Iterator[Wire]:
+    """Watch everything that this thread sends and receives. `allgather=2`: all-gathers send twice what they were given."""
+    wire, thread = Wire(factors), threading.get_ident()
+    group: Any = distributed_c10d.ProcessGroup
+    stores: list[Any] = [distributed_c10d.Store, *distributed_c10d.Store.__subclasses__()]
+    kinds: list[Any] = [
+        group,
+        *(kind for kind in group.__subclasses__() if kind.__module__.startswith("hwfsdp")),
+    ]
+    calls = {kind: [n for n in collectives_of(kind) if n in vars(kind)] for kind in kinds}
+    calls |= {kind: _calls_of(kind) for kind in stores}
+    originals = {(kind, name): vars(kind)[name] for kind in calls for name in calls[kind]}
+
+    def watched_call(kind: Any, name: str, original: Any) -> Any:
+        def move(group: Any, tensors: Sequence[Any], peer: int, *rest: Any) -> Any:
+            data = [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
+            wire.moves.append([name, int(peer), sum(map(len, data))])
+            wire.sent += data if name == "send" else []
+            return original(group, tensors, peer, *rest)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                wire.others.append(f"{kind.__name__}.{name}" if kind in stores else name.lstrip("_"))
+            if kind in kinds and (by := wire.factor(name)) != 1:
+                args = (*args[:2], _times(args[2], by), *args[3:])  # group, output, input, options
+            return original(*args, **kwargs)
+
+        return move if kind is group and name in ("send", "recv") else other
+
+    try:
+        for kind, name in originals:
+            setattr(kind, name, watched_call(kind, name, getattr(kind, name)))
+        yield wire
+    finally:
+        for (kind, name), original in originals.items():
+            setattr(kind, name, original)
+
+
+def _times(value: Any, by: float) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach() * by
+    return [_times(each, by) for each in value] if isinstance(value, tuple | list) else value
+
+
+def _calls_of(kind: type) -> list[str]:
+    """Return the names of a store's own methods, and of the function that makes one."""
+    calls = [name for name, call in vars(kind).items() if callable(call)]
+    return [name for name in calls if name == "__init__" or name[0] != "_"]

@@ -1,0 +1,160 @@
+"""A student's file on ranks: facts come back, and whatever the file does is named and ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwfsdp.course import failures
+from hwfsdp.course.findings import Finding
+from hwfsdp.course.ranks import Course, NotYet
+from hwfsdp.course.walls import descendants, in_force, running, server_pid
+
+sys.path.insert(0, str(Path(__file__).parent))
+from probes_of_tests import probe_answer, probe_attempt, probe_sum  # noqa: E402
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def course(tmp_path: Path, *lines: str, may: str = "") -> Course:
+    """Return the runs of a file whose function `answer(number)` has these lines."""
+    path = tmp_path / "theirs" / "my_fsdp.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "\n    ".join(["import torch, time, sys, os\n\n\ndef answer(number):", *lines, "return number\n"])
+    )
+    return Course(path, [path.parent], f"os sys {may}".split())
+
+
+def told(of: Course, world_size: int = 1, probe: Any = probe_answer) -> Finding:
+    assert of.refusal is None
+    with pytest.raises(Finding) as caught:
+        of.ranks(world_size).ask(probe, "answer", number=1)
+    of.end()
+    return caught.value
+
+
+def test_facts_come_back_by_rank(tmp_path: Path) -> None:
+    of = course(tmp_path)
+    found = of.ranks(2).ask(probe_sum, "sum")
+    assert all(torch.equal(fact, torch.full((2,), 2.0)) for fact in found) and len(found) == 2
+    of.end()
+
+
+def test_questions_asked_ahead_share_a_launch_and_one_that_raises_takes_no_answer_away(
+    tmp_path: Path,
+) -> None:
+    of = course(tmp_path, "if number == 2: [][3]")
+    of.asking = True
+    for number in (1, 2, 3):
+        with pytest.raises(NotYet):
+            list(of.ranks(1).ask(probe_answer, "answer", number=number))
+    of.asking = False
+    of.begin()
+    assert of.ranks(1).ask(probe_answer, "answer", number=3) == [3]
+    assert of.ranks(1).ask(probe_answer, "answer", number=1) == [1]
+    with pytest.raises(Finding, match=r"raised IndexError in answer \(my_fsdp.py, line 5") as caught:
+        of.ranks(1).ask(probe_answer, "answer", number=2)
+    assert caught.value.misconception == "crashed" and len(of.launches) == 2
+    of.end()
+
+
+def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
+    """The rank alone ends first; the two ranks, which meet afterwards, still live."""
+    of = course(tmp_path, "time.sleep(1.5 if os.environ['WORLD_SIZE'] == '2' else 0)")
+    of.asking = True
+    for size in (2, 1):
+        with pytest.raises(NotYet):
+            list(of.ranks(size).ask(probe_answer, "answer", number=4))
+    of.asking = False
+    of.begin()
+    assert of.ranks(1).ask(probe_answer, "answer", number=4) == [4]
+    assert of.ranks(2).ask(probe_answer, "answer", number=4) == [4, 4]
+    of.end()
+
+
+ENDS = {  # lines → the misconception, and words of the message
+    "while True: pass": ("endless", "in answer (my_fsdp.py, line 5)"),
+    "time.sleep(600)": ("endless", "in answer (my_fsdp.py, line 5)"),
+    "sys.exit(0)": ("left-early", "SystemExit"),
+    "os.kill(os.getpid(), 9)": ("died", "SIGKILL"),
+    "bytearray(1 << 40)": ("too-much-memory", "GiB"),
+    "[os.fork() or time.sleep(600) for _ in range(200)]": ("too-many-processes", "processes"),
+    "raise NotImplementedError('TODO(01): answer')": ("not-written", "answer is called"),
+    "torch.no_such_name": ("crashed", "AttributeError"),
+}
+
+
+@LINUX
+@pytest.mark.parametrize("line", ENDS)
+def test_a_file_that_does_not_come_to_an_end_is_named_and_leaves_nothing(line: str, tmp_path: Path) -> None:
+    finding = told(course(tmp_path, line))
+    assert finding.misconception == ENDS[line][0] and ENDS[line][1] in finding.message
+    assert not descendants([server_pid() or 0], running())
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "line, misconception",
+    [
+        ("if torch.distributed.get_rank(): torch.distributed.barrier()", "stuck-in"),
+        ("if torch.distributed.get_rank(): time.sleep(600)", "endless"),
+    ],
+    ids=["another collective", "sleeps"],
+)
+def test_ranks_that_wait_for_each_other_are_told_when_nothing_happens(
+    line: str, misconception: str, tmp_path: Path
+) -> None:
+    finding = told(course(tmp_path, line, "torch.distributed.all_reduce(torch.ones(1))"), world_size=2)
+    assert (
+        finding.misconception == misconception and "nothing has happened for 3 s" in finding.message.lower()
+    )
+
+
+def test_what_a_rank_changes_in_torch_is_named(tmp_path: Path) -> None:
+    finding = told(course(tmp_path, "mine = type(torch.ones(1))", "mine.relu_ = None"))
+    assert finding.misconception == "blocked" and "Tensor.relu_" in finding.message
+
+
+def test_prints_belong_to_their_question_and_move_no_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = course(tmp_path, r"print(f'\x1b[2J {number}')", "print('x' * 10_000)")
+    of.ranks(1).ask(probe_answer, "answer", number=1)
+    assert capsys.readouterr().out.startswith("rank 0 | \\x1b[2J 1\n")
+    of.ranks(1).ask(probe_answer, "answer", number=2)
+    printed = capsys.readouterr().out
+    assert " 2\n" in printed and " 1\n" not in printed and len(printed) < 4_200
+    of.end()
+
+
+def test_a_part_that_raises_is_explained_and_the_probe_goes_on(tmp_path: Path) -> None:
+    finding = told(course(tmp_path, "{}[number]"), probe=probe_attempt)
+    assert finding.misconception == "crashed" and "KeyError" in finding.message
+
+
+@LINUX
+def test_the_file_cannot_read_other_files_nor_act_as_another_user(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("whatever")
+    of = course(
+        tmp_path,
+        f"return [os.getuid(), os.path.exists(__file__), open({str(tmp_path / 'secret')!r}).read()]",
+        may="open",
+    )
+    finding = told(of)
+    limits = {limit.name: limit.in_force for limit in in_force()}
+    assert "PermissionError" in finding.message or not limits["no files but Python's and its own"]
+    assert all(bool(limit.why_not) != limit.in_force for limit in in_force())
+    assert os.geteuid() or limits["a user of its own"]
+
+
+@pytest.mark.parametrize(("by", "misconception"), [("probes.py", "missing"), ("my_fsdp.py", "crashed")])
+def test_a_file_does_not_choose_the_name_that_is_said_to_be_missing(by: str, misconception: str) -> None:
+    frames = [{"file": by, "line": 3, "function": "f", "text": "raise"}]
+    raised = failures.Raised(0, "AttributeError", "module 'submitted' has no attribute 'seed_7531'", frames)
+    assert failures.explain("key", [raised], 2, Path("my_fsdp.py")).misconception == misconception

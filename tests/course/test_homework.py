@@ -1,0 +1,245 @@
+"""The homework: its solution, its stages, its skeleton filled in by other hands, and files that cannot run.
+
+`test_answers` has the wrong answers.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwfsdp.course import machines, rules, stages, timing
+from hwfsdp.course.exercises import find_course
+from hwfsdp.course.facts import homeworks_shard
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_answers import COURSE, verdicts  # noqa: E402
+
+ROOT = COURSE.root
+SOURCE = (ROOT / "solutions/homework/hw_fsdp.py").read_text()
+STARTER = stages.starter(SOURCE)
+OTHER_HAND = (ROOT / "tests/course/answers/filled_skeleton.py").read_text()
+OVERLAP = ("forward_prefetch", "backward_prefetch", "reduce_overlap")
+TASKS = ("shard", "gather", "forward", "backward", "parity", "memory", "mixed", *OVERLAP)
+OLD_IMPORT = "from torch.distributed._composable.fsdp._fsdp_param import ParamModuleInfo"
+
+NAMES = """
+    TrainingState MixedPrecisionPolicy ShardedState alloc_storage free_storage unsafe_setattr_param fully_shard unimplemented_deepcopy
+    pre_forward post_forward pre_backward post_backward register_pre_backward_hook register_post_backward_hook cls_to_fsdp_cls
+    FSDPCommContext.__init__ RegisterPostBackwardFunction.forward RegisterPostBackwardFunction.backward
+    FSDPParam.__init__ FSDPParam._init_sharded_param FSDPParam._init_dtype_attrs FSDPParam.to_sharded FSDPParam.to_unsharded
+    FSDPParam._setattr_on_module FSDPParam.__repr__ FSDPParam.unsharded_param
+    FSDPModule.__new__ FSDPModule.unshard FSDPModule.wait_for_unshard FSDPModule.reshard FSDPModule.record_post_forward
+    FSDPModule.register_post_backward_final_callback FSDPModule._post_backward_final_callback FSDPModule._backward_prefetch
+    FSDPModule._prefetch_unshard FSDPModule._to_sharded FSDPModule._to_unsharded FSDPModule.is_sharded FSDPModule.is_unsharded
+    FSDPModule.use_training_state FSDPModule.with_fqn
+""".split()
+TODO = {
+    "FSDPParam._init_sharded_param": "h1",
+    "FSDPParam.to_sharded": "h1",
+    "FSDPParam.unsharded_param": "h1",
+    "FSDPModule.unshard": "h1",
+    "FSDPModule.wait_for_unshard": "h1",
+    "FSDPModule._post_backward_final_callback": "h1",
+    "FSDPModule._backward_prefetch": "h3",
+    "post_backward": "h1",
+}
+
+# The bodies of the skeleton with torch's own collectives and streams. `work` is None if a collective blocks.
+WITH_TORCH = {
+    "set sharded_size": """
+        mine = param.detach().chunk(self.mesh.size())[self.mesh.get_local_rank()].clone().to(self.device)
+        self.sharded_size = mine.size()
+        self.sharded_param = nn.Parameter(self.to_sharded_dtensor(mine), requires_grad=param.requires_grad)
+    """,
+    "free the unsharded": "free_storage(self.unsharded_param)",
+    "make _unsharded_param": """
+        if self._unsharded_param is None:
+            whole = torch.empty(self._orig_size, dtype=self.param_dtype or self.orig_dtype, device=self.device)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        return self._unsharded_param
+    """,
+    "allocate, all-gather": """
+        handle, found = self.comm_ctx.device_handle, []
+        if not self.comm_ctx.post_forward_order:
+            self.comm_ctx.all_gather_stream.wait_stream(handle.current_stream())
+        with handle.stream(self.comm_ctx.all_gather_stream):
+            for p in self.fsdp_params:
+                mine = p.sharded_param.to_local().to(p.param_dtype or p.orig_dtype)
+                whole = torch.empty(p._orig_size, dtype=mine.dtype, device=mine.device)
+                work = dist.all_gather_into_tensor(whole, mine, group=p.mesh.get_group(), async_op=ASYNC)
+                found.append((whole, mine, work))
+        self._all_gather_result = found, self.comm_ctx.all_gather_stream.record_event()
+    """,
+    "wait, and fill": """
+        found, event = self._all_gather_result
+        self.comm_ctx.device_handle.current_stream().wait_event(event)
+        for p, (whole, _, work) in zip(self.fsdp_params, found):
+            if work is not None:
+                work.wait()
+            alloc_storage(p.unsharded_param)
+            p.unsharded_param.copy_(whole)
+    """,
+    "wait for the reduce-scatter": "finish_reductions(self.comm_ctx)",
+    "reduce-scatter each": """
+        ctx, handle = module.comm_ctx, module.comm_ctx.device_handle
+        finish_reductions(ctx)
+        ctx.reduce_scatter_stream.wait_stream(handle.current_stream())
+        with handle.stream(ctx.reduce_scatter_stream):
+            for p in [p for p in module.fsdp_params if p.unsharded_param.grad is not None]:
+                grad, p.unsharded_param.grad = p.unsharded_param.grad.to(p.reduce_dtype or p.unsharded_param.dtype), None
+                mine = torch.empty(p.sharded_size, dtype=grad.dtype, device=grad.device)
+                work = dist.reduce_scatter_tensor(mine, grad.contiguous(), group=p.mesh.get_group(), async_op=ASYNC)
+                ctx.pending.append((p, mine, grad, work))
+    """,
+    "call _prefetch_unshard": """
+        if self._post_forward_indices and (index := self._post_forward_indices.pop()) > 0:
+            self._prefetch_unshard(self.comm_ctx.post_forward_order[index - 1])
+    """,
+}
+FINISH = """
+
+@torch.no_grad()
+def finish_reductions(ctx):
+    pending, ctx.pending = ctx.pending, []
+    for p, mine, _, work in pending:
+        if work is not None:
+            work.wait()
+        new = p.to_sharded_dtensor(mine.to(p.orig_dtype) / p.mesh.size())
+        p.sharded_param.grad = new if p.sharded_param.grad is None else p.sharded_param.grad + new
+"""
+
+
+def with_torch(is_async: bool) -> str:
+    """Return the starter, filled in with torch's own collectives and streams."""
+    text = STARTER.replace("import torch\n", "import torch\nimport torch.distributed as dist\n", 1)
+    text = text.replace("# module._backward_prefetch()  # task 3", "module._backward_prefetch()")
+    for name in ("all_gather", "reduce_scatter"):
+        text = text.replace(f"streams.{name}\n", "self.device_handle.Stream(priority=-1)\n")
+    text = text.replace("        streams = streams_for(device_type)\n", "        self.pending = []\n")
+    text = text.replace("        self.compute_stream = streams.compute\n", "")
+    lines = []
+    for line in text.splitlines():
+        body = [each for start, each in WITH_TORCH.items() if f"): {start}" in line and "raise" in line]
+        indent = " " * (len(line) - len(line.lstrip()))
+        own = body[0].strip("\n ").replace("\n        ", f"\n{indent}") if body else ""
+        lines.append(f"{indent}{own}" if body else line)
+    return "\n".join(lines).replace("ASYNC", str(is_async)) + FINISH
+
+
+def names_in(text: str) -> dict[str, Any]:
+    """Return the functions, methods and classes of a file by their dotted names, and its variables."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef)}
+        target = getattr(node, "target", None)
+        found[getattr(node, "name", "") or getattr(target, "id", "")] = node
+    return found
+
+
+def failed(text: str, *names: str) -> dict[str, str]:
+    """Return the misconceptions of the tests that fail, of all tests or of these."""
+    found = verdicts(text, "homework", names)
+    return {name: finding.misconception for name, finding in found.items()}
+
+
+def test_the_skeleton_has_all_names_and_its_todos_where_they_belong() -> None:
+    found = names_in(STARTER)
+    assert set(NAMES) <= set(found)
+    todo = {
+        name: task
+        for name, node in found.items()
+        for task in ("h1", "h2", "h3")
+        if isinstance(node, ast.FunctionDef) and f"TODO({task})" in ast.unparse(node)
+    }
+    assert todo == TODO
+
+
+def test_the_starter_keeps_the_rules_and_is_what_the_solution_gives(tmp_path: Path) -> None:
+    assert (ROOT / "exercises/homework/hw_fsdp.py").read_text() == STARTER
+    for text in (STARTER, SOURCE, OTHER_HAND, with_torch(True)):
+        assert rules.refused(text) is None
+
+
+@pytest.mark.parametrize(
+    "line", ["from hwfsdp.core.group import ParamGroup", "from torch.distributed.fsdp import fully_shard"]
+)
+def test_a_file_that_imports_what_it_must_supply_is_refused(line: str) -> None:
+    use = rules.refused(f"{SOURCE}\n{line}\n")
+    assert use is not None and use.kind == "not-alone"
+
+
+def test_bonuses_add_no_points_to_the_most() -> None:
+    exercise = find_course(ROOT).exercise("homework")
+    assert (exercise.points, sum(check.bonus for check in exercise.checks)) == (10, 10)
+    assert [check.name.partition(".")[2] for check in exercise.checks if not check.bonus] == list(TASKS)
+
+
+def test_nothing_of_the_starter_is_written() -> None:
+    assert failed(STARTER, "shard", "gather") == {"shard": "not-written", "gather": "not-written"}
+
+
+def test_a_file_for_an_older_torch_is_told_which_import_to_change() -> None:
+    found = verdicts(f"{OLD_IMPORT}\n{OTHER_HAND}", "homework", ("shard",))["shard"]
+    assert found.misconception == "old-import"
+    assert "_composable.fsdp._fsdp_param" in found.message and "fsdp._fully_shard" in found.message
+
+
+@pytest.mark.long
+def test_the_solution_passes_all_tests() -> None:
+    assert failed(SOURCE) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("task", "wrong"),
+    [
+        ("h1", dict(zip(OVERLAP, ("no-overlap", "not-prefetched", "no-overlap"), strict=True))),
+        ("h2", {"backward_prefetch": "not-prefetched", "reduce_overlap": "no-overlap"}),
+        ("h3", {}),
+    ],
+)
+def test_each_task_earns_its_points(task: str, wrong: dict[str, str]) -> None:
+    assert failed(stages.stage(SOURCE, task), *TASKS) == wrong
+
+
+@pytest.mark.long
+def test_the_skeleton_filled_in_by_another_hand_passes_the_tasks() -> None:
+    assert failed(OTHER_HAND, *TASKS, "bonus_forward") == {}
+
+
+@pytest.mark.long
+def test_blocking_collectives_of_torch_do_not_overlap_and_do_not_race() -> None:
+    wrong = dict(zip(OVERLAP, ("no-overlap", "not-prefetched", "no-overlap"), strict=True))
+    assert failed(with_torch(is_async=False), *TASKS) == wrong
+
+
+@pytest.mark.long
+def test_asynchronous_collectives_of_torch_overlap_only_what_follows_them() -> None:
+    """A gather waits for the current stream, which computes. So it never overtakes compute in a forward."""
+    assert failed(with_torch(is_async=True), *TASKS) == {"forward_prefetch": "no-overlap"}
+
+
+def test_bonuses_are_marked_in_the_outcomes() -> None:
+    from hwfsdp.course.findings import Outcome
+
+    outcome = Outcome("homework.ours_tied", "It is tied.", 1, bonus=True)
+    assert json.loads(json.dumps(outcome.as_dict()))["bonus"] is True
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_simulated_machine_sees_the_wait_for_an_asynchronous_collective() -> None:
+    program = replace(machines.NARROW, root=False, gain=False)
+    module = types.ModuleType("filled")
+    exec(compile(with_torch(is_async=True), "filled", "exec"), vars(module))
+    step = machines.Step(program, "gpu", machines.stepped(program, "gpu", homeworks_shard(module)))
+    timing.no_races(step)
+    assert sum(step.exposed_us("reduction")) < 0.9 * sum(e.dur_us for e in step.travels("reduction"))

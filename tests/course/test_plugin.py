@@ -1,0 +1,125 @@
+"""A run of pytest over a small course: outcomes, points, the page, and who is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hwfsdp
+
+EXERCISE = '''
+import pytest
+from probes_of_tests import probe_answer
+from hwfsdp.course.findings import Finding
+
+pytestmark = pytest.mark.exercise("21", title="Doubling", file="doubling.py", may="sys")
+
+
+@pytest.mark.points(2, ask="How much is twice three?")
+@pytest.mark.parametrize("number", [1, 3])
+def test_doubles(ranks, measured, number):
+    """The answer is twice the number.
+
+    More words.
+    """
+    found = ranks(1).ask(probe_answer, "answer", number=number)[0]
+    measured("answer", str(found))
+    if found != 2 * number:
+        raise Finding("wrong-value", f"answer({number}) is {found}.", 2 * number, found)
+
+
+@pytest.mark.points(1)
+def test_of_zero(ranks):
+    """The answer to zero is zero."""
+    if ranks(1).ask(probe_answer, "answer", number=0) != [0]:
+        raise Finding("wrong-value", "answer(0) is not 0.")
+
+
+@pytest.mark.points(1)
+def test_broken(ranks):
+    """This test has a mistake of its own."""
+    ranks(1).ask(probe_answer, "answer", number=0)[7]
+
+
+@pytest.mark.points(1)
+def test_large(ranks):
+    """The answer to a large number comes to an end."""
+    ranks(1).ask(probe_answer, "answer", number=99)
+
+
+@pytest.mark.points(1)
+def test_larger(ranks):
+    """The answer to a larger number comes to an end."""
+    ranks(1).ask(probe_answer, "answer", number=100)
+'''
+WRONG = """import sys
+
+def answer(number):
+    print("asked for", number)
+    if number > 9:
+        sys.exit(3)
+    return number + 3
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    root = tmp_path_factory.mktemp("course")
+    folder, theirs = root / "exercises" / "21_doubling", root / "theirs"
+    folder.mkdir(parents=True), theirs.mkdir()
+    (root / "exercises" / "pytest.ini").write_text("[pytest]\naddopts = -p hwfsdp.course.plugin --tb=short\n")
+    (folder / "test_doubling.py").write_text(EXERCISE)
+    (folder / "probes_of_tests.py").write_text((Path(__file__).parent / "probes_of_tests.py").read_text())
+    (theirs / "doubling.py").write_text(WRONG.replace("number + 3", "number * number"))
+    command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(theirs), "--seed", "5"]
+    path = os.pathsep.join([str(Path(hwfsdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [*command, "--outcomes", "outcomes.json"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    return ended, json.loads((root / "outcomes.json").read_text())
+
+
+def by_name(ran: Any) -> dict[str, dict[str, Any]]:
+    return {test["test"]: test for test in ran[1]["tests"]}
+
+
+def test_the_outcomes_name_the_seed_the_file_and_each_test_once(ran: Any) -> None:
+    assert ran[1]["seed"] == 5 and list(ran[1]["file"]) == ["doubling.py"]
+    assert list(by_name(ran)) == ["21.doubles", "21.of_zero", "21.broken", "21.large", "21.larger"]
+
+
+def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> None:
+    doubles = by_name(ran)["21.doubles"]
+    assert (doubles["status"], doubles["misconception"]) == ("failed", "wrong-value")
+    assert (doubles["expected"], doubles["actual"], doubles["points"]) == (2, 1, 2)
+    assert doubles["sentence"] == "The answer is twice the number." and doubles["measured"] == {"answer": "9"}
+    assert by_name(ran)["21.of_zero"]["status"] == "passed"
+
+
+def test_an_exception_of_a_test_is_the_instructors_error(ran: Any) -> None:
+    broken = by_name(ran)["21.broken"]
+    assert (
+        broken["status"] == "error" and broken["misconception"] is None and "IndexError" in broken["message"]
+    )
+    assert ran[0].returncode == 3 and "not your mistake" in ran[0].stdout
+
+
+def test_a_rank_that_leaves_ends_the_runs_of_the_file_once(ran: Any) -> None:
+    large, larger = by_name(ran)["21.large"], by_name(ran)["21.larger"]
+    assert (large["status"], large["misconception"]) == ("failed", "left-early")
+    assert larger["status"] == "skipped" and "21.large ended the run of doubling.py" in larger["message"]
+
+
+def test_the_page_asks_one_question_and_shows_what_ranks_printed(ran: Any) -> None:
+    assert ran[0].stdout.count("→") == 1 and "rank 0 | asked for 3" in ran[0].stdout
+    assert "--seed 5" in ran[0].stdout

@@ -1,0 +1,124 @@
+"""A file may say what an answer needs, and nothing that reaches into other code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.course.stages import stage
+from hwfsdp.course.rules import read, refused
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "course"))
+from answers.shapes import of_another_make  # noqa: E402
+
+RIGHT = sorted((Path(__file__).parents[1] / "course/answers/right").glob("*.py"))
+MARKED = (Path(__file__).parents[2] / "solutions" / "my_fsdp.py").read_text()
+SKELETON = Path(__file__).parents[1] / "course/answers/filled_skeleton.py"
+
+HONEST = {
+    "attrgetter": "from operator import attrgetter\nweight = attrgetter('layer.weight')",
+    "get_type_hints": "from typing import get_type_hints\nclass A:\n    x: int\nhints = get_type_hints(A)",
+    "super().__setattr__": "class A:\n    def __setattr__(self, name, value):\n        super().__setattr__(name, value)",
+    "object.__setattr__ of a frozen class": "class A:\n    def __post_init__(self):\n        object.__setattr__(self, 'x', 1)",
+    "a positional match": "match f:\n    case Pair(1, size):\n        pass",
+    "names in f-strings": "def f(module, name):\n    return getattr(module, f'_{name}_hook', None)",
+    "the homework's question": "from torch import nn\n"
+    "own = getattr(module.__setattr__, '__func__', None) is nn.Module.__setattr__",
+    "the class exchanged": "def f(module):\n    module.__class__ = type('FSDP', (module.__class__,), {})",
+    "private names of its own": "def f(module):\n    module._shards = []\n    return module._shards",
+    "autograd's callback": "from torch.autograd import Variable\nVariable._execution_engine.queue_callback(f)",
+    "registered parameters": "def f(module, name, shard):\n    module._parameters[name] = shard\n    del module._parameters[name]",
+    "the policy": "from torch.distributed.fsdp import MixedPrecisionPolicy",
+    "the environment": "import os\nrank = int(os.environ['RANK'])",
+}
+DIGGING = {
+    "imports hwfsdp.fully_shard": "from hwfsdp import fully_shard",
+    "imports torch.distributed.fsdp.fully_shard": "from torch.distributed.fsdp import fully_shard",
+    "imports hwfsdp.collectives.ring_all_gather": "from hwfsdp.collectives import ring_all_gather",
+    "uses torch.distributed.fsdp": "import torch.distributed as dist\ndist.fsdp.fully_shard(model)",
+    "uses torch.nn.parallel": "import torch.nn as nn\nnn.parallel.DistributedDataParallel(model)",
+    "imports ctypes": "import ctypes",
+    "uses os.fork": "import os\nos.fork()",
+    "uses sys.modules": "import sys\nsys.modules['hwfsdp']",
+    "uses __globals__": "f.__globals__",
+    "uses the name __globals__ in a text": "import operator\noperator.attrgetter('one.__glo' + 'bals__')",
+    "uses f_back": "frame.f_back",
+    "uses tb_frame": "match error:\n    case Error(tb_frame=frame):\n        pass",
+    "uses _recorder, a private name of other code": "stream.copy.record()._recorder",
+    "uses exec, which no answer needs": "exec('x = 1')",
+    "hands on getattr": "list(map(getattr, things, names))",
+    "reads hwfsdp.collectives by a name that is put together": "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
+    "changes torch.equal, which is not its own": "import torch\ntorch.equal = print",
+    "changes torch, which is not its own": "import torch\nmine = torch\nsetattr(mine, 'equal', print)",
+    "changes random, which is not its own": "import random\nobject.__setattr__(random, 'random', print)",
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_idiom_that_reaches_into_nothing_passes(name: str) -> None:
+    assert refused(HONEST[name]) is None
+
+
+@pytest.mark.parametrize("path", [*RIGHT, SKELETON], ids=lambda path: path.stem)
+def test_a_right_file_of_another_hand_passes(path: Path) -> None:
+    assert refused(path.read_text() if path == SKELETON else of_another_make(path)) is None
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_the_reference_passes_at_every_station(number: int) -> None:
+    assert refused(stage(MARKED, f"{number:02}")) is None
+
+
+@pytest.mark.parametrize("what", DIGGING)
+def test_a_name_that_no_answer_needs_is_refused_with_its_line(what: str) -> None:
+    use = refused(f"# a comment\n{DIGGING[what]}\n")
+    assert use is not None and use.what.startswith(what) and use.line > 1
+
+
+def test_an_exercise_may_open_further_names() -> None:
+    assert refused("import os\nos.replace(a, b)\nopen(a)", ["os", "open"]) is None
+    assert refused("import os\nos.sys.modules", ["os.replace"]) is not None
+
+
+NO_PYTHON = {
+    "an open bracket": "def f(n:\n",
+    "a null byte": "x = 0\0\n",
+    "brackets": "(" * 5000,
+    "signs": "-" * 50_000 + "1",
+}
+
+
+@pytest.mark.parametrize("name", NO_PYTHON)
+def test_a_text_that_the_parser_refuses_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(NO_PYTHON[name])
+    text, finding = read(tmp_path / "x.py")
+    assert not text and finding is not None and finding.misconception == "not-python"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large", "not UTF-8"])
+def test_only_a_file_of_text_is_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    make: dict[str, Callable[[], object]] = {
+        "fifo": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+        "large": lambda: path.write_bytes(b"#" * (1 << 21)),
+        "not UTF-8": lambda: path.write_bytes(b"\xff\xfe\x00"),
+    }
+    make[kind]()
+    assert read(path)[1] is not None
+
+
+def test_an_error_of_the_parser_quotes_the_file_and_not_another_one_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starter").mkdir()
+    (tmp_path / "starter" / "my_fsdp.py").write_text("x = 1\ny = 'of the starter'\n")
+    (tmp_path / "my_fsdp.py").write_text("x = 1\ndef f((x)):\n    return x\n")
+    monkeypatch.chdir(tmp_path / "starter")
+    _, finding = read(tmp_path / "my_fsdp.py")
+    assert finding is not None and "line 2: `def f((x)):`: " in finding.message

@@ -1,0 +1,76 @@
+"""Laws of steps on simulated machines, tried on the package itself: its `fully_shard` keeps all of them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hwfsdp
+from hwfsdp.course import timing
+from hwfsdp.course.findings import Finding
+from hwfsdp.course.machines import GPU, HOST, NARROW, RACE, WIDE, Program, Step, stepped
+
+RACE_TEST = Path(__file__).parents[2] / "exercises/16_race/test_race.py"
+
+
+def shard(module: nn.Module, name: str) -> nn.Module:
+    return hwfsdp.fully_shard(module)
+
+
+@pytest.fixture(scope="module")
+def host() -> Step:
+    return Step(WIDE, "host", stepped(WIDE, "host", shard))
+
+
+@pytest.mark.parametrize(("program", "machine"), [(NARROW, "gpu"), (WIDE, "gpu")], ids=str)
+def test_the_package_waits_for_everything_and_computes_with_what_travels(
+    program: Program, machine: str
+) -> None:
+    step = Step(program, machine, stepped(program, machine, shard))
+    timing.no_races(step)
+    timing.computes_with_what_travels(step)
+
+
+def test_the_package_hides_what_can_be_hidden(host: Step) -> None:
+    timing.gathered_once(host, "backward")
+    timing.exposed(host, "forward", at_most=2 * host.gather_us)
+    timing.exposed(host, "backward", at_most=1.5 * host.gather_us)
+    timing.exposed(host, "reduction", at_most=1.5 * host.reduce_us)
+    timing.duration(host, "forward", at_most=1.2 * (host.compute_us("forward") + host.gather_us))
+    timing.in_flight(host, at_most=2)
+
+
+def test_times_are_those_of_the_pages(host: Step) -> None:
+    """A unit's gather has 7/8 of its bytes to receive, and its forward two operations for each number and token."""
+    assert host.gather_us == pytest.approx(
+        7 / 8 * host.unit_bytes / (HOST.link * HOST.link_efficiency) * 1e6, rel=0.01
+    )
+    numbers, rate = host.unit_bytes / 4, HOST.flops["float32"] * HOST.efficiency
+    products = 2 * numbers * WIDE.config.seq_len / rate * 1e6
+    assert products < host.compute_us("forward") / WIDE.config.layers < 1.5 * products
+    assert GPU.flops["float32"] / HOST.flops["float32"] == GPU.link / HOST.link
+
+
+def test_work_that_nobody_needs_hides_nothing(host: Step) -> None:
+    """Without the events that read the kernels' results, no kernel counts."""
+    facts: dict[str, Any] = dict(host.facts)
+    collectives = ("all_gather", "reduce_scatter")
+    facts["events"] = [
+        each | ({"reads": []} if each["op"] in collectives else {}) for each in host.facts["events"]
+    ]
+    lost = Step(WIDE, "host", facts)
+    with pytest.raises(Finding, match="while no unit computes"):
+        timing.exposed(lost, "reduction", at_most=1.5 * lost.reduce_us)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RACE)
+def test_the_table_of_the_race_has_the_packages_figures(name: str) -> None:
+    step = Step(RACE[name], "cluster", stepped(RACE[name], "cluster", shard))
+    assigned = (each for each in ast.parse(RACE_TEST.read_text()).body if isinstance(each, ast.Assign))
+    table = next(each.value for each in assigned if ast.unparse(each.targets[0]) == "FSDP2")
+    assert (step.step_us, step.peak_bytes) == pytest.approx(ast.literal_eval(table)[name], rel=0.02)

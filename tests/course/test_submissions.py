@@ -1,0 +1,142 @@
+"""Submissions are found and read: what cannot be read is named, the rest is copied."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from classes import RIGHT, SMALL, tarred, zipped
+
+from hwfsdp.course import submissions
+from hwfsdp.course.submissions import Collected
+
+JUDGED = submissions.judged_files(SMALL)
+BOTH = {"my_fsdp.py": RIGHT, "02_second/second.py": "x = 1\n"}
+
+
+def collected(path: Path, into: Path) -> Collected:
+    return submissions.collect(path, JUDGED, into)
+
+
+def test_files_of_students_are_those_that_are_not_tests() -> None:
+    assert JUDGED == ["02_second/second.py", "my_fsdp.py"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        BOTH,
+        {"exercises/my_fsdp.py": RIGHT, "exercises/02_second/second.py": "x = 1\n"},
+        {"ada lovelace/fsdp/my_fsdp.py": RIGHT, "ada lovelace/fsdp/second.py": "x = 1\n"},
+        {
+            **{f"work/exercises/{name}": text for name, text in BOTH.items()},
+            "work/solutions/my_fsdp.py": "no",
+            "my_fsdp.py": "no",
+        },
+        {
+            **{f"mine/{name}": text for name, text in BOTH.items()},
+            "__MACOSX/my_fsdp.py": "no",
+            "mine/.venv/my_fsdp.py": "no",
+        },
+        {"MY_FSDP.PY": RIGHT, "Second.py": "x = 1\n"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar", "tar.gz", "tar.xz"])
+def test_files_are_found_wherever_they_lie(files: dict[str, str], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"ada.{kind}"
+    if kind == "folder":
+        for name, text in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(text)
+    else:
+        path.write_bytes(
+            zipped(files) if kind == "zip" else tarred(files, kind.replace("tar.", "w:").replace("tar", "w"))
+        )
+    found = collected(path, tmp_path / "out")
+    assert not found.problems
+    assert {name: (tmp_path / "out" / name).read_text() for name in found.files} == BOTH
+
+
+@pytest.mark.parametrize("name", ["/my_fsdp.py", "../../my_fsdp.py", "a/../../my_fsdp.py"])
+@pytest.mark.parametrize("pack", [zipped, tarred])
+def test_a_path_that_leads_out_is_named_and_the_rest_is_read(name: str, pack: object, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(pack({name: "no", "exercises/second.py": "x = 1\n"}))  # type: ignore[operator]
+    found = collected(tmp_path / "a", tmp_path / "out")
+    assert list(found.files) == ["02_second/second.py"] and repr(name) in found.problems[0]
+    assert not list(tmp_path.parent.glob("my_fsdp.py"))
+
+
+@pytest.mark.parametrize("to", ["/etc/passwd", "second.py", "../../x"])
+def test_a_link_is_not_followed(to: str, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tarred({"second.py": "x = 1\n"}, "w", {"my_fsdp.py": to}))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "second.py").write_text("x = 1\n")
+    (tmp_path / "folder" / "my_fsdp.py").symlink_to(to)
+    for name in ("a.tar", "folder"):
+        found = collected(tmp_path / name, tmp_path / "out")
+        assert list(found.files) == ["02_second/second.py"] and "my_fsdp.py" in found.problems[0]
+
+
+@pytest.mark.parametrize("cut", [0, 40, 100, 300, 700, 1100, 1600])
+@pytest.mark.parametrize("mode", ["zip", "w", "w:gz", "w:xz"])
+def test_a_damaged_archive_is_named(mode: str, cut: int, tmp_path: Path) -> None:
+    files = {"my_fsdp.py": RIGHT, "second.py": "x = 1\n", "noise.bin": os.urandom(500).hex()}
+    whole = zipped(files) if mode == "zip" else tarred(files, mode)
+    (tmp_path / "a").write_bytes(
+        whole[: min(cut, len(whole) - 24)] if mode != "w" else whole[: min(cut, 3000)]
+    )
+    found = collected(tmp_path / "a", tmp_path / "out")
+    assert len(found.problems) == 1 or len(found.files) == 2  # the end of a packed tar holds nothing
+
+
+@pytest.mark.parametrize("at", [0, 512, 1024, 1536])
+def test_a_damaged_header_in_a_tar_is_named(at: int, tmp_path: Path) -> None:
+    whole = bytearray(tarred({"my_fsdp.py": RIGHT, "second.py": "x = 1\n"}, "w"))
+    whole[at : at + 100] = b"\xff" * 100
+    (tmp_path / "a").write_bytes(whole)
+    found = collected(tmp_path / "a", tmp_path / "out")
+    assert found.problems
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [(b"", "an empty file"), (b"%PDF-1.4", "neither a folder"), (b"x = 1\n" * 99, "neither")],
+)
+def test_another_kind_of_file_is_named(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    assert words in collected(tmp_path / "a", tmp_path / "out").problems[0]
+
+
+def test_bombs_and_large_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(zipped({"my_fsdp.py": "#" * (submissions.FILE + 1), "second.py": "x = 1\n"}))
+    found = collected(tmp_path / "a", tmp_path / "out")
+    assert found.problems == ["my_fsdp.py: more than 1,048,576 bytes"] and len(found.files) == 1
+    monkeypatch.setattr(submissions, "UNPACKED", 10_000)
+    (tmp_path / "b").write_bytes(tarred({"zeros": "0" * 20_000, "my_fsdp.py": RIGHT}))
+    assert "more than 10,000 bytes" in collected(tmp_path / "b", tmp_path / "out").problems[0]
+    monkeypatch.setattr(submissions, "ENTRIES", 10)
+    (tmp_path / "c").write_bytes(zipped({f"{i}": "" for i in range(20)}))
+    assert "more than 10 files" in collected(tmp_path / "c", tmp_path / "out").problems[0]
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "my_fsdp.py").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in collected(tmp_path, tmp_path / "out").problems[0]
+
+
+def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: Path) -> None:
+    for name in ("ada.zip", "ada.tar.gz", "Bób <x>.zip", "..zip", "=x.zip"):
+        (tmp_path / name).write_bytes(zipped(BOTH))
+    (tmp_path / "grades").mkdir()
+    found = submissions.find([tmp_path], JUDGED, but=[tmp_path / "grades"])
+    assert len({each.key.casefold() for each in found}) == len(found) == 4
+    assert {each.name for each in found} >= {"ada", "ada (2)", "Bób <x>"}
+    assert all((tmp_path / f"{each.key}.json").parent == tmp_path for each in found)
+
+
+def test_a_folder_with_exercises_is_one_submission(tmp_path: Path) -> None:
+    (tmp_path / "ada" / "exercises").mkdir(parents=True)
+    (tmp_path / "ada" / "exercises" / "my_fsdp.py").write_text(RIGHT)
+    for path, single in ((tmp_path / "ada", False), (tmp_path, True)):
+        assert [each.path for each in submissions.find([path], JUDGED, single)] == [path]

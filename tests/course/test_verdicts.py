@@ -1,0 +1,76 @@
+"""The page of a run asks one question, about the cause, and says the same thing once."""
+
+from __future__ import annotations
+
+import io
+
+from hwfsdp.course.findings import Finding, Outcome, cause_of, folded
+from hwfsdp.course.pages import Style, verdict
+
+
+def failed(test: str, misconception: str, sentence: str = "It was 1.", own: bool = True) -> Outcome:
+    outcome = Outcome(test, "It holds.", 2, "The test's own question?", own)
+    outcome.add("failed", Finding(misconception, sentence))
+    return outcome
+
+
+def test_the_cause_is_the_smallest_rank_then_the_exercises_own_test() -> None:
+    value, wait, earlier = (
+        failed("05.step", "wrong-value"),
+        failed("05.bytes", "used-before-wait"),
+        failed("03.trains", "used-before-wait", own=False),
+    )
+    assert cause_of([earlier, value, wait]) is wait
+    assert cause_of([]) is None
+
+
+def test_findings_of_one_misconception_are_shown_once_with_one_question() -> None:
+    outcomes = [
+        failed("03.trains", "not-freed"),
+        failed("03.memory", "not-freed"),
+        failed("03.rows", "wrong-value"),
+    ]
+    assert [[each.test for each in of] for of in folded(outcomes)] == [
+        ["03.trains", "03.memory"],
+        ["03.rows"],
+    ]
+    page = verdict(outcomes, Style(io.StringIO()))
+    assert page.count("not-freed: ") == 1 and "same cause: 03.memory" in page and page.count("→") == 1
+
+
+def test_a_value_that_nobody_has_written_is_a_missing_wait() -> None:
+    assert Finding("wrong-value", "the loss is nan").misconception == "used-before-wait"
+    assert Finding("wrong-value", "at [0]: 1.3e+38 instead of 2").misconception == "used-before-wait"
+    assert Finding("wrong-value", "at [0]: 1.5 instead of 2e-05").misconception == "wrong-value"
+
+
+def test_a_vague_misconception_asks_the_tests_own_question() -> None:
+    assert failed("01.rows", "wrong-rows").question == "The test's own question?"
+    assert failed("01.rows", "spread-evenly").question.startswith("How does torch.chunk")
+
+
+def test_variants_of_a_test_count_together() -> None:
+    outcome = Outcome("03.trains", "It trains.", 4)
+    outcome.add("passed")
+    outcome.add("failed", Finding("not-reduced", "first"))
+    outcome.add("failed", Finding("not-freed", "second"))
+    outcome.add("passed")
+    assert (outcome.status, outcome.as_dict()["message"]) == ("failed", "first")
+
+
+def test_an_error_of_the_test_is_not_the_students() -> None:
+    outcome = Outcome("03.trains", "It trains.", 4)
+    outcome.add("error", note="KeyError: 'x'")
+    page = verdict([outcome], Style(io.StringIO()))
+    assert (
+        "not your mistake" in page
+        and outcome.as_dict()["misconception"] is None
+        and cause_of([outcome]) is None
+    )
+
+
+def test_earlier_exercises_that_still_hold_are_one_line() -> None:
+    own, earlier = Outcome("03.rows", "Rows.", 2), Outcome("01.rows", "Rows.", 3, own=False)
+    own.add("passed"), earlier.add("passed")
+    page = verdict([own, earlier], Style(io.StringIO()))
+    assert "01 : still right" in page and "2 of 2 points" in page
