@@ -31,7 +31,7 @@ STRATEGIES = {
 
 
 def calls_of(seed):
-    """Arguments of `traffic`: first those of the model that trains, then many small ones."""
+    """Arguments of `traffic`: first the arguments for the model that trains, then many small ones."""
     draw = random.Random(seed)
     params = scenarios.build(PLAIN, seed).model.parameters()
     found = [{"shapes": [list(p.shape) for p in params], "strategy": "zero3", "world_size": 3}]

@@ -34,7 +34,7 @@ def order_is_right(steps, part=""):
 
 
 def gathers_hide(step):
-    """In a forward, only the first unit's gather is exposed, and the time is that of this gather and of the computation.
+    """In a forward, only the first unit's gather is exposed, and the time is the sum of this gather and the computation.
 
     A gather is exposed while it travels and no unit computes. Work whose result nobody needs hides nothing.
     """

@@ -89,7 +89,7 @@ def test_waits(ranks, seed, replicas, shards):
 @pytest.mark.points(1, ask="Which gradients have not gone to other nodes yet, and where are they?")
 @meshes
 def test_partial(ranks, seed, replicas, shards):
-    """Without all-reduces, gradients add up in the node. The next all-reduce takes them along, also those of blocks that do not run."""
+    """Without all-reduces, gradients add up in the node. The next all-reduce takes them along, also the gradients of blocks that do not run."""
     found = runs(ranks, seed, PARTIAL, replicas, shards)
     for rank, run in enumerate(found):
         for number, (micro, moment) in enumerate(zip(facts.RUNS[PARTIAL], run, strict=True)):

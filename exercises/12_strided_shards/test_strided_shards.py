@@ -404,9 +404,16 @@ def answers(ranks, function, arguments):
 def agree(function, cases, found, right, mistakes, otherwise, alike=lambda case, one, other: one == other):
     """All answers are right. If not, the first mistake that gives all these answers is named, or else `otherwise`."""
     pairs = list(zip(cases, found, strict=True))
+
+    def given_by(rule):
+        try:
+            return all(alike(case, answer, rule(case)) for case, answer in pairs)
+        except (TypeError, ValueError, LookupError):  # an answer of another form, such as None
+            return False
+
     for case, answer in pairs:
         if answer != right(case):
-            explains = (name for name, rule in mistakes if all(alike(c, a, rule(c)) for c, a in pairs))
+            explains = (name for name, rule in mistakes if given_by(rule))
             same(next(explains, otherwise), f"{case} {function}", answer, right(case))
 
 

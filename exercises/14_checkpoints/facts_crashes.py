@@ -135,7 +135,7 @@ class Steps:
         return inode
 
     def _below(self, path: Any, folder: int | None = None) -> str:
-        """Return a path below the root; "" if it is elsewhere. `path` may be a descriptor, and start at that of a folder."""
+        """Return a path below the root; "" if it is elsewhere. `path` may be a descriptor, and start at a folder's descriptor."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         here = os.readlink(f"/proc/self/fd/{folder}") if folder is not None else os.getcwd()

@@ -1,7 +1,7 @@
 """The student's commands: list, check, hint, status, watch, reset, catchup. Each returns the exit status.
 
 All but `check` and `watch` answer at once: they load neither torch nor pytest. `check` is a run of pytest on the exercise's own tests,
-then on those of earlier stations, the last one first. `pytest exercises/NN_name` runs the same tests; only its page is pytest's own.
+then on the tests of earlier stations, the last one first. `pytest exercises/NN_name` runs the same tests; only its page is pytest's own.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _run(course: Course, exercise: Exercise, options: Sequence[str], as_json: bo
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Let this process, and those that it starts, print nothing to standard output."""
+    """Let this process and its children print nothing to standard output."""
     sys.stdout.flush()
     shown = os.dup(1)
     with open(os.devnull, "wb") as nothing:

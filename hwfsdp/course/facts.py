@@ -272,7 +272,7 @@ def set_switches(built: Built, scenario: Scenario, micro: int) -> bool:
 def probe_scaled(report: Report, seed: int, scenario: Scenario) -> None:
     """Run a forward and a backward in which gathers send twice the rows, and reductions three times the gradients.
 
-    If what is gathered is what computes, it is the step of a model with twice the weights.
+    If modules compute with the gathered data, this is the step of a model with twice the weights.
     """
     ready()
     attempt_together(report, f"{scenario.name}, scaled", partial(scaled, scenario, seed))

@@ -161,7 +161,7 @@ def cause_of(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Return the failed tests, those of one misconception together, the likely cause first. The first of each shows its evidence."""
+    """Return the failed tests, grouped by misconception; the likely cause comes first. The first test of a group shows its evidence."""
     found: dict[str, list[Outcome]] = {}
     for each in sorted((each for each in outcomes if each.finding), key=_order):
         assert each.finding is not None

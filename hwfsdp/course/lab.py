@@ -163,7 +163,7 @@ def find_answers(folder: Path) -> Path:
 
 
 def read_answers(path: Path, bugs: tuple[Bug, ...]) -> dict[str, dict[str, str]]:
-    """Return the answers as typed, by bug and question; "" for those that are missing. Without a file, all are.
+    """Return the answers as typed, by bug and question. A missing answer is ""; without a file, all are missing.
 
     Raises:
         UsageError: something in the file is no answer. It could be a mistyped name, whose answer would silently not count.

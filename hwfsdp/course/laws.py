@@ -4,7 +4,7 @@
     same_numbers, same_losses          losses and gradients equal the unsharded model's; None where there is no gradient
     same_bits                          losses and gradients equal FSDP2's, bit for bit
     counts, carried, only              which collectives a forward or a backward makes, and how many bytes they move
-    computes_with_what_travels         what is gathered is what computes, and what is reduced is what the optimizer gets
+    computes_with_what_travels         gathered data computes, and reduced gradients reach the optimizer
     dtypes, casts, kept_in             the dtypes of collectives, of inputs and outputs, and of rows
     few_whole, nothing_whole           bytes that are alive at once
 
@@ -381,7 +381,7 @@ def nothing_early(found: Facts, scenario: Scenario) -> None:
 
 
 def computes_with_what_travels(found: Facts, scenario: Scenario, seed: int) -> None:
-    """What is gathered is what computes, and what is reduced is what the optimizer gets.
+    """Modules compute with the gathered data, and the optimizer gets the reduced gradients.
 
     Gathers have sent twice the rows, and reductions three times the gradients. So this is a step of a model with twice the weights.
     """
@@ -421,7 +421,7 @@ def too_often(owners: Sequence[str], needed: int = 1) -> str:
 
 
 def padded_bytes(scenario: Scenario, seed: int, size: int, trained: bool = False) -> int:
-    """Count the bytes of all parameters in fp32, padded; or only of those that have a gradient."""
+    """Count the bytes of all parameters in fp32, padded; or only of parameters that have a gradient."""
     params = unsharded(scenario, seed, size)["grads"][0] if trained else {}
     built = scenarios.build(scenario, seed).model
     shapes = [p.shape for name, p in built.named_parameters() if not trained or params[name] is not None]

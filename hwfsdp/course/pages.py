@@ -144,12 +144,14 @@ def _line_of(outcome: Outcome, longest: int, style: Style) -> list[str]:
 def _score(number: str, outcomes: Sequence[Outcome], style: Style) -> list[str]:
     tasks, bonuses = [each for each in outcomes if not each.bonus], [each for each in outcomes if each.bonus]
     points, most = _points(tasks)
-    passed = all(each.status == "passed" for each in tasks)
+    left = sum(each.status == "not run" for each in tasks)
     findings = {each.finding.misconception for each in outcomes if each.finding}
     if not points and findings and findings <= {"not-written", "not-yet"}:
         return [f"  Not started, 0 of {most} points. Read the page of exercise {number}."]
     score = f"  {points} of {most} points{', {} of {} bonus points'.format(*_points(bonuses)) if bonuses else ''}."
-    return [style.paint(score, "green")] if passed else [f"{score} A hint: hwfsdp hint {number.lstrip('0')}"]
+    if any(each.status in ("failed", "error") for each in tasks):
+        return [f"{score} A hint: hwfsdp hint {number.lstrip('0')}"]
+    return [f"{score} Tests that did not run: {left}."] if left else [style.paint(score, "green")]
 
 
 def _points(outcomes: Sequence[Outcome]) -> tuple[int, int]:

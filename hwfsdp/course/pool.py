@@ -146,9 +146,8 @@ def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 warns if there are threads; those of libraries wait for work
+        # Python 3.12 warns if there are threads. The threads of libraries wait for work, so a fork is safe.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 

@@ -41,6 +41,12 @@ def test_of_zero(ranks):
         raise Finding("wrong-value", "answer(0) is not 0.")
 
 
+@pytest.mark.points(0)
+def test_elsewhere(ranks):
+    """It is skipped before it asks anything."""
+    pytest.skip("there is nothing to test")
+
+
 @pytest.mark.points(1)
 def test_broken(ranks):
     """This test has a mistake of its own."""
@@ -95,7 +101,9 @@ def by_name(ran: Any) -> dict[str, dict[str, Any]]:
 
 def test_the_outcomes_name_the_seed_the_file_and_each_test_once(ran: Any) -> None:
     assert ran[1]["seed"] == 5 and list(ran[1]["file"]) == ["doubling.py"]
-    assert list(by_name(ran)) == ["21.doubles", "21.of_zero", "21.broken", "21.large", "21.larger"]
+    assert list(by_name(ran)) == [
+        f"21.{name}" for name in ("doubles", "of_zero", "elsewhere", "broken", "large", "larger")
+    ]
 
 
 def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> None:
@@ -104,6 +112,7 @@ def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> Non
     assert (doubles["expected"], doubles["actual"], doubles["points"]) == (2, 1, 2)
     assert doubles["sentence"] == "The answer is twice the number." and doubles["measured"] == {"answer": "9"}
     assert by_name(ran)["21.of_zero"]["status"] == "passed"
+    assert by_name(ran)["21.elsewhere"]["status"] == "skipped"
 
 
 def test_an_exception_of_a_test_is_the_instructors_error(ran: Any) -> None:
