@@ -108,7 +108,7 @@ def record(folder: Path) -> list[Event]:
 
 def copy_course(folder: Path) -> None:
     """Copy the course and the two tries, wrong and right, into a folder. Use the current environment; install nothing."""
-    listed = ["git", "ls-files", "exercises", "Makefile", "setup.cfg", "pyproject.toml"]
+    listed = ["git", "ls-files", "exercises", "solutions", "Makefile", "setup.cfg", "pyproject.toml"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)

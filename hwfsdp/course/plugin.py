@@ -324,6 +324,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     known = config.stash[_SESSION]
     if any(each.status != "not run" for each in known.outcomes.values()):
         if config.getoption("page"):
+            terminalreporter.ensure_newline()  # ends pytest's own line, which is not shown
             config.get_terminal_writer()._file = sys.__stdout__ or sys.stdout
             config.stash[_SCREEN] = StringIO()
         else:
