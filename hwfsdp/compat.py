@@ -37,7 +37,19 @@ from hwfsdp.core.compat import replace_local as replace_local, wrap_like as wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DispatchMode = TorchDispatchMode  # sees every operator that is called in its block
+
+class DispatchMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` sees every operator that is called in its block.
+
+    torch wraps this method, so that its compiler never sees it, and with the wrapper each operator takes three times as long. No
+    compiled code runs in a block of ours.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 StridedShard = _StridedShard  # the placement of a DTensor that later axes of its mesh have cut before
 
 # The first DTensor or optimizer of a process imports it, which takes half a second.

@@ -1,7 +1,7 @@
 """08 Streams: what must hold.
 
-`gpu(model)` runs a step of your file on a virtual GPU, one rank of eight: tensors without values, and times that are calculated. Streams
-run at the same time there, as on a real GPU, and the host never waits. Every operator, collective, wait and release of memory is an
+`gpu(model)` runs a step of your file on a virtual GPU, one rank of eight. Its times are calculated. Streams run at the same
+time there, as on a real GPU, and the host never waits. Every operator, collective, wait and release of memory is an
 event of `step.log`. So the tests see a race each time, and get the same times on every computer.
 
     gpu(NARROW)    small layers, and updates after one and after two micro-batches: all races of a step show

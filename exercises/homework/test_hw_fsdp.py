@@ -48,7 +48,6 @@ CASTS = Scenario("an uneven model in bf16", "gained", steps=1, policy=(*LOW, ("o
 FROZEN = Scenario("frozen parameters", "gained and frozen", steps=2)
 TIED = Scenario("tied parameters", "tied", steps=2)
 NESTED = Scenario("nested modules", "gained and nested", steps=2)
-IN_BITS = (MIXED, SUMMED_LOW, CASTS)  # torch's FSDP2 trains these, too
 
 
 # --- Task 1: forward, then a full step ---------------------------------------------------------------------
@@ -140,7 +139,7 @@ def test_memory(ranks, held, seed):
 )
 def test_mixed(ranks, gpu, seed):
     """Bytes travel in the dtypes of mp_policy. On two ranks, losses and gradients equal FSDP2's, bit for bit."""
-    equals_fsdp2(ranks(2).train(MIXED, seed), MIXED, gpu, seed)
+    equals_fsdp2(trained_by_both(ranks, MIXED, seed), MIXED, gpu)
 
 
 # --- Tasks 2 and 3: overlap --------------------------------------------------------------------------------
@@ -226,12 +225,12 @@ def test_bonus_backward(ranks, gpu, seed):
 )
 def test_bonus_sync(ranks, gpu, seed):
     """After set_requires_gradient_sync(False) on each module, only the last micro-batch reduces; gradients add up in the reduce dtype."""
-    found, low = ranks(2).train(SUMMED, seed), ranks(2).train(SUMMED_LOW, seed)
+    found, low = ranks(2).train(SUMMED, seed), trained_by_both(ranks, SUMMED_LOW, seed)
     travels_once(found, SUMMED, seed)
     laws.nothing_early(found, SUMMED)
     with explained_by_races(gpu):
         laws.same_numbers(found, SUMMED, seed)
-    equals_fsdp2(low, SUMMED_LOW, gpu, seed)
+    equals_fsdp2(low, SUMMED_LOW, gpu)
 
 
 # --- Bonuses of this course --------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ def test_ours_uneven(ranks, seed):
 @pytest.mark.points(1, bonus=True, ask="Which tensors does a module get, and which does it return?")
 def test_ours_casts(ranks, gpu, seed):
     """Arguments are cast to param_dtype, and outputs to output_dtype."""
-    equals_fsdp2(ranks(2).train(CASTS, seed), CASTS, gpu, seed, output=FP32)
+    equals_fsdp2(trained_by_both(ranks, CASTS, seed), CASTS, gpu, output=FP32)
 
 
 @pytest.mark.points(1, bonus=True, ask="What does a reduction do with a parameter that has no gradient?")
@@ -376,13 +375,19 @@ def travels_once(found, scenario, seed):
             laws.carried(found, scenario, f"{phase} {micro}", op, nbytes, kinds)
 
 
-def equals_fsdp2(found, scenario, gpu, seed, output=BF16):
+def trained_by_both(ranks, scenario, seed):
+    """Train with the file, and with torch's FSDP2."""
+    return ranks(2).train(scenario, seed), ranks(2).fsdp2(scenario, seed)
+
+
+def equals_fsdp2(trained, scenario, gpu, output=BF16):
     """Everything travels in the policy's dtypes, the output has its dtype, and all numbers are FSDP2's."""
+    found, theirs = trained
     laws.outputs(found, scenario, output)
     laws.dtypes(found, scenario, "all_gather", BF16, "gathered-in-wrong-dtype")
     laws.dtypes(found, scenario, "reduce_scatter", FP32, "reduced-in-wrong-dtype")
     with explained_by_races(gpu):
-        laws.same_bits(found, laws.fsdp2(IN_BITS, seed, 2)[scenario.name], scenario)
+        laws.same_bits(found, theirs, scenario)
 
 
 def trains_with_its_rows(found, scenario, seed):

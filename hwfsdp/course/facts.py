@@ -23,7 +23,16 @@ from hwfsdp.compat import default_store, local_of, storage_key
 from hwfsdp.course import scenarios
 from hwfsdp.course.probing import FAILED, Report, attempt, simulates, submitted
 from hwfsdp.course.scenarios import Built, Scenario
-from hwfsdp.course.watching import Watcher, copied, count_of_events, is_there, ready, tensors_in, watch_wire
+from hwfsdp.course.watching import (
+    Watcher,
+    bytes_counted,
+    copied,
+    count_of_events,
+    is_there,
+    ready,
+    tensors_in,
+    watch_wire,
+)
 from hwfsdp.launcher.caller import LOST_PEER
 from hwfsdp.observe.recording import record
 
@@ -173,10 +182,9 @@ def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) ->
         attempt_together(report, scenario.name, partial(trained, scenario, seed, students_shard()))
 
 
-def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
-    """Train each model with torch's FSDP2."""
-    for scenario in scenarios_:
-        report[scenario.name] = trained(scenario, seed, torchs())
+def probe_fsdp2(report: Report, seed: int, scenario: Scenario) -> None:
+    """Train a model with torch's FSDP2."""
+    report[scenario.name] = trained(scenario, seed, torchs())
 
 
 def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
@@ -315,23 +323,21 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
 
     Counted is everything but the rows that a rank keeps: whole parameters, whole gradients, the buffers of collectives, and
     activations. The models are wide, the batch is small and the world has 16 ranks, so activations and the rows' gradients are a
-    small part of a unit. There are no values and no threads: the same file gives the same bytes on every computer.
+    small part of a unit. There are no other ranks and no threads: the same file gives the same bytes on every computer.
 
     Returns:
         rows: the bytes of a rank's rows. forward, backward: the most at once. before, between, after: what is there before a forward, after it, and after a backward.
         grads: of this last one, what lies in `grad` of other tensors than the rows. late: no gradient is reduced before the last
         gather of the backward. units: the bytes of each unit, whole and padded, by name.
     """
-    from hwfsdp.course.machines import HOST
-    from hwfsdp.virtual.run import placed
-    from hwfsdp.virtual.world import World
+    from hwfsdp.layout.blueprint import on_paper
 
     if dist.is_initialized():
         dist.destroy_process_group()
     ready()
-    world, found = World(RANKS, placed(HOST, RANKS, None)), dict[str, Any]()
-    with world.entered():
-        built, memory = scenarios.build(scenario, seed), world.allocator
+    found = dict[str, Any]()
+    with on_paper(0, RANKS, "held", ""), bytes_counted() as memory:
+        built = scenarios.build(scenario, seed)
         found["units"] = {name: whole_bytes(module, built.units) for name, module in built.units}
         model = sharded(built, scenario, students_shard())
         storages = {storage_key(local_of(p)): local_of(p).untyped_storage() for p in model.parameters()}

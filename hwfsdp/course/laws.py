@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from hwfsdp.course import scenarios
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.facts import GATHERS, LR, REDUCTIONS, places_of, probe_fsdp2
+from hwfsdp.course.facts import GATHERS, LR, REDUCTIONS, places_of
 from hwfsdp.course.scenarios import Scenario
 
 TIGHT = 3e-4  # of the largest element; rounding in three steps stays below it
@@ -357,19 +356,6 @@ def _same_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
             else "wrong-value"
         )
         raise Finding(kind, f"{where} is not FSDP2's bit for bit {largest_difference(grad, expected)}.")
-
-
-@lru_cache(maxsize=4)
-def fsdp2(scenarios_: tuple[Scenario, ...], seed: int, world_size: int) -> dict[str, list[Any]]:
-    """Train these models with torch's FSDP2, on ranks without a student's file. Return the facts of each rank, by name."""
-    from hwfsdp.course.ranks import Course
-
-    course = Course(Path("no file"))
-    try:
-        ask = course.ranks(world_size).ask
-        return {s.name: ask(probe_fsdp2, s.name, seed=seed, scenarios_=scenarios_) for s in scenarios_}
-    finally:
-        course.end()
 
 
 def nothing_early(found: Facts, scenario: Scenario) -> None:

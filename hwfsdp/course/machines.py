@@ -5,8 +5,8 @@
     a host    computes by itself: only work that was started before a computation can hide behind it
     a cluster of 64 H100s, for the race
 
-Tensors have no values, and times are arithmetic, so they are the same on every computer. The GPU and the host are made up: the compute
-of a module takes about twice as long as its bytes travel.
+Times are arithmetic, so they are the same on every computer. The GPU and the host are made up, and so slow that small models take as
+long as large ones on real machines: the compute of a module takes about twice as long as its bytes travel.
 `stepped` runs on a rank and observes. `Step` has what it observed, in the process that judges; `timing` has the laws.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
 from hwfsdp.course.ranks import Course, Report, attempt, simulates
-from hwfsdp.course.watching import watched
+from hwfsdp.course.watching import ready, watched
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
@@ -44,11 +44,11 @@ from hwfsdp.virtual.world import World
 
 GPU = Device(
     name="a GPU",
-    flops={"float32": 50e12},
-    memory=80 << 30,
-    memory_bandwidth=2e12,
-    link=200e9,
-    network=200e9,
+    flops={"float32": 50e12 / 512},
+    memory=80 << 24,
+    memory_bandwidth=2e12 / 64,
+    link=200e9 / 64,
+    network=200e9 / 64,
     per_node=8,
     efficiency=0.5,
     fitted_on="made up",
@@ -57,7 +57,13 @@ GPU = Device(
     launch_us=5.0,
 )
 HOST = replace(
-    GPU, name="a host", flops={"float32": 1e12}, memory_bandwidth=50e9, link=4e9, network=4e9, host=True
+    GPU,
+    name="a host",
+    flops={"float32": 1e12 / 512},
+    memory_bandwidth=50e9 / 64,
+    link=4e9 / 64,
+    network=4e9 / 64,
+    host=True,
 )
 
 
@@ -67,12 +73,13 @@ class Machine(NamedTuple):
     name: str
     device: Device
     gpus: int
+    small: bool = True
 
     @contextmanager
     def entered(self) -> Iterator[World]:
         if dist.is_initialized():
             dist.destroy_process_group()
-        world = World(self.gpus, placed(self.device, self.gpus, None))
+        world = World(self.gpus, placed(self.device, self.gpus, None), self.small)
         with world.entered():
             yield world
 
@@ -80,7 +87,7 @@ class Machine(NamedTuple):
 MACHINES = {
     "gpu": Machine("the virtual GPU", GPU, 8),
     "host": Machine("the virtual host", HOST, 8),
-    "cluster": Machine("64 virtual GPUs", device_named("h100"), 64),
+    "cluster": Machine("64 virtual GPUs", device_named("h100"), 64, small=False),
 }
 
 
@@ -135,7 +142,7 @@ class Scaled(nn.Sequential):
 
 
 NARROW = Program("narrow", GPTConfig(dim=64, layers=2, heads=2, seq_len=16), updates=(1, 2), gain=True)
-WIDE = Program("wide", GPTConfig(dim=1024, layers=5, heads=8, seq_len=512))
+WIDE = Program("wide", GPTConfig(dim=128, layers=5, heads=8, seq_len=64))
 EVALUATION = replace(WIDE, name="evaluation", gradients=False)
 NESTED = replace(WIDE, name="nested", inner="attention")
 RACE = {
@@ -157,6 +164,7 @@ KERNELS = (*PRODUCTS, "native_layer_norm", "native_layer_norm_backward")  # all 
 
 @simulates
 def probe_step(report: Report, program: Program, machine: str) -> None:
+    ready()
     attempt(report, named(program, machine), partial(stepped, program, machine, students_shard()))
 
 
@@ -238,7 +246,8 @@ class Runner:
     def __init__(self, program: Program, world: World, shard: Shard | None) -> None:
         self.program, self.world, self.config = program, world, program.config
         self.model = program.build(shard)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
+        if program.updates:  # torch's optimizers import its compiler, which takes a second
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
         self.ends, self.output = list[tuple[str, int, float]](), tuple[int, ...]()
         modules = self.model.named_modules()
         self.watch = Watch(world, {each: name for name, each in modules if isinstance(each, Block)})
@@ -450,7 +459,7 @@ class Step:
         exposed = (
             f"{part} {sum(self.exposed_us(part)) / 1e3:.1f}" for part in ("forward", "backward", "reduction")
         )
-        peak = f"peak {self.peak_bytes / 1e6:.0f} MB"
+        peak = f"peak {self.peak_bytes / 1e6:.1f} MB"
         return f"step {self.step_us / 1e3:.1f} ms, in which bytes travel alone for ms: {', '.join(exposed)}; {peak}"
 
 
@@ -464,10 +473,13 @@ def askers(course: Course) -> dict[str, Callable[[Program], Step]]:
 
     def asker(machine: str) -> Callable[[Program], Step]:
         def step(program: Program) -> Step:
-            found: Any = course.ranks(1).ask(
-                probe_step, named(program, machine), program=program, machine=machine
-            )
-            return found if course.asking else Step(program, machine, found[0])
+            name = named(program, machine)
+            found: Any = course.ranks(1).ask(probe_step, name, program=program, machine=machine)
+            if course.asking:
+                return found  # type: ignore[no-any-return]
+            if name not in course.steps:
+                course.steps[name] = Step(program, machine, found[0])
+            return course.steps[name]  # type: ignore[no-any-return]
 
         return step
 
@@ -476,7 +488,7 @@ def askers(course: Course) -> dict[str, Callable[[Program], Step]]:
 
 @cache
 def travel_us(op: str, nbytes: int, machine: str) -> float:
-    _, device, gpus = MACHINES[machine]
+    _, device, gpus, _ = MACHINES[machine]
     return collective_us(op, nbytes, span_of(range(gpus), device.per_node), device)
 
 

@@ -9,6 +9,7 @@ an error of the test, and never a student's. The process that runs pytest compar
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
 import inspect
@@ -180,6 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hwfsdp.launcher.fork_server import start_server
 
         start_server(PROBES)  # it imports torch while this process does
+        gc.disable()  # until all modules are there (`pytest_collection_finish`)
 
 
 @pytest.hookimpl(trylast=True)
@@ -214,6 +216,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     known = session.config.stash[_SESSION]
     if session.config.option.collectonly:
         return
+    gc.freeze()  # no collection looks at the modules again, also at the end of the process
+    gc.enable()
     for item in session.items:
         if item.get_closest_marker("exercise") is None or known.course_of(item).refusal:
             continue
@@ -227,6 +231,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
                 function(**{name: given[name] for name in names})
             course.asking = False
+    if known.courses:
+        import torch
+
+        torch.set_num_threads(1)  # models are tiny, and the ranks need the processors
     for course in known.courses.values():
         course.begin()
 
@@ -365,6 +373,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.enable()
     if _SESSION in config.stash:
         config.stash[_SESSION].end()
     if _SCREEN in config.stash:

@@ -11,7 +11,8 @@ data comes back, and nothing of it is ever run.
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after the
-    other; two launches run at the same time. If a question ends its launch, the next launch begins with the question after it.
+    other; those for a simulated machine have a launch of their own. Two launches run at the same time. If a question ends its launch, the
+    next launch begins with the question after it.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
@@ -25,9 +26,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +73,9 @@ __all__ = [
 
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
-AT_ONCE = 2  # launches
+_turns = ThreadPoolExecutor(
+    2
+)  # of all files: more launches at once would only wait for processors, and need memory
 PRINTED = (
     1 << 24
 )  # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
@@ -155,41 +159,53 @@ class Course:
             self.refusal = found  # type: ignore[assignment]
         self.asking = False  # True while tests are called only to hear what they ask
         self.launches: list[tuple[int, list[str]]] = []
-        self._ahead: dict[int, dict[str, Question]] = {}  # by number of ranks
+        self.steps: dict[str, Any] = {}  # by name, what `machines` made of an answer
+        self._ahead: dict[tuple[int, bool], dict[str, Question]] = {}  # by number of ranks, and if simulated
         self._answers: dict[str, Future[Answer]] = {}
-        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._begun: list[Future[None]] = []
         self._running: set[Watch] = set()
 
     def ranks(self, world_size: int) -> Ranks:
         return Ranks(self, world_size)
 
+    @cached_property
+    def oracle(self) -> Course:
+        """Runs without a student's file."""
+        return Course(Path("no file"))
+
     def answer(self, question: Question, world_size: int) -> Answer:
         """Return the answer to a question. While `asking`, note the question and raise NotYet instead."""
         key = f"{world_size} {question!r}"
+        if self.asking or key not in self._answers:
+            self._ahead.setdefault((world_size, question.simulated), {})[key] = question
         if self.asking:
-            self._ahead.setdefault(world_size, {})[key] = question
             raise NotYet
-        if key not in self._answers:
-            self._ahead.setdefault(world_size, {})[key] = question
-            self.begin()
+        self.begin()
         return self._answers[key].result()
 
     def begin(self) -> None:
         """Begin to answer all questions that have been asked (Note [Asked ahead])."""
-        for world_size, asked in self._ahead.items():
+        for world_size, is_simulated in sorted(
+            self._ahead, key=lambda each: not each[1]
+        ):  # the longest first
+            asked = self._ahead[world_size, is_simulated]
             new = {key: question for key, question in asked.items() if key not in self._answers}
-            ordered = sorted(new, key=lambda key: new[key].simulated)
-            self._answers |= {key: Future() for key in ordered}
-            if ordered:
-                self._pool.submit(self._answer_all, {key: new[key] for key in ordered}, world_size)
+            self._answers |= {key: Future() for key in new}
+            if new:
+                self._begun.append(_turns.submit(self._answer_all, new, world_size))
         self._ahead = {}
+        if "oracle" in vars(self):
+            self.oracle.begin()
 
     def end(self) -> None:
         """End all launches."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if "oracle" in vars(self):
+            self.oracle.end()
+        for begun in self._begun:
+            begun.cancel()
         for watch in set(self._running):
             watch.end()
-        self._pool.shutdown()
+        wait(self._begun)
 
     def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
         while left:
@@ -326,6 +342,14 @@ class Ranks:
         from hwfsdp.course.facts import probe_shards
 
         return self.ask(probe_shards, "shards", seed=seed, scenario=scenario)
+
+    def fsdp2(self, scenario: Scenario, seed: int) -> list[Any]:
+        """Train the model of a scenario with torch's FSDP2, without the student's file. Return the facts of each rank."""
+        from hwfsdp.course.facts import probe_fsdp2
+
+        oracle = self.course.oracle
+        oracle.asking = self.course.asking
+        return Ranks(oracle, self.world_size).ask(probe_fsdp2, scenario.name, seed=seed, scenario=scenario)
 
     def scale(self, scenario: Scenario, seed: int) -> list[Any]:
         """Run a step in which gathers and reductions send multiples of what they are given (`facts.probe_scaled`)."""

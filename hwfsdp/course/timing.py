@@ -14,7 +14,7 @@ Note [What hides a gather]
     same model computes without sharding. Work that hides nothing real makes a step longer, and this is what counts.
 
 Note [What a step computes with]
-    A simulated machine has no values. So a file that gathers, but computes with whatever is in memory, has the times of a right file
+    On a simulated machine, collectives bring no values. So a file that gathers, but computes with whatever is in memory, has the times of a right file
     and no races. Each event of the log names the memory that it reads and writes. `Flow` follows the content of memory from event to
     event, and checks every link of this chain:
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hwfsdp.course.findings import Finding
@@ -46,7 +47,7 @@ def no_races(step: Step, part: str = "") -> None:
     When Python frees memory, the next allocation on its stream writes there. So a release counts as a write.
     """
     names = _names_of_memory(step.events)
-    for race in find_races(step.log):
+    for race in races_of(step):
         if part not in ("", _part_of(race, step, names)):
             continue
         sentence = race.sentence
@@ -59,6 +60,11 @@ def no_races(step: Step, part: str = "") -> None:
                 " and streams of two sets have no order."
             )
         raise Finding(_misconception(race), f"{step.name}: {sentence}")
+
+
+@lru_cache(maxsize=16)  # several tests look at a step
+def races_of(step: Step) -> list[Race]:
+    return find_races(step.log)
 
 
 def _names_of_memory(log: Sequence[Event]) -> dict[int, str]:
@@ -91,9 +97,14 @@ def _misconception(race: Race) -> str:
 
 def computes_with_what_travels(step: Step, part: str = "") -> None:
     """Check that a step computes with what gathers bring, and that reductions bring what the optimizer reads."""
-    for of, finding in Flow(step).loose_ends():
+    for of, finding in flow_of(step).loose_ends():
         if part in ("", of):
             raise finding
+
+
+@lru_cache(maxsize=16)
+def flow_of(step: Step) -> Flow:
+    return Flow(step)
 
 
 class Flow:
@@ -279,12 +290,12 @@ def held(found: dict[str, Any], part: str, units: float, misconception: str) -> 
     )
 
 
-def board(step: Step, ways: dict[str, tuple[int, int]]) -> str:
+def board(step: Step, ways: dict[str, tuple[int, float]]) -> str:
     """Place a file among ways to gather ahead: ms in which the gathers of a forward are exposed, and MB alive at once.
 
     A way is better if one of its figures is smaller, and the other is not larger.
     """
-    ms, mb = round(sum(step.exposed_us("forward")) / 1e3), round(step.peak_bytes / 1e6)
+    ms, mb = round(sum(step.exposed_us("forward")) / 1e3), round(step.peak_bytes / 1e6, 1)
     rows = "; ".join(f"{way} {at[0]} ms at {at[1]} MB" for way, at in ways.items())
     better = [repr(way) for way, at in ways.items() if at != (ms, mb) and at[0] <= ms and at[1] <= mb]
     place = f"better than yours: {', '.join(better)}" if better else "none is better than yours"

@@ -34,6 +34,8 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
 from hwfsdp.core.streams import HostStream
 from hwfsdp.observe import events
+from hwfsdp.observe.hooks import after_each_resize
+from hwfsdp.virtual.allocator import Allocator
 
 Watched = weakref.ref[torch.UntypedStorage]
 
@@ -161,6 +163,31 @@ class Watcher(DispatchMode):
                 self._is_quiet = outer
 
         return wrapped
+
+
+class _Storages(DispatchMode):
+    def __init__(self, memory: Allocator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        out = op(*args, **kwargs or {})
+        for tensor in tensors_in((out,)):
+            if not tensor.is_meta:
+                self.memory.see(tensor.untyped_storage())
+        return out
+
+
+@contextmanager
+def bytes_counted() -> Iterator[Allocator]:
+    """Count the bytes of every storage that an operator makes in the block, or that is resized there."""
+    memory = Allocator()
+    with after_each_resize(lambda storage, by: memory.see(storage)), _Storages(memory):
+        yield memory
 
 
 @contextmanager

@@ -23,8 +23,7 @@ def import_ahead(*modules: str) -> None:
 def start_server(*modules: str) -> None:
     """Start the server if it does not run yet, and return at once. `modules`: to import ahead."""
     import_ahead(*modules)
-    preloaded = ["hwfsdp.launcher.ranks", *_ahead, "hwfsdp.launcher.preload"]  # the last one freezes memory
-    mp.get_context("forkserver").set_forkserver_preload(preloaded)
+    mp.get_context("forkserver").set_forkserver_preload(["hwfsdp.launcher.preload", *_ahead])
     forkserver.ensure_running()
 
 

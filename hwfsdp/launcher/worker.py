@@ -101,6 +101,8 @@ class _Relay(io.TextIOBase):
 
 def run_rank(rank: int, task: Task, connection: Connection) -> None:
     """Run the task's function in an initialized process group, and tell the caller how it ended."""
+    gc.freeze()  # a collection would write to the objects of the server, and so copy their memory
+    gc.enable()
     if task.prepare is not None:
         pickle.loads(task.prepare)(task.folder)
     lock = threading.Lock()
