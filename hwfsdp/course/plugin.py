@@ -366,7 +366,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             for _, of in known.titles.values()
             if of.is_file()
         }
-        found = {"seed": None if known.secret else known.drawn, "file": digests}
+        titles = {number: title for number, (title, _) in known.titles.items()}
+        found = {"seed": None if known.secret else known.drawn, "file": digests, "titles": titles}
         new = path.with_suffix(".new")
         new.write_text(json.dumps(found | {"tests": [each.as_dict() for each in outcomes]}, indent=1))
         new.replace(path)

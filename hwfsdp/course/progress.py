@@ -1,7 +1,7 @@
 """A student's progress, in `.hwfsdp/progress.json` of the course: the last outcome of each test, hints seen, the last measurements.
 
 An outcome belongs to one text of the student's file. When the file changes, it is still shown, but marked as stale. A run of a few
-tests (`pytest -k`) replaces only their outcomes, as long as the file is the same.
+tests (`pytest -k`) replaces only their outcomes.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Progress:
     """The progress of a course. `load` reads it; what changes it saves it.
 
     Attributes:
-        hints: exercise → hints seen. outcomes: exercise → the digest of the file, and test → status.
+        hints: exercise → hints seen. outcomes: exercise → test → its status, and the digest of the file then.
         measured: the last figures by name.
     """
 
     course: Course
     hints: dict[str, int] = field(default_factory=dict)
-    outcomes: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
+    outcomes: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +74,8 @@ class Progress:
             found = json.loads(_file(course).read_text(encoding="utf-8"))
             hints = {str(number): int(count) for number, count in found["hints"].items()}
             outcomes = {
-                str(n): (str(digest), dict(tests)) for n, (digest, tests) in found["outcomes"].items()
+                str(number): {str(test): (str(status), str(digest)) for test, (status, digest) in of.items()}
+                for number, of in found["outcomes"].items()
             }
             measured = {str(of): str(figures) for of, figures in found["measured"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -101,9 +102,7 @@ class Progress:
         """
         digest = _digest(text)
         for name, status in statuses.items():
-            number = name.partition(".")[0]
-            known, tests = self.outcomes.get(number, ("", {}))
-            self.outcomes[number] = digest, {**(tests if known == digest else {}), name: status}
+            self.outcomes.setdefault(name.partition(".")[0], {})[name] = status, digest
         self.measured |= measured
         self.save()
 
@@ -115,15 +114,17 @@ class Progress:
             return Standing(exercise, "not started")
         if is_given(exercise.number, text):
             return Standing(exercise, "written by hwfsdp catchup")
-        digest, tests = self.outcomes.get(exercise.number, ("", {}))
+        found = self.outcomes.get(exercise.number, {})
+        tests = {name: status for name, (status, _) in found.items()}
         if not tests:
             return Standing(exercise, "not checked yet")
+        stale = any(digest != _digest(text) for _, digest in found.values())
         tasks = [check for check in exercise.checks if not check.bonus]
         passed = [check for check in tasks if tests.get(check.name) == "passed"]
         has_failed = any(status != "passed" for status in tests.values())
         is_whole = len(passed) == len(tasks)
         status = "passed" if is_whole else "failed" if has_failed else "not checked yet"
-        return Standing(exercise, status, sum(check.points for check in passed), digest != _digest(text))
+        return Standing(exercise, status, sum(check.points for check in passed), stale)
 
     def standings(self) -> list[Standing]:
         return [self.standing(exercise) for exercise in self.course.exercises]

@@ -2,8 +2,8 @@
 
 An outcome file has what the plugin writes, and what the gradebook knows about the submission:
 
-    {"seed", "file", "tests": [{"test", "sentence", "points", "status", "misconception", "message", "expected", "actual", "measured",
-                                "seconds"}],
+    {"seed", "file", "titles": {number: title},
+     "tests": [{"test", "sentence", "points", "status", "misconception", "message", "expected", "actual", "measured", "seconds"}],
      "student", "settings", "files": {path: SHA-256}, "problems", "errors", "remarks", "functions", "seconds"}
 
 Students read tests and `problems` (what could not be read). Only the instructor reads `errors` (what the grader did wrong) and `remarks`
@@ -152,6 +152,11 @@ class Gradebook:
     @cached_property
     def exercises(self) -> list[str]:
         return list(dict.fromkeys(test.exercise for test in self.tests))
+
+    @cached_property
+    def titles(self) -> Data:
+        """The titles of the exercises, as far as a submission's run has named them."""
+        return {number: of for each in self.results for number, of in each.data.get("titles", {}).items()}
 
     @cached_property
     def counted(self) -> set[str]:

@@ -44,6 +44,7 @@ def outcome(student: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]
     about = {
         "seed": 7,
         "file": {"my_fsdp.py": "0f"},
+        "titles": {"03": "Naive FSDP"},
         "tests": list(tests),
         "student": student,
         "files": {"my_fsdp.py": "0f"},
@@ -289,6 +290,7 @@ def test_the_page_of_a_class_has_students_tests_misconceptions_and_what_to_look_
     for words in (
         "ada",
         "=bob <b>",
+        "Naive FSDP",
         "trains",
         "crashed",
         "the archive is damaged",
