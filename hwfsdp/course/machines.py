@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
 from hwfsdp.course.ranks import Course, Report, attempt, simulates
+from hwfsdp.course.failures import SECONDS
+from hwfsdp.course.walls import limit_processor
 from hwfsdp.course.watching import ready, watched
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
@@ -165,6 +167,8 @@ KERNELS = (*PRODUCTS, "native_layer_norm", "native_layer_norm_backward")  # all 
 @simulates
 def probe_step(report: Report, program: Program, machine: str) -> None:
     ready()
+    if not MACHINES[machine].small:
+        limit_processor(4 * SECONDS)  # models of real size
     attempt(report, named(program, machine), partial(stepped, program, machine, students_shard()))
 
 

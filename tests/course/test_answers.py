@@ -35,6 +35,7 @@ ANSWERS = [each for path in sorted(Path(__file__).parent.glob("answers/*.txt")) 
 WRONG = [each for each in ANSWERS if each.misconception != RIGHT]
 OTHER_MAKES = sorted(Path(__file__).parent.glob("answers/right/*.py"))
 STATIONS = [each.number for each in COURSE.stations]
+RACE = "16"  # against FSDP2's time, which a right file may not reach
 
 
 def reference(number: str) -> str:
@@ -137,7 +138,7 @@ def test_a_right_answer_passes_all_tests(right: Answer) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", STATIONS)
+@pytest.mark.parametrize("number", [each for each in STATIONS if each != RACE])
 @pytest.mark.parametrize("path", OTHER_MAKES, ids=lambda path: path.stem)
 def test_a_file_of_another_make_passes_all_tests(path: Path, number: str) -> None:
     assert {name: why.message for name, why in verdicts(of_another_make(path), number).items()} == {}
