@@ -176,12 +176,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--submission {folder}: expected a folder, got {'a file' if folder.exists() else 'nothing'}"
         )
-    config.stash[_SESSION] = Session(config)
     if not config.option.collectonly:
-        from hwfsdp.launcher.fork_server import start_server
+        from hwfsdp.launcher.fork_server import fork_here
 
-        start_server(PROBES)  # it imports torch while this process does
         gc.disable()  # until all modules are there (`pytest_collection_finish`)
+        fork_here(PROBES)  # now: ranks must not find the secret in their memory
+    config.stash[_SESSION] = Session(config)
 
 
 @pytest.hookimpl(trylast=True)

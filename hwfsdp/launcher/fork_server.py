@@ -6,12 +6,14 @@ import torch itself while the server does.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import socket
 import sys
 from multiprocessing import connection, forkserver
 
+_PRELOAD = "hwfsdp.launcher.preload"
 _ahead: list[str] = []
 
 
@@ -23,18 +25,22 @@ def import_ahead(*modules: str) -> None:
 def start_server(*modules: str) -> None:
     """Start the server if it does not run yet, and return at once. `modules`: to import ahead."""
     import_ahead(*modules)
-    mp.get_context("forkserver").set_forkserver_preload(["hwfsdp.launcher.preload", *_ahead])
+    mp.get_context("forkserver").set_forkserver_preload([_PRELOAD, *_ahead])
     forkserver.ensure_running()
 
 
-def fork_here() -> None:
-    """Start the server as a fork of this process, which has imported everything: ranks start at once, and share its memory.
+def fork_here(*modules: str) -> None:
+    """Start the server as a fork of this process, if none runs yet. `modules`: to import before, so that they are imported only once.
 
     Only for a process without threads that compute. `start_server` then finds this server.
     """
+    server = getattr(forkserver, "_forkserver")  # the module has no public way
+    if server._forkserver_pid is not None:
+        return
+    for module in (_PRELOAD, *modules):
+        importlib.import_module(module)
     from hwfsdp.launcher.preload import adopt_orphans
 
-    server = getattr(forkserver, "_forkserver")  # the module has no public way
     address = getattr(connection, "arbitrary_address")("AF_UNIX")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
