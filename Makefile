@@ -35,7 +35,7 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 	@echo "Installing $(TORCH_SPEC), the package and its tools; this takes minutes."
 	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
-	@$(BIN)/python -c 'from hwfsdp.cli.health import installed; print(installed())'
+	@$(BIN)/python -c 'from hwfsdp.cli.doctor import installed; print(installed())'
 	@printf '%s' "$(CHOICE)" > $(STAMP)
 
 .PHONY: force
@@ -71,12 +71,12 @@ exercises: setup  ## write starters from solutions, the lab's files, and picture
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
 
-worth: setup  ## measure what each test is worth; write tests/worth.json; takes hours
-	$(BIN)/python tests/worth.py time
-	$(BIN)/python tests/worth.py draw --count 20 --seed 1
-	$(BIN)/python tests/worth.py draw --count 7 --seed 2
-	$(BIN)/python tests/worth.py run
-	$(BIN)/python tests/worth.py show
+worth: setup  ## measure what each test is worth (docs/testing.md); takes hours
+	$(BIN)/python tests/mutation_testing.py time
+	$(BIN)/python tests/mutation_testing.py draw --count 20 --seed 1
+	$(BIN)/python tests/mutation_testing.py draw --count 7 --seed 2
+	$(BIN)/python tests/mutation_testing.py run
+	$(BIN)/python tests/mutation_testing.py show
 
 bench: setup  ## measure time and memory beside FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks

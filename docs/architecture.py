@@ -8,13 +8,14 @@ them with the files of the package.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 PATH = Path(__file__).parent / "pictures" / "architecture.svg"
 
@@ -43,7 +44,7 @@ POINTS = (
     Point(
         "transport\nand mesh",
         ("mesh.Transport", "mesh.ShardMesh"),
-        ("post_forward_mesh", "hybrid_sharding", "collectives", "param_meshes"),
+        ("post_forward_mesh", "hybrid_sharding", "comm/transport", "param_meshes"),
     ),
     Point(
         "state",
@@ -63,7 +64,7 @@ POINTS = (
     ),
 )
 ALONE = ("interop/composition", "interop/install")  # take no place of these
-OTHER_FOLDERS = ("observe/instrument", "collectives")
+OTHER_FOLDERS = ("observe/instrument", "comm/transport")
 OTHER_MODULES = (  # of the core
     "api",
     "autograd_hooks",
@@ -128,11 +129,23 @@ def _draw_calls(axes: Axes) -> None:
             _arrow(axes, (left + width / 2, 0.9), (left + width / 2, 1.2))
 
 
+def _moved_apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
+    """Move the heights (ascending) until they are `distance` apart and none is above `top`."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + distance) if moved else height)
+    limit = top
+    for place in reversed(range(len(moved))):
+        moved[place] = min(moved[place], limit)
+        limit = moved[place] - distance
+    return moved
+
+
 def _draw_points(axes: Axes, at: dict[str, float]) -> None:
     """Draw the extension points with lines to features and to the core, each at the height of its features."""
     heights = [sum(at[name] for name in point.features) / len(point.features) for point in POINTS]
     bottom = max(at.values())
-    for point, y in zip(POINTS, sheet.moved_apart(heights, 0.62, bottom), strict=True):
+    for point, y in zip(POINTS, _moved_apart(heights, 0.62, bottom), strict=True):
         tint = TINTS[point.name]
         for number, name in enumerate(point.features):
             end = y + 0.22 * ((number + 0.5) / len(point.features) - 0.5)
@@ -148,7 +161,7 @@ def _draw_bytes(axes: Axes, top: float) -> None:
     """Draw the modules that move bytes, under the columns."""
     _arrow(axes, (RIGHT[0] + RIGHT[1] / 2, top), (RIGHT[0] + RIGHT[1] / 2, top + 0.28))
     _say(axes, RIGHT[0] + RIGHT[1] / 2 - 0.1, top + 0.13, "asks its transport", ha="right")
-    _box(axes, (EDGE, WIDTH - 2 * EDGE), top + 0.46, 0.36, "collectives.py, comm/: bytes between ranks,\n"
+    _box(axes, (EDGE, WIDTH - 2 * EDGE), top + 0.46, 0.36, "comm/: bytes between ranks,\n"
          "through shared memory or torch.distributed", style.GREYS[1])  # fmt: skip
 
 

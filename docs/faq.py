@@ -42,12 +42,12 @@ from hwfsdp import (
     register_fsdp_forward_method,
 )
 from hwfsdp.observe.events import Event, active
-from hwfsdp.plot import lanes, sheet, style
-from hwfsdp.plot.issued import Issued, draw_box, draw_issued, issued
-from hwfsdp.plot.lanes import Words
+from hwfsdp.plot import sheet, style, timeline
+from hwfsdp.plot.timeline import Words
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.virtual import Simulation, simulate
+from order_of_issue import Issued, draw_box, draw_issued, issued
 
 # pickled by value, so that ranks import neither this file nor its drawing libraries
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -684,7 +684,7 @@ def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool
     }
     shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
     words = Words(title, text, "ms, virtual GPUs")
-    page = lanes.draw_bands(words, [*shown.values()], [CAPTION] * len(logs))
+    page = timeline.draw_bands(words, [*shown.values()], [CAPTION] * len(logs))
     for (name, events), axes in zip(shown.items(), page.axes, strict=True):
         end = max(e.end_us for e in events)
         axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")

@@ -2,7 +2,7 @@
 
     python docs/gallery.py [DIR]
 
-This trains a small GPT on 1, 2 and 4 ranks, and records the last two steps. It also records one step under hybrid sharding. Only
+This trains a small GPT on 1, 2 and 4 ranks, and records the last two steps. Only
 the times differ from run to run, because the ranks of one machine compete for its cores. Pictures about time use virtual GPUs,
 whose times are the same on every machine.
 """
@@ -20,21 +20,19 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from collective_drawing import plot_collective
 from hwfsdp.compat import strided_shard
 from hwfsdp.features.api import fully_shard
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.layout.explain import Explanation, explain
 from hwfsdp.observe import accounting
-from hwfsdp.observe.accounting import GroupSizes, Strategy
+from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.recording import record
-from hwfsdp.plot import cartoon, comparison, lifetimes, loss, memory, meshmap, overlap
-from hwfsdp.plot import parameters, scaling, sheet, states, timeline, traffic
+from hwfsdp.plot import loss, memory, parameters, scaling, sheet, timeline
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
-from hwfsdp.train.demo import group_sizes
+from hwfsdp.train.compared_runs import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
 from hwfsdp.virtual.run import LIMITS, Simulation, simulate
@@ -42,11 +40,9 @@ from hwfsdp.virtual.run import LIMITS, Simulation, simulate
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps at the end
 WORLD_SIZES = (1, 2, 4)
-SHARDS = 2  # number of ranks, of 4, that share one copy under hybrid sharding
 VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # the model in pictures of time
 GPUS, SEQUENCES = 16, (2, 1)  # virtual GPUs on two nodes; sequences per GPU in each of two runs
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-_STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
 
 @dataclass
@@ -54,12 +50,10 @@ class Sight:
     """The observations of one rank of four.
 
     Attributes:
-        hybrid: the log of a step under hybrid sharding.
         explanation, parameters: the explanation and the layout of the model, sharded over all four ranks.
         exchanged: collective → the rank's tensor before and after it.
     """
 
-    hybrid: EventLog
     explanation: Explanation
     parameters: list[LaidOut]
     exchanged: dict[str, tuple[Tensor, Tensor]]
@@ -116,19 +110,7 @@ def _model(**options: Any) -> GPT:
 def _look() -> Sight:
     model = _model()
     exchanged = {op: _exchange(op) for op in COLLECTIVES}
-    return Sight(_record_hybrid(), explain(model), laid_out(model), exchanged)
-
-
-def _record_hybrid() -> EventLog:
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
-    model = _model(mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(BATCH // ranks, MODEL.seq_len, dtype=torch.long)
-    with record() as log:
-        model(tokens).mean().backward()
-        optimizer.step()
-    return log
+    return Sight(explain(model), laid_out(model), exchanged)
 
 
 def _exchange(op: str) -> tuple[Tensor, Tensor]:
@@ -158,23 +140,6 @@ def _memory(runs: Runs) -> Figure:
     root, blocks = _groups()
     closed = accounting.peak_unsharded_bytes([root], blocks, 2)
     return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed})
-
-
-def _traffic(runs: Runs) -> Figure:
-    root, blocks = _groups()
-    closed = accounting.strategy_traffic([root, *blocks], Strategy.HSDP, 4, SHARDS)
-    log = EventLog.merge(sight.hybrid for sight in runs.sights)
-    return traffic.plot_traffic(log, {"HSDP, closed form": closed})
-
-
-def _states(runs: Runs) -> Figure:
-    root, blocks = _groups()
-    shapes = [shape for group in (root, *blocks) for shape in group.shapes]
-    measured = []
-    for ranks, log in runs.logs.items():
-        most = max(sum(sample.bytes_by_kind[kind] for kind in _STATES) for sample in log.samples[0])
-        measured.append(states.MeasuredState(Strategy.ZERO3, ranks, most))
-    return states.plot_model_states(shapes, [2**n for n in range(7)], shards=8, measured=measured)
 
 
 def _scaling(runs: Runs) -> Figure:
@@ -209,7 +174,7 @@ def _hybrid(runs: Runs) -> Figure:
 
 def _collective(op: str, runs: Runs) -> Figure:
     before, after = zip(*(sight.exchanged[op] for sight in runs.sights), strict=True)
-    return cartoon.plot_collective(op, before, after)
+    return plot_collective(op, before, after)
 
 
 PICTURES: dict[str, Callable[[Runs], Figure]] = {
@@ -220,16 +185,10 @@ PICTURES: dict[str, Callable[[Runs], Figure]] = {
     "sharding_1d": _sharded,
     "sharding_hsdp": _hybrid,
     "sharding_fsdp_tp": _strided,
-    "lifetimes": lambda runs: lifetimes.plot_lifetimes(runs.virtual[SEQUENCES[0]]),
-    "traffic": _traffic,
-    "states": _states,
-    "overlap": lambda runs: overlap.plot_overlap(runs.logs[2], step=max(e.step for e in runs.logs[2].events)),
-    "comparison": lambda runs: comparison.plot_comparison(
+    "comparison": lambda runs: timeline.plot_comparison(
         {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}
     ),
     **{op: partial(_collective, op) for op in COLLECTIVES},
-    "mesh_hsdp": lambda runs: meshmap.plot_mesh({"replicate": 2, "shard": 4}, node=4),
-    "mesh_fsdp_tp": lambda runs: meshmap.plot_mesh({"dp": 4, "tp": 2}, node=4),
     "loss": lambda runs: loss.plot_losses(runs.losses),
     "scaling": _scaling,
     "parameters": lambda runs: parameters.plot_parameters(runs.sights[0].explanation),

@@ -25,14 +25,14 @@ Around them are these folders. The docstring of each lists its modules in readin
 
 Modules beside the folders:
 
-    doors         names of a package, loaded when first asked for
-    errors        the errors of the package
-    extras        packages that only parts of this one need
-    releases      the releases of torch that the package supports
-    compat        private API of torch, for all folders except core
-    streams       for schedules outside the package
-    collectives   kinds of all-gather and reduce-scatter; each call is noted for error messages
-    optim         torch's optimizers, their steps over local parts
+    lazy_imports       names of a package, loaded when first asked for
+    errors             the errors of the package
+    optional_packages  packages that only parts of this one need
+    torch_releases     the releases of torch that the package supports
+    compat             private API of torch, for all folders except core
+    streams            for schedules outside the package
+    collectives        the same: kinds of all-gather and reduce-scatter
+    optim              torch's optimizers, their steps over local parts
 
 A table in tests/test_layers.py says what a folder may import.
 """
@@ -41,12 +41,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwfsdp.doors import lazy_door
-from hwfsdp.releases import warn_of_other_torch
+from hwfsdp.lazy_imports import lazy_names
+from hwfsdp.torch_releases import warn_of_other_torch
 
 if TYPE_CHECKING:
-    from . import checkpoint, cli, collectives, comm, compat, core, course, doors, errors, extras, features
-    from . import interop, launcher, layout, observe, optim, plot, releases, streams, train, virtual
+    from . import checkpoint, cli, collectives, comm, compat, core, course, errors, features
+    from . import interop, launcher, layout, lazy_imports, observe, optim, optional_packages, plot
+    from . import streams, torch_releases, train, virtual
     from hwfsdp.features.group import FSDPCommContext as FSDPCommContext
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from hwfsdp.features.module import UnshardHandle as UnshardHandle
     from hwfsdp.features.module import register_fsdp_forward_method as register_fsdp_forward_method
     from hwfsdp.features.module import share_comm_ctx as share_comm_ctx
-    from hwfsdp.launcher.ranks import launch as launch
+    from hwfsdp.launcher.launch import launch as launch
     from hwfsdp.layout.explain import explain as explain
     from hwfsdp.layout.init_shards import init_shards as init_shards
     from hwfsdp.observe.eventlog import EventLog as EventLog
@@ -99,7 +100,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "fully_shard": "features.api",
     "init_shards": "layout.init_shards",
     "install": "interop.install",
-    "launch": "launcher.ranks",
+    "launch": "launcher.launch",
     "record": "observe.recording",
     "register_fsdp_forward_method": "features.module",
     "share_comm_ctx": "features.module",
@@ -110,4 +111,4 @@ __all__ = sorted(_HOME)
 warn_of_other_torch()
 
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_door(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

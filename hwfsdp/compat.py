@@ -60,9 +60,6 @@ IN_FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_", "torch.distributed._co
 # Some programs import FSDPModule from here. Torch's methods of modules, replicated ones too, test with this name.
 HOME_OF_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard"
 
-# Functions of these modules can switch off the modes that watch operators.
-NATIVE_MODULES = ("torch._C", "torch._subclasses")
-
 
 def empty_from_group(
     group: dist.ProcessGroup | None, size: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -313,6 +310,13 @@ def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
 
 
 IS_PARAMETER = "_is_param"  # torch marks parameters of a Tensor subclass with this attribute
+
+
+def dcp_place(file: str, offset: int, length: int) -> Any:
+    """Return what the metadata of torch's DCP holds for each of its blobs: a range of bytes of a file."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def quantized_over(integers: Tensor, like: Tensor) -> Tensor:

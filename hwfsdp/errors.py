@@ -78,7 +78,7 @@ class CollectiveError(FSDPError, RuntimeError):
         collective: its name, for example "all_gather".
         owner: fqn of the parameter group that it served.
         rank: the rank that raises, which is not always the rank with the mistake.
-        table: the last calls of all ranks, side by side (`divergence`); "" if this rank does not know them (`launch` does).
+        table: the last calls of all ranks, side by side (`desync_report`); "" if this rank does not know them (`launch` does).
     """
 
     table: str = ""
@@ -124,15 +124,13 @@ class RankError(FSDPError, RuntimeError):
         rank: the first rank that failed.
         traceback: that rank's traceback, or where each rank stood when time ran out.
         reason: "raised", "died" or "late".
-        table: a sentence that says where ranks differ, and the last calls of all ranks, side by side (`divergence`); "" if
+        table: a sentence that says where ranks differ, and the last calls of all ranks, side by side (`desync_report`); "" if
             the table would not help.
-        deadlock: True if the rank was late because the ranks wait for each other: more time would not help (`caller`, Note [Deadlocks]).
 
     As text, the error begins with the sentence of the table: the rank that failed first is not always the one with the mistake.
     """
 
     table: str = ""
-    deadlock: bool = False
 
     def __init__(self, rank: int, got: str, traceback: str, remedy: str, reason: str = "raised") -> None:
         self.rank, self.traceback, self.reason = rank, traceback, reason

@@ -37,7 +37,6 @@ import torch
 
 from hwfsdp.observe.accounting import StateBytes, Strategy, model_state_bytes
 from hwfsdp.train.models import zoo
-from hwfsdp.plot.states import MeasuredState, plot_model_states
 
 with torch.device("meta"):
     llama = zoo.build("llama3-8b")
@@ -56,8 +55,40 @@ print(f"{count:,} parameters in {len(shapes)} tensors")
 # weights. FSDP is ZeRO-3.
 
 # %%
+from matplotlib.figure import Figure
+
+
+def draw_states(shapes, ranks, adam, shards=None, unit=2**30):
+    """Draw the bytes that a rank holds against the number of ranks, a line for each strategy."""
+    figure = Figure(figsize=(8.2, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for strategy, marker in zip(Strategy, "s^Dov"):
+        counts = [
+            n for n in ranks if strategy.name != "HSDP" or shards and n % shards == 0
+        ]
+        held = [
+            sum(model_state_bytes(shapes, strategy, n, shards, per_element=adam))
+            for n in counts
+        ]
+        if counts:
+            axes.plot(
+                counts,
+                [nbytes / unit for nbytes in held],
+                marker=marker,
+                fillstyle="none",
+                label=strategy.value,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xticks=ranks, xticklabels=ranks, xlabel="ranks")
+    axes.set_ylabel("GiB of a rank" if unit == 2**30 else "MiB of a rank")
+    axes.legend()
+    return figure
+
+
 adam = StateBytes(params=2, grads=2, optimizer=12)
-plot_model_states(shapes, (1, 2, 4, 8, 16, 32, 64), shards=8, per_element=adam)
+draw_states(shapes, (1, 2, 4, 8, 16, 32, 64), adam, shards=8)
 
 # %%
 for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
@@ -111,17 +142,26 @@ def train_two_steps():
 logs = {ranks: launch(train_two_steps, ranks)[0] for ranks in (1, 2, 4)}
 sizes = [tuple(param.shape) for param in build_model(config, seed=0).parameters()]
 kinds = ("sharded_param", "sharded_grad", "optimizer_state")
-measured = [
-    MeasuredState(
-        Strategy.ZERO3, ranks, sum(log.peak_bytes_by_kind()[kind] for kind in kinds)
-    )
+measured = {
+    ranks: sum(log.peak_bytes_by_kind()[kind] for kind in kinds)
     for ranks, log in logs.items()
-]
-plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
+}
+fp32_adam = StateBytes(params=4, grads=4, optimizer=8)
+for ranks, nbytes in measured.items():
+    closed = sum(
+        model_state_bytes(sizes, Strategy.ZERO3, ranks, per_element=fp32_adam)
+    )
+    print(f"{ranks} ranks: {nbytes:,} bytes measured, {closed:,} in closed form")
+
+figure = draw_states(sizes, (1, 2, 4, 8), fp32_adam, unit=2**20)
+held = [nbytes / 2**20 for nbytes in measured.values()]
+figure.axes[0].plot(list(measured), held, "ko", label="measured")
+figure.axes[0].legend()
+figure
 
 # %% [markdown]
 # The filled markers are measured, and they lie on the line of ZeRO-3. (In this run everything is fp32: 4 + 4 + 8 bytes for each
-# parameter.)
+# parameter. Adam also counts its steps, in 4 bytes for each tensor.)
 #
 # ## What it costs
 #

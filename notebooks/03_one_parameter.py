@@ -244,12 +244,13 @@ for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
 #
 # ## A life, in time
 #
-# Four layers run one forward and one backward on two ranks. In the picture, each row is the weight of a layer. (Two rounds run
-# first, so that hwfsdp learns the order of the layers.)
+# Four layers run one forward and one backward on two ranks. (Two rounds run first, so that hwfsdp learns the order of the
+# layers.) The step player shows the log. Press **play**, or go from event to event with the arrow keys. In *Parameters*, each row
+# is the weight of a layer. Watch one cell: it is green while its gather travels, plain yellow while the weight is whole, and
+# hatched again after the free. The pane *Code* shows the line of hwfsdp that caused the event.
 
 # %%
 from hwfsdp import EventLog, record
-from hwfsdp.plot.lifetimes import plot_lifetimes
 
 
 def three_rounds():
@@ -265,23 +266,15 @@ def three_rounds():
 
 
 log = EventLog.merge(launch(three_rounds, 2))
-plot_lifetimes(log, rank=0)
+log.view()
 
 # %% [markdown]
-# Widths are times and differ from run to run; the order does not. Each weight is gathered twice. In forward it is gathered, is
-# whole (*full* in the picture) while its layer computes, and is freed. In backward the same happens, from the last layer to the
+# Times differ from run to run; the order does not. Each weight is gathered twice. In forward it is gathered, is whole while its
+# layer computes, and is freed. In backward the same happens, from the last layer to the
 # first. At most one weight is whole at any time. Each gather starts before *another* layer computes, so its bytes travel during
 # this computation. (The first gather of forward and the first gather of backward are exceptions.) This is *prefetching*. It
 # costs a buffer, not a second whole weight.
 #
-# The step player shows the same log. Press **play**, or go from event to event with the arrow keys. Watch one cell of
-# *Parameters*: it is green while its gather travels, plain yellow while the weight is whole, and hatched again after the free.
-# The pane *Code* shows the line of hwfsdp that caused the event.
-
-# %%
-log.view()
-
-# %% [markdown]
 # Here are all events of layer 1, in the order in which rank 0 issued them. The weight has 2,359,296 B, and each rank holds
 # half.
 

@@ -108,7 +108,7 @@ for left, right in list(zip(*columns))[:15]:
 # %%
 from dataclasses import replace
 
-from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.timeline import plot_comparison
 from hwfsdp.virtual import simulate
 from hwfsdp.virtual.devices import DEVICES
 
@@ -170,7 +170,7 @@ lesson.explore(
 
 # %%
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
-from hwfsdp.observe.memory import Ledger
+from hwfsdp.observe.ledger import Ledger
 from hwfsdp.plot.memory import plot_memory
 
 

@@ -35,7 +35,7 @@ lesson.begin()
 # ## One weight
 #
 # There are two ranks, and a weight of four rows and two columns. Each rank has its own row of data, and computes a gradient of
-# the whole weight. The left side of the picture shows this gradient, computed by plain PyTorch on each rank. The right side
+# the whole weight. Before the arrow, the output shows this gradient, computed by plain PyTorch on each rank. After the arrow, it
 # shows `weight.grad` after a sharded backward.
 
 # %%
@@ -44,7 +44,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hwfsdp import fully_shard, launch
-from hwfsdp.plot.cartoon import plot_collective
 
 
 def gradients_of_a_weight():
@@ -57,8 +56,8 @@ def gradients_of_a_weight():
     return plain.weight.grad.flatten(), sharded.weight.grad.to_local().flatten()
 
 
-before, after = zip(*launch(gradients_of_a_weight, 2))
-plot_collective("reduce_scatter", before, after)
+for rank, (plain, sharded) in enumerate(launch(gradients_of_a_weight, 2)):
+    print(f"rank {rank}: {plain.tolist()} → {sharded.tolist()}")
 
 # %% [markdown]
 # It is a reduce-scatter with one change compared to notebook 02: the sum is divided by the number of ranks. Rank 0 keeps the
@@ -233,7 +232,7 @@ from dataclasses import replace
 from unittest import mock
 
 from hwfsdp import EventLog
-from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.timeline import plot_comparison
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.virtual import simulate
 from hwfsdp.virtual.devices import DEVICES

@@ -164,7 +164,7 @@ print(
 # line marks the end of a step.
 
 # %%
-from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.timeline import plot_comparison
 
 runs = {
     "no overlap": serial,
@@ -203,32 +203,16 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. One group ahead and one reduction
 # in flight are enough to hide communication. Without such a limit, the whole model could be in memory. The schedule guarantees
 # the limit.
-
-# %%
-from hwfsdp.plot.lifetimes import plot_lifetimes
-
-
-
-def lives(overlap):
-    return plot_lifetimes(runs[overlap].log)
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-lesson.explore(
-    lives,
-    question="Count the groups that are not sharded at one moment. How many are there at "
-    "most without overlap, and how many with both prefetches?",
-    answer="One without overlap. Two with prefetch: one computes, and the next one is on "
-    "its way or lies in its buffer. There are never three.",
-    overlap=tuple(runs),
-)
-
-# %% [markdown]
-# In the picture without overlap, only one group at a time is not sharded. In the picture with all overlap, the next group is
-# already being gathered while a group computes. Then the gathered group lies in its buffer (pale green) and waits for its turn.
 #
 # The step player shows both runs on one clock: **A** is without overlap, **B** is with all overlap. Step through the backward
-# with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins.
+# with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins. Count the groups in *Parameters* that are not
+# sharded at one moment. How many are there at most without overlap, and how many with both prefetches?
+#
+# <details><summary>Compare with your answer</summary>
+#
+# One without overlap. Two with prefetch: one computes, and the next one is on its way or lies in its buffer. There are never three.
+#
+# </details>
 
 # %%
 serial.log.view(runs["all overlap"].log, names=("no overlap", "all overlap"))

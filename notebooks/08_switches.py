@@ -93,15 +93,16 @@ def take_step(
 #   nothing is sharded, is plain data parallelism (DDP).
 
 # %%
-from hwfsdp.plot.meshmap import plot_mesh
-
-plot_mesh({"replicate": 2, "shard": 2}, node=2)
+grid = torch.arange(4).view(2, 2)
+print("one copy of the model in each row, sharded over its ranks:", grid.tolist())
+print("the same shard on each rank of a column:", grid.T.tolist())
 
 # %% [markdown]
 # ## What one micro-batch moves
 #
-# Four real ranks run the program with one micro-batch under four settings. Filled bars are measured. Hollow bars are the closed
-# forms of `hwfsdp.observe.accounting`, which use only shapes, and nothing from the run.
+# Four real ranks run the program with one micro-batch under four settings. The table compares measured bytes with the closed forms
+# of `hwfsdp.observe.accounting`, which use only shapes, and nothing from the run. Before you look: which of the four strategies
+# moves the fewest bytes of tensors, and which one uses all three collectives?
 
 # %%
 import torch.distributed as dist
@@ -114,7 +115,6 @@ from hwfsdp.observe.accounting import (
     bytes_sent,
     strategy_traffic,
 )
-from hwfsdp.plot.traffic import plot_traffic
 
 STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches that `take_step` sets
 
@@ -162,27 +162,17 @@ CLOSED = {
     for name, strategy in KINDS.items()
 }
 
-
-def draw(setting):
-    return plot_traffic(logs[setting], {setting: CLOSED[setting], **CLOSED})
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-lesson.explore(
-    draw,
-    question="Take one micro-batch. Which of the four strategies moves the fewest bytes of "
-    "tensors, and which one uses all three collectives?",
-    answer="DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all "
-    "three: it gathers and reduces within a row, and all-reduces its half across rows.",
-    setting=tuple(KINDS),
-)
+for setting, log in logs.items():
+    moved = log.summary()["bytes_by_op"]
+    for op, closed in CLOSED[setting].items():
+        print(f"{setting:<8}{op:<16}{moved.get(op, 0):>10,} B measured {closed:>10,} B closed form")
 
 # %% [markdown]
-# The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3
+# DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all three collectives. The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3
 # moves, and in addition all-reduces the result of the reduce-scatter, half of the model, across the replicas. DDP all-reduces
 # the gradients and gathers nothing.
 #
-# The picture counts the bytes of whole tensors. If W ranks take part in a collective, a rank sends (W − 1) / W of these bytes
+# The table counts the bytes of whole tensors. If W ranks take part in a collective, a rank sends (W − 1) / W of these bytes
 # for a gather or a reduction, and twice as much for an all-reduce (notebook 02).
 #
 # When does the second gather happen, and what does ZeRO-2 keep in memory instead of making it? Play the steps of rank 0 side by
@@ -198,7 +188,7 @@ logs["ZeRO-3"].of_rank(0).view(logs["ZeRO-2"].of_rank(0), names=("ZeRO-3", "ZeRO
 # a quarter for 1 × 4, half for 2 × 2, everything for 4 × 1.
 
 # %%
-from hwfsdp.plot.states import MeasuredState, plot_model_states
+from hwfsdp.observe.accounting import model_state_bytes
 
 STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
@@ -210,16 +200,18 @@ def state_bytes(log):
     return sum(before_optimizer.bytes_by_kind[kind] for kind in STATES)
 
 
-measured = [
-    MeasuredState(KINDS[name], 4, state_bytes(logs[name]))
-    for name in ("ZeRO-3", "HSDP", "DDP")
-]
-plot_model_states([(WIDTH, WIDTH)] * LAYERS, (1, 2, 4, 8), shards=2, measured=measured)
+for name in ("ZeRO-3", "HSDP", "DDP"):
+    closed = sum(
+        model_state_bytes([(WIDTH, WIDTH)] * LAYERS, KINDS[name], 4, shards=2)
+    )
+    print(
+        f"{name:<8}{state_bytes(logs[name]):>12,} B measured {closed:>12,} B closed form"
+    )
 
 # %% [markdown]
-# ZeRO-2 has no separate point. This program always keeps only a shard between steps, so its ZeRO-2 would lie on the point of
-# ZeRO-3: whole parameters exist from forward to backward, and are gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2
-# follow the paper, which keeps parameters whole all the time.
+# (Adam also counts its steps, in 4 bytes for each parameter.) ZeRO-2 has no line of its own. This program always keeps only a shard
+# between steps, so its ZeRO-2 keeps as much as ZeRO-3: whole parameters exist from forward to backward, and are gone when the
+# optimizer runs. The closed forms of ZeRO-1 and ZeRO-2 follow the paper, which keeps parameters whole all the time.
 #
 # ## Four micro-batches
 #

@@ -32,9 +32,11 @@ lesson.begin()
 # ## Two axes
 
 # %%
-from hwfsdp.plot.meshmap import plot_mesh
+import torch
 
-plot_mesh({"dp": 2, "tp": 2}, node=2)
+ranks = torch.arange(4).view(2, 2)
+print("tp: each row of ranks, on one node:", ranks.tolist())
+print("dp: each column, across nodes:", ranks.T.tolist())
 
 # %% [markdown]
 # TP communicates in the middle of every layer, and compute waits for it. So the ranks of a TP group lie within a node, next to
@@ -51,7 +53,6 @@ plot_mesh({"dp": 2, "tp": 2}, node=2)
 # %%
 from collections import OrderedDict
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (

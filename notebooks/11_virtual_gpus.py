@@ -94,7 +94,7 @@ plot_scaling(
 # %%
 from hwfsdp.virtual.devices import device_named
 from hwfsdp.virtual.run import placed
-from hwfsdp.virtual.topology import collective_us, span_of
+from hwfsdp.virtual.costs import collective_us, span_of
 
 block = max(
     event.bytes

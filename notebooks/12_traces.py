@@ -65,8 +65,8 @@ healthy = EventLog.merge(launch(train_and_record, 2))
 # prints the following text:
 
 # %%
-from hwfsdp.observe.findings import examine
-from hwfsdp.observe.findings_text import describe
+from hwfsdp.observe.analysis import examine
+from hwfsdp.observe.log_report import describe
 
 print(describe(examine(healthy), "healthy"))
 
@@ -97,20 +97,14 @@ def look_at_loss(model, tokens):
 looking = EventLog.merge(launch(train_and_record, 2, before=look_at_loss))
 print("\n".join(describe(examine(looking), "looking").splitlines()[2:14]))
 
-# %%
-from hwfsdp.plot.traffic import plot_traffic
-
-expected = {op: moved.bytes for op, moved in examine(healthy).expected.items()}
-plot_traffic(looking, {"closed form": expected})
-
 # %% [markdown]
 # The traffic of gradients is right, but the traffic of parameters is not. The output says: *No strategy moves these bytes.*
 # The extra gathers belong to one more forward. A comparison of two traces also says where they are: it shows the first event
 # that differs between the healthy and the broken run.
 
 # %%
-from hwfsdp.observe.comparison import compare
-from hwfsdp.observe.comparison import describe as describe_difference
+from hwfsdp.observe.analysis import compare
+from hwfsdp.observe.log_report import describe_difference
 
 print(
     "\n".join(
@@ -145,40 +139,18 @@ for name, log in (("healthy", healthy), ("eager", eager)):
     )
 
 # %% [markdown]
-# Counts and bytes do not show the problem, but the peak does. A picture shows why:
-
-# %%
-from hwfsdp.plot.lifetimes import plot_lifetimes
-
-runs = {"healthy": healthy, "eager": eager}
-
-
-def lives(run):
-    return plot_lifetimes(runs[run])
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-lesson.explore(
-    lives,
-    question="There are four blocks. How many of them are in buffers at once in the "
-    "healthy run, and how many in the eager one?",
-    answer="At most two in the healthy run, and all four in the eager one: each waits "
-    "until its turn comes.",
-    run=tuple(runs),
-)
-
-# %% [markdown]
-# Each row is a group. It is green while the group is being gathered, and pale green while the gathered group lies in its
-# buffer. In the healthy run a block is gathered while the previous one computes, so at most two blocks are in buffers. In the
-# eager run all gathers are issued at the start, and all four blocks lie in memory until their turn comes. If a job has room for
-# only two blocks, it runs out of memory. And if the compute of one block already covers the gather of the next, the eager run
-# gains nothing.
-#
-# Two traces stand side by side in the step player, too: **A** is healthy, **B** is eager. Click on the peak of memory at the
-# top of the page, and see in *Parameters* which groups are being gathered at that moment.
+# Counts and bytes do not show the problem, but the peak does. Two traces stand side by side in the step player: **A** is healthy,
+# **B** is eager. Click on the peak of memory at the top of the page, and see in *Parameters* which groups are being gathered at
+# that moment. There are four blocks. How many of them are in buffers at once in the healthy run, and how many in the eager one?
 
 # %%
 healthy.view(eager, names=("healthy", "eager"))
+
+# %% [markdown]
+# In *Parameters*, each row is a group, and it is green until the gathered group is copied out of its buffer. In the healthy run a
+# block is gathered while the previous one computes, so at most two blocks are in buffers. In the eager run all gathers are issued
+# at the start, and all four blocks lie in memory until their turn comes. If a job has room for only two blocks, it runs out of
+# memory. And if the compute of one block already covers the gather of the next, the eager run gains nothing.
 
 # %% [markdown]
 # ## Broken: slow, and the wrong one looks guilty
@@ -193,7 +165,7 @@ def wait_for_data(model, tokens):
 
 
 slow = EventLog.merge(launch(train_and_record, 2, before=wait_for_data))
-for rank, step, exposed, _ in examine(slow).by_rank:
+for rank, _, exposed, *_ in examine(slow).by_rank:
     print(f"rank {rank}: exposed communication {exposed / 1e3:6.1f} ms")
 late = slow.summary()
 print(

@@ -53,7 +53,7 @@ from hwfsdp.course import compare
 from hwfsdp.course.exercises import find_course
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import WIDE
-from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.timeline import plot_comparison
 
 MINE = find_course().root / "exercises" / "my_fsdp.py"
 steps = {"hwfsdp": compare.step_of(compare.OURS, WIDE, "host")}

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # after `-m` has removed tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slowest files, so that at the end no worker waits long for the last file of another."""
-    from worth import kept
+    from mutation_testing import kept
 
     seconds = kept()["seconds"]
     of_file: Counter[Path] = Counter()

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from hwfsdp import Event, EventLog
 from hwfsdp.observe.events import Sample
-from hwfsdp.observe.memory import KINDS
+from hwfsdp.observe.ledger import KINDS
 from hwfsdp.plot import sheet
 from hwfsdp.plot.scaling import ScalingPoint
 
@@ -70,30 +70,6 @@ def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
     """Make a log with one sample per ms. Each sample lists every kind, as the ledger's samples do."""
     zeros = dict.fromkeys(KINDS, 0)
     return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
-
-
-def gathered_and_freed(group: int, begin: float, owner: str = "", **details: Any) -> list[Event]:
-    """Make the events of a group that is gathered for 1 ms, and then stays unsharded for 2 ms. It computes for 1 ms of this time."""
-    rows = [
-        ("copy_in", "copy", 0, 100, ()),
-        ("all_gather", "all_gather", 100, 900, ()),
-        ("alloc", "compute", 910, 910, (group,)),
-        ("copy_out", "compute", 910, 1000, ()),
-        ("forward", "compute", 1500, 2500, ()),
-        ("free", "compute", 3000, 3000, (group,)),
-    ]
-    owner = owner or f"transformer.layers.{group}"
-    first = int(begin) * 10
-    return [
-        event(first + i, op, stream, begin + start, begin + end, owner=owner, writes=writes, **details)
-        for i, (op, stream, start, end, writes) in enumerate(rows)
-    ]
-
-
-def lifetime_log(groups: int, owner: str = "") -> EventLog:
-    """Make a log in which each group is gathered and freed before the next one."""
-    found = [gathered_and_freed(g, 2000.0 * g, owner and f"{owner}.{g}") for g in range(groups)]
-    return EventLog([e for of_group in found for e in of_group])
 
 
 def points_of(count: int, scale: float = 1.0) -> list[ScalingPoint]:

@@ -1,4 +1,4 @@
-"""Mutants: functions with one small mistake each, to test tests: those of the exercises, and those of the package (`worth`).
+"""Mutants: functions with one small mistake each, to test tests: those of the exercises, and those of the package (`mutation_testing`).
 
 A test that passes a wrong function teaches something wrong, and nobody notices. So this module makes wrong functions: each one has one
 change that people make by accident (`<` for `<=`, a forgotten statement, two swapped arguments). If the tests pass a mutant, they are too

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from hwfsdp.releases import release_of
+from hwfsdp.torch_releases import release_of
 
 IS_OLDER = release_of(torch.__version__) < (2, 13)
 

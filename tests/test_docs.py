@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import suites
 import torch.distributed as dist
-import worth
+import mutation_testing
 from sybil import Sybil
 from sybil.document import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
@@ -61,7 +61,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_page_on_testing_has_the_table_of_measured_mistakes() -> None:
-    assert worth.table(worth.kept()) in (DOCS / "testing.md").read_text()
+    assert mutation_testing.table(mutation_testing.kept()) in (DOCS / "testing.md").read_text()
 
 
 # --- In a browser ------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_files_that_need_hypothesis_are_left_out_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with_it, without = files_of(["test_races.py", "test_overlap.py"])
+    with_it, without = files_of(["observe/test_races.py", "test_overlap.py"])
     assert not with_it.command and with_it.why == "hypothesis is not installed."
     assert "--noconftest" in without.command
 

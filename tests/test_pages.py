@@ -166,7 +166,7 @@ GROUPS: dict[str, list[Row]] = {
             "A: before.json",
             first="cp trace.json before.json; cp trace.json after.json",
         ),
-        Row("hwfsdp trace export trace.json --to png --picture lifetimes", makes="trace.lifetimes.png"),
+        Row("hwfsdp trace export trace.json --to png --picture memory", makes="trace.memory.png"),
         Row("hwfsdp trace export trace.json --to html", makes="trace.html"),
         Row(f"{RUN} -- --data shakespeare.txt", "rank 1 raised ValueError: the data ran out at train.py:", 1),
         Row("hwfsdp train --steps 4 --trace zero3.json", makes="zero3.json"),
@@ -191,7 +191,6 @@ NOT_RUN = {  # and why
     "torchrun --nproc-per-node 8 train.py": "it needs 8 GPUs, or 8 cores",
     f"{CLUSTER} train.py": "it needs several machines",
     "#!/bin/bash": "it needs several machines",
-    'hwfsdp doctor --calibrate | grep -A 5 "matrix products"': "it measures the machine for a minute",
 }
 SCRIPT = """
 import os

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hwfsdp
 import models
 from hwfsdp import EventLog, checkpoint
-from hwfsdp.observe.findings import examine
-from hwfsdp.observe.lifetimes import find_lifetimes
+from hwfsdp.observe.analysis import examine
+from hwfsdp.observe.group_states import find_lifetimes
 from oracles import (
     BF16_FP32,
     BITS,

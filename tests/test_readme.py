@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import hwfsdp
-from hwfsdp.cli import build_parser
+from hwfsdp.cli.command import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -134,7 +134,7 @@ def test_each_make_command_on_a_page_is_a_target() -> None:
 def is_taken(words: Sequence[str]) -> bool:
     """Return True if the command accepts these arguments."""
     try:
-        build_parser().parse_args(words)
+        parse(words)
     except SystemExit as stopped:
         return stopped.code == 0
     return True

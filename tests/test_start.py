@@ -21,7 +21,7 @@ import models
 from hwfsdp import explain, fully_shard, init_shards, launch
 from hwfsdp.compat import fake_process_group
 from hwfsdp.core.mesh import default_mesh
-from hwfsdp.layout.blueprint import on_paper
+from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.layout.init_shards import generator_of
 from oracles import (
     BITS,

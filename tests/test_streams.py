@@ -15,7 +15,7 @@ from hwfsdp import UsageError
 from hwfsdp.core import observer
 from hwfsdp.core import streams as core_streams
 from hwfsdp.core.streams import HostStream, Stream, StreamEvent, StreamSet
-from hwfsdp.observe import events, stream_clocks
+from hwfsdp.observe import clocks, events
 from hwfsdp.observe.events import HostMark, Recorder
 from hwfsdp.observe.instrument import Instrument
 from hwfsdp.streams import streams_for
@@ -225,7 +225,7 @@ class Pretended(HostStream):
     us: float
 
 
-stream_clocks.register(
+clocks.register(
     Pretended,
     lambda streams: (lambda name: HostMark(streams.compute.us), lambda: HostMark(streams.compute.us)),  # type: ignore[attr-defined]
 )
@@ -238,7 +238,7 @@ def pretended(us: float) -> StreamSet:
 
 
 def time_now() -> float:
-    stream_clocks.use_newest()
+    clocks.use_newest()
     return Recorder(rank=0).mark("compute").us()
 
 
@@ -258,11 +258,11 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
     """There are two sets with the same names. Each set's events use its own clock, all others the clock of the last set."""
     recorder.origin = HostMark(0.0)
     first, _ = pretended(3.0), pretended(8.0)
-    stream_clocks.use_newest()
+    clocks.use_newest()
     recorder.instant("optimizer", "compute")
     with first.copy.run():
         recorder.instant("copy_in", "copy")
-    with events.scope("forward", "a", stream_clocks.clock_of(first)):
+    with events.scope("forward", "a", clocks.clock_of(first)):
         recorder.instant("forward", "compute")
         with events.scope(owner="b"):
             recorder.instant("copy_out", "compute")
@@ -274,7 +274,7 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
 def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
     recorder = Recorder(rank=0, origin=HostMark(1.0))
     pretended(8.0)
-    stream_clocks.use_newest()
+    clocks.use_newest()
     recorder.sample()
     assert [sample.us for sample in recorder.finish()[1]] == [7.0]
 
@@ -361,7 +361,7 @@ def test_on_a_device_work_is_issued_at_once_and_a_wait_does_not_block_the_host()
 @needs_cuda
 def test_device_times_of_one_stream_follow_each_other() -> None:
     found = streams_for("cuda")
-    stream_clocks.use_newest()
+    clocks.use_newest()
     recorder = Recorder(rank=0)
     marks = []
     for _ in range(3):

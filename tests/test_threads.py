@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import RankError, fully_shard, launch, record
-from hwfsdp.comm import history, shared_memory
+from hwfsdp.comm import flight_recorder, shared_memory
 from hwfsdp.features.lookup import Living
 
 STEPS = 12
@@ -99,7 +99,7 @@ def differences() -> dict[str, Any]:
             for number, (a, b) in enumerate(zip(expected, weights, strict=True))
             if not all(map(torch.equal, a, b))
         ]
-    found["waiting"] = len(history.waiting)
+    found["waiting"] = len(flight_recorder.waiting)
     found["blocks"] = len(shared_memory._pool.blocks)
     return found
 

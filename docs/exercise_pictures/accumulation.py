@@ -1,6 +1,6 @@
 """07: three micro-batches under three settings, recorded on two ranks; events in the order in which rank 0 issued them.
 
-A collective reaches from its call to the wait for it (`plot.issued`).
+A collective reaches from its call to the wait for it (`order_of_issue`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from exercise_pictures.drawing import headline
+from order_of_issue import Issued, draw_issued, issued
 from hwfsdp.features.api import fully_shard
 from hwfsdp.features.module import FSDPModule
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.events import Event, active
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.issued import Issued, draw_issued, issued
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 LAYERS, MICRO_BATCHES, WIDTH = 3, 3, 8
 GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from exercise_pictures.drawing import box, clear, headline, say
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Figure
+from hwfsdp.plot.style import Figure
 
 LEFT = 2.3  # where time begins
 

@@ -11,7 +11,7 @@ from unittest import mock
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
 from exercise_pictures.timelines import draw_strips, simulated
-from hwfsdp.plot.parts import Figure
+from hwfsdp.plot.style import Figure
 
 
 @contextmanager

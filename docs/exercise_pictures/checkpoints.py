@@ -11,7 +11,7 @@ from hwfsdp.checkpoint.boxes import Box, intersection, within
 from hwfsdp.core.sharding import chunk_extents
 from exercise_pictures.drawing import box, cells, clear, headline, say
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks that load it
 HEIGHT = 0.62  # of a row of cells

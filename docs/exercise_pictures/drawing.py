@@ -7,7 +7,7 @@ from typing import Any
 
 
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, FancyArrowPatch, Figure, Rectangle, withStroke
+from hwfsdp.plot.style import Axes, FancyArrowPatch, Figure, Rectangle, withStroke
 
 Point = tuple[float, float]
 

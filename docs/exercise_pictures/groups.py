@@ -7,7 +7,7 @@ from exercise_pictures.drawing import caption, headline, stacks
 from hwfsdp.observe.accounting import GroupSizes, StateBytes, Strategy, bytes_sent, mesh_shape
 from hwfsdp.observe.accounting import model_state_bytes, strategy_traffic
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Figure
+from hwfsdp.plot.style import Figure
 
 # ranks; of them in one host, for HSDP; the ZeRO paper's example
 RANKS, SHARDS, PARAMETERS = 64, 8, 7_500_000_000

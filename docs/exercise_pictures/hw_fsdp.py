@@ -11,8 +11,8 @@ from hwfsdp.course.machines import WIDE
 from hwfsdp.course.stages import stage
 from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.plot.parts import Figure
+from hwfsdp.plot.timeline import plot_comparison
+from hwfsdp.plot.style import Figure
 
 SOLUTION = Path(__file__).parents[2] / "solutions" / "homework" / "hw_fsdp.py"
 PROGRAM = replace(WIDE, root=False)  # the skeleton cannot shard a root around other units

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from exercise_pictures.drawing import arrow, box, clear, headline, say, stacks
 from hwfsdp.features.api import fully_shard
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 WIDTH, LAYERS = 64, 3
 SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))

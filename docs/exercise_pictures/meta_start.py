@@ -11,7 +11,7 @@ from hwfsdp.core.sharding import Extent, chunk_extents
 from exercise_pictures.drawing import box, caption, clear, say
 from hwfsdp.layout.init_shards import row_generator
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure, LinearSegmentedColormap, to_hex
+from hwfsdp.plot.style import Axes, Figure, LinearSegmentedColormap, to_hex
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
 WORLD_SIZES = (1, 2, 4)

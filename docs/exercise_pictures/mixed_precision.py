@@ -12,10 +12,10 @@ from hwfsdp.core.precision import MixedPrecisionPolicy
 from exercise_pictures.drawing import headline, say
 from hwfsdp.features.api import fully_shard
 from hwfsdp.features.lookup import checked_state
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 WIDTH, RANKS = 512, 2
 FP32, BF16 = torch.float32, torch.bfloat16

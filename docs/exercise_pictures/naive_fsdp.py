@@ -10,7 +10,7 @@ from hwfsdp.core import layout as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
 from exercise_pictures.drawing import arrow, cells, clear, headline, say
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 SHAPE, RANKS = (5, 3), 3
 CELL: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}

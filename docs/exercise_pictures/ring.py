@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hwfsdp.comm import ring
 from exercise_pictures.drawing import arrow, box, caption, clear, headline, name_ranks
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 RANKS, BLOCKS = 4, "abcd"
 PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a block is 1 wide

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hwfsdp.core.sharding import chunk_extents, chunk_length
 from exercise_pictures.drawing import caption, cells, clear, name_ranks, say
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 RANKS = 4
 CASES = (8, 7, 6, 5, 2)  # rows

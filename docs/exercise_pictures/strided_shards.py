@@ -10,7 +10,7 @@ from hwfsdp.compat import strided_shard
 from exercise_pictures.drawing import caption, cells, clear, say
 from hwfsdp.layout.extents import nested_extent, orders_of_cuts
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure
+from hwfsdp.plot.style import Axes, Figure
 
 ROWS, MESH, NAMES = 7, (3, 2), ("fsdp", "tp")
 LINE, GAP = 2.1, 0.34  # from cut to cut; between pieces

@@ -18,8 +18,8 @@ from hwfsdp.features.lookup import checked_state
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.perfetto import ROUNDING
-from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.plot.parts import Figure
+from hwfsdp.plot.timeline import plot_comparison
+from hwfsdp.plot.style import Figure
 from hwfsdp.virtual.run import Simulation, simulate
 
 BLOCKS, WIDTH, TOKENS, GPUS, DEVICE = 5, 4096, 2048, 16, "h100"

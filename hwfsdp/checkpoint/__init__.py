@@ -10,38 +10,22 @@
 Modules, in reading order:
 
     messages      errors, and the names of their subjects
-    traverse      the tree of a state dict: leaves at paths, in containers that keep their types
-    boxes         parts of tensors: integers only
-    views         bytes of a storage that are copied together
-    tensors       questions about one tensor; ShardedTensor, torch's class before DTensor
+    traverse      the walks: leaves at paths in containers that keep their types; objects of any class
+    boxes         which part of which tensor, and questions about one tensor
     state_dict    gather, offload, copy and compare state dicts
-    links         messages between two ranks
     agreement     steps that succeed on all ranks, or on none
     distribute    whole tensors into shards, on every rank or from one
-    objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
-    per_rank      values that each rank has for itself
-    values        values that are not tensors, as JSON
     manifest      the list of a save's contents, and their places
-    blocks        files of a save, each block with a checksum
-    plan          which rank writes which part
-    saves         the directory of a checkpoint: its current save, and old saves to remove
-    optimizer_state  the state that an optimizer will have
-    meta          from the meta device straight into shards
-    matching      comparison of a save with the state dict to fill
-    reading       values of a save, checked, in new memory
-    saving        a save, step by step
-    background    a save, while training goes on
-    store         the public functions: save, load, async_save, verify, inspect
-    archives      checks of torch.save's zip files; directories of them, replaced as a whole
-    partition     the PART format: which rank holds which part
-    part_files    files of the PART format, checked
-    part_targets  models and optimizers that a PART checkpoint fills
-    parts         its public functions: save, load, load_into
-    dcp_metadata  metadata of torch's own format, read without running code
-    dcp           its public functions: save, load
-    convert       from one format to another
-    commands      the output of `hwfsdp checkpoint`
+    commit        files: written, brought to the disk, put in place in one step, read with checks
+    archives      files of torch.save, written with checksums and read without running code
+    meta          memory for targets on the meta device, and the state that an optimizer will have
+    saving        save and async_save: describe, divide, write, commit
+    loading       load: match, read, fill
+    part_files    the files of the PART format, as a source of a load
+    parts         the PART format: save, load, load_into
+    dcp           torch's own format: save, load
+    convert       checkpoints without a state dict: inspect, verify, convert; the output of `hwfsdp checkpoint`
 
 A module is imported at its first use. So a process that only reads a checkpoint does not import the code that gathers one.
 """
@@ -50,27 +34,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwfsdp.doors import lazy_door
+from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import agreement, archives, background, blocks, boxes, commands, convert, dcp, dcp_metadata
-    from . import distribute, links, manifest, matching, messages, meta, objects, optimizer_state, part_files
-    from . import part_targets, partition, parts, per_rank, plan, reading, saves, saving, staging, state_dict
-    from . import store, tensors, traverse, values, views
-    from hwfsdp.checkpoint.per_rank import PerRank as PerRank
+    from . import agreement, archives, boxes, commit, convert, dcp, distribute, loading, manifest
+    from . import messages, meta
+    from . import part_files, parts, saving, staging, state_dict, traverse
+    from hwfsdp.checkpoint.convert import Inspection as Inspection
+    from hwfsdp.checkpoint.convert import inspect as inspect
+    from hwfsdp.checkpoint.loading import load as load
+    from hwfsdp.checkpoint.convert import verify as verify
+    from hwfsdp.checkpoint.saving import SaveHandle as SaveHandle
+    from hwfsdp.checkpoint.saving import async_save as async_save
+    from hwfsdp.checkpoint.saving import finish_saves as finish_saves
+    from hwfsdp.checkpoint.saving import save as save
     from hwfsdp.checkpoint.staging import StateDictStager as StateDictStager
-    from hwfsdp.checkpoint.store import Inspection as Inspection
-    from hwfsdp.checkpoint.store import SaveHandle as SaveHandle
-    from hwfsdp.checkpoint.store import async_save as async_save
-    from hwfsdp.checkpoint.store import finish_saves as finish_saves
-    from hwfsdp.checkpoint.store import inspect as inspect
-    from hwfsdp.checkpoint.store import load as load
-    from hwfsdp.checkpoint.store import save as save
-    from hwfsdp.checkpoint.store import verify as verify
+    from hwfsdp.checkpoint.traverse import PerRank as PerRank
 
-_HOME = {"PerRank": "per_rank", "StateDictStager": "staging"} | dict.fromkeys(
-    ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"], "store"
-)
+_HOME = {"PerRank": "traverse", "StateDictStager": "staging", "load": "loading"}
+_HOME |= dict.fromkeys(["Inspection", "inspect", "verify"], "convert")
+_HOME |= dict.fromkeys(["SaveHandle", "async_save", "finish_saves", "save"], "saving")
 __all__ = sorted(_HOME)
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_door(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

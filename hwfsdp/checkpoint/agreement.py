@@ -25,6 +25,11 @@ Note [Who is late]
     they would blame the leader for its waiting. A leader that was away for longer than the others wait finds all reports, but
     the others are gone. Then it must not decide.
 
+Note [One message after another]
+    Each message is sent as two: its size, then its bytes. After a step has failed, ranks go on to the next step while messages
+    of the failed step still travel. If two threads sent to one rank at the same time, or listened to one rank, they would mix
+    the halves of two messages. So each thread waits for the thread before it.
+
 Note [Sends that never end]
     A send may be the first to notice that a rank has died. gloo then marks the connection as broken, but does not end this
     send, which waits forever. So if the leader's answer does not go out, the leader tests the connection. Otherwise it would
@@ -40,16 +45,19 @@ import queue
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from hwfsdp import errors
-from hwfsdp.checkpoint.links import go_after, hear, link_of, tell
 from hwfsdp.checkpoint.messages import of_disk, refusal, refuse, told
-from hwfsdp.compat import is_disconnected, timeout_of
-from hwfsdp.errors import CheckpointError, FSDPError
+from hwfsdp.compat import collectives_are_checked, cpu_backend, gloo_beside, is_disconnected, receive_bytes
+from hwfsdp.compat import send_bytes, timeout_of
+from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, in_one_line
 
 Decide = Callable[[list[Any]], Sequence[Any] | None]  # the reports of all ranks → an answer for each
 
@@ -62,6 +70,9 @@ _KNOWN: dict[str, type[FSDPError]] = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, FSDPError)
 }
+
+
+ALONE: Any = object()  # in place of a process group
 
 
 class Abandoned(Exception):
@@ -80,16 +91,16 @@ class Agreement:
         UsageError: this process is not in the group. UnsupportedError: the group is torch's fake one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str, *, alone: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
         """Take the next tag of the group. Every rank must create its agreements in the same order.
 
         Args:
-            group: the ranks that agree. None: all ranks, or this process alone if there is no process group.
+            group: the ranks that agree. None: all ranks, or this process alone if there is no process group. ALONE: this process
+                agrees only with itself, whatever process groups there are.
             what: the name of the call in error messages, for example "save".
-            alone: this process agrees only with itself, whatever process groups there are.
         """
         self.what = what
-        self.rank, self.size, self.alone = 0, 1, alone or not dist.is_initialized()
+        self.rank, self.size, self.alone = 0, 1, group is ALONE or not dist.is_initialized()
         self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
         self._failed = threading.Event()
         self._listeners: dict[int, threading.Thread] = {}  # by rank: the newest thread that listens to it
@@ -133,11 +144,6 @@ class Agreement:
         if "error" in answer:
             raise _restored(answer["error"]) from answer.get("cause")
         return answer["result"]
-
-    def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
-        """Call `work` on every rank. Every rank returns the results of all ranks, in the order of ranks."""
-        results: list[Any] = self.step(phase, work, lambda found: [found] * len(found))
-        return results
 
     def check(self) -> None:
         """Raise `Abandoned` if this rank knows that another rank has failed."""
@@ -310,3 +316,77 @@ def _restored(description: dict[str, Any]) -> FSDPError:
     answers = {name: fields[name] for name in ("expected", "got", "remedy")}
     FSDPError.__init__(error, fields["subject"], **answers)
     return error
+
+
+# --- The connection between two ranks ----------------------------------------------------------------------
+
+
+def go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
+    """Start a thread that calls `do` as soon as the earlier thread has ended. See note [One message after another]."""
+
+    def go() -> None:
+        if earlier is not None:
+            earlier.join()
+        do(*args)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    return thread
+
+
+def tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> None:
+    try:
+        send_bytes(group, torch.tensor([len(message)]).view(torch.uint8), rank, tag)
+        send_bytes(group, torch.frombuffer(message, dtype=torch.uint8), rank, tag)
+    except RuntimeError:
+        pass  # that rank has died; the next thread that waits for it reports this
+
+
+def hear(
+    group: dist.ProcessGroup, rank: int, tag: int, inbox: queue.SimpleQueue[Any], failed: threading.Event
+) -> None:
+    message: Any
+    try:
+        size = torch.zeros(1, dtype=torch.int64)
+        receive_bytes(group, size.view(torch.uint8), rank, tag)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        receive_bytes(group, data, rank, tag)
+        message = json.loads(data.numpy().tobytes())
+    except Exception as error:
+        message = error
+    if isinstance(message, Exception) or "error" in message:
+        failed.set()
+    inbox.put((rank, message, time.monotonic()))
+
+
+class Link(NamedTuple):
+    """The group that carries the messages of a group (None: the group itself), and the numbers for the tags of its agreements."""
+
+    carrier: dist.ProcessGroup | None
+    numbers: count[int]
+
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link] = weakref.WeakKeyDictionary()
+
+
+def link_of(group: dist.ProcessGroup) -> Link:
+    """Return the link of a group. A group that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
+
+    A group whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL) also gets a gloo group. This check
+    counts messages as collectives, and ranks send different numbers of messages.
+    """
+    if group not in _links:
+        carrier = None
+        if dist.get_backend(group) == "fake":
+            expected, remedy = "a process group that moves messages", "Use real ranks, or no process group."
+            refuse("a checkpoint of pretended ranks", expected, "the fake one", remedy, UnsupportedError)
+        if cpu_backend(group) != "gloo" or collectives_are_checked():
+            try:
+                carrier = gloo_beside(group)
+            except RuntimeError as error:
+                what, expected = "the first checkpoint of these ranks", "all ranks to connect to each other"
+                got = f"a rank that is gone or did not connect: {in_one_line(str(error))}"
+                remedy = "The last complete checkpoint counts; start all ranks again."
+                raise refusal(what, expected, got, remedy, CheckpointError) from error
+        _links[group] = Link(carrier, count())
+    return _links[group]

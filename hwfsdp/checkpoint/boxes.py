@@ -1,14 +1,28 @@
-"""Boxes: parts of a tensor, as offsets and shapes. Integers only.
+"""Boxes: which part of which tensor; and questions about one tensor: does it have data, which memory and bytes belong to this rank?
 
 A checkpoint holds a tensor in chunks. Each chunk is a box that a saving rank had. A rank that loads the tensor needs another
-box. This module tells whether chunks make up the whole tensor, which elements two boxes share, and how to split a large box.
+box. The first part of this module is integers only: do chunks make up the whole tensor, which elements do two boxes share, how is
+a large box split? The second part is about tensors: which box of it this rank has (`pieces_of`), and whether values can be read from
+it or written to it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.nn.parameter import is_lazy
+
+from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.compat import is_sharded_tensor, is_traceable_wrapper_subclass, local_of
+from hwfsdp.errors import UnsupportedError
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset, held_extent
+from hwfsdp.layout.stripes import are_striped, stripes_of
 
 
 class Box(NamedTuple):
@@ -28,6 +42,12 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{start + n}' for start, n in zip(self.offset, self.shape))}]"
+
+
+def box_from(json_value: Any) -> Box:
+    """Return the box that was sent or written as JSON: [offset, shape]."""
+    offset, shape = json_value
+    return Box(tuple(offset), tuple(shape))
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -117,7 +137,22 @@ def slices_of(box: Box, parts: int) -> list[Box]:
     return cut
 
 
-def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
+def boxes_between(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Yield boxes that make up the elements from `start` to `stop`, in row-major order, and the number of each box's first element."""
+    strides = strides_of(shape)
+    while start < stop:
+        index = [start // step % n for step, n in zip(strides, shape)]
+        # the outermost dim along which whole slices begin here, and fit
+        dim = next(
+            (d for d, step in enumerate(strides) if start % step == 0 and start + step <= stop), len(shape)
+        )
+        count = min((stop - start) // strides[dim], shape[dim] - index[dim]) if shape else 1
+        size = [*[1] * dim, count, *shape[dim + 1 :]] if shape else []
+        yield start, Box(tuple(index), tuple(size))
+        start += prod(size)
+
+
+def halves_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     """Yield the box in pieces whose spans have at most `limit` elements. Each cut halves a piece along its outermost dim."""
     first, last = span_of(box, shape)
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
@@ -125,4 +160,197 @@ def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
         yield box
         return
     for half in slices_of(box, 2):
-        yield from pieces_of(half, shape, limit)
+        yield from halves_of(half, shape, limit)
+
+
+# --- Tensors -----------------------------------------------------------------------------------------------
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return the tensor with this rank's values, detached from autograd."""
+    return local_of(tensor).detach()
+
+
+def local_shape_of(tensor: DTensor) -> tuple[int, ...]:
+    """Return the shape that this rank's part has by the placements. Outside the mesh, it is the shape that the part has."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return tuple(local_of(tensor).shape)
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[0]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the values as bytes, in row-major order. If the memory has this order already, the result is a view."""
+    dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.view(-1).view(torch.uint8)
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the values as bytes on the CPU, row-major. If the tensor's memory has this order already, it is a view; else a copy."""
+    data = bytes_of(tensor.cpu())
+    return data.numpy().data
+
+
+def end_of(tensor: Tensor) -> int:
+    """Return the byte of its storage at which a tensor ends. The tensor has elements."""
+    end = int(tensor.storage_offset())
+    if tensor.is_contiguous():  # as most are: this is faster
+        end += tensor.numel()
+    else:
+        end += 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return end * tensor.element_size()
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """True if several elements share one place in memory. Such a tensor cannot be written to."""
+    return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))
+
+
+def check_data(path: KeyPath, tensor: Tensor) -> None:
+    """Raise an error if the values of the tensor are not available, or if it is a ShardedTensor."""
+    if is_sharded_tensor(tensor):
+        refuse_sharded_tensor(path)
+    if is_lazy(tensor):
+        _refuse_without_memory(path, "a parameter that is not initialized yet")
+    if tensor.is_meta:
+        got = f"one on the meta device, of shape {tuple(tensor.shape)}"
+        refuse(path, "a tensor with data", got, "Materialize it first: to_empty, then initialize or load.")
+    local = local_of(tensor)
+    if isinstance(tensor, DTensor) and tuple(local.shape) != local_shape_of(tensor):
+        expected = f"the local shape {local_shape_of(tensor)} that {list(tensor.placements)} give this rank"
+        remedy = "Cut it with hwfsdp.layout.shard_of, or give from_local the global shape."
+        refuse(path, expected, f"{tuple(local.shape)}", remedy)
+    wraps: bool = is_traceable_wrapper_subclass(local)  # then the tensor has no memory of its own
+    if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
+        if local.untyped_storage().nbytes() < end_of(local):
+            _refuse_without_memory(path, "one whose memory was freed")
+
+
+def _refuse_without_memory(path: KeyPath, got: str) -> NoReturn:
+    remedy = "Take the state dict of the sharded model, or initialize it first."
+    refuse(path, "a tensor with memory", got, remedy)
+
+
+def refuse_sharded_tensor(path: KeyPath) -> NoReturn:
+    remedy = "Make it a DTensor, or call gather_state_dict for the whole."
+    refuse(path, "a Tensor or DTensor", "a ShardedTensor", remedy, UnsupportedError)
+
+
+def check_no_sum(path: KeyPath, tensor: Tensor) -> None:
+    """Raise an error if the tensor is a DTensor with a `Partial` placement, whose parts are not summed yet."""
+    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        remedy, got = "Redistribute Partial to Replicate first.", f"{list(tensor.placements)}"
+        refuse(path, "placements that say which values a rank has", got, remedy, UnsupportedError)
+
+
+def check_kind(path: KeyPath, tensor: Tensor) -> None:
+    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, or are not summed yet."""
+    inner = part_of(tensor)
+    wrapper: bool = is_traceable_wrapper_subclass(inner)
+    kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
+    if inner.layout != torch.strided:
+        kind = f"a sparse tensor ({inner.layout})"
+    elif wrapper or type(inner).__name__ == "FakeTensor":
+        kind = f"a {type(inner).__name__}"
+    elif not _can_be_copied(inner.dtype):
+        kind = f"one of {inner.dtype}, which torch cannot copy"
+    if kind:
+        remedy = "Save its parts, or what to_dense() or dequantize() returns."
+        refuse(path, "a dense tensor", kind, remedy, UnsupportedError)
+    check_no_sum(path, tensor)
+
+
+def check_writable(path: KeyPath, tensor: Tensor) -> None:
+    """Raise an error if values cannot be written into this rank's part of the tensor."""
+    local = part_of(tensor)
+    if is_expanded(local):
+        refuse(path, "memory for every element", "an expanded tensor", "Pass a clone of it.")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        remedy = "Load in inference mode, too, or make it outside."
+        refuse(path, "a tensor that can be changed", "one that was made in inference mode", remedy)
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    """True if torch can copy this dtype. Some dtypes have a name but no kernels."""
+    one = torch.empty(1, dtype=dtype)
+    try:
+        torch.empty(1, dtype=dtype).copy_(one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+_CAST_AT_ONCE = 1 << 20  # values that are checked at once after a cast
+
+
+def cast(path: KeyPath, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in another dtype. Raise an error if a value changes by more than rounding."""
+    if part.dtype == dtype:
+        return part
+    cast = part.to(dtype)
+    for values, new in zip(part.view(-1).split(_CAST_AT_ONCE), cast.view(-1).split(_CAST_AT_ONCE)):
+        lost = _lost(values, new) if dtype.is_floating_point or dtype.is_complex else _outside(values, dtype)
+        if bool(lost.any()):
+            value = values[int(lost.nonzero()[0])].item()
+            refuse(
+                path, f"values that {dtype} can hold", f"{value}", "Load into a tensor of the saved dtype."
+            )
+    return cast
+
+
+def _lost(values: Tensor, new: Tensor) -> Tensor:
+    """Find the finite values that the other floating-point dtype cannot hold: they become infinite, stop at its limit, or change sign."""
+    wide, limits = torch.complex128 if new.is_complex() else torch.float64, torch.finfo(new.dtype)
+    before, after = values.to(wide), new.to(wide)
+    if new.is_complex():
+        before, after = torch.view_as_real(before), torch.view_as_real(after)
+    far = (before.abs() > limits.max * (1 + limits.eps)) | ~after.isfinite() | (before * after < 0)
+    lost = before.isfinite() & far
+    return lost.any(-1) if new.is_complex() else lost
+
+
+def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Find the integers that the integer dtype `dtype` cannot hold."""
+    # As int64, a uint64 of 2**63 or more is negative. No other integer dtype holds such values.
+    unsigned = values.dtype == torch.uint64
+    whole, limits = values.view(torch.int64) if unsigned else values.long(), torch.iinfo(dtype)
+    lowest = 0 if unsigned else limits.min
+    return (whole < lowest) | (whole > min(limits.max, torch.iinfo(torch.int64).max))
+
+
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key. Two tensors with equal keys have the same values in the same memory, at the same place of the whole."""
+    part = part_of(tensor)
+    place = part.data_ptr(), part.device, tuple(part.shape), part.stride()
+    placed: tuple[Any, ...] = ()
+    if isinstance(tensor, DTensor):
+        placed = tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape)
+    return *place, part.dtype, part.is_conj(), part.is_neg(), *placed
+
+
+# --- The boxes of a tensor ---------------------------------------------------------------------------------
+
+
+def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
+    """Return the boxes that this rank has: each in the whole tensor, and in this rank's part. Only stripes are more than one.
+
+    Every rank has all of a plain tensor. A rank outside a tensor's mesh has none of it, and padding belongs to no box.
+    """
+    if not isinstance(tensor, DTensor):
+        return pieces_at(tensor.shape, (), (), ())
+    coordinate = tensor.device_mesh.get_coordinate()
+    mesh_shape, placements = tensor.device_mesh.shape, tensor.placements
+    return [] if coordinate is None else pieces_at(tensor.shape, mesh_shape, placements, coordinate)
+
+
+def pieces_at(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]
+) -> list[tuple[Box, Box]]:
+    """Return the boxes of the rank at this coordinate of a mesh, as `pieces_of` does. See Note [Stripes] in `layout.stripes`."""
+    if are_striped(mesh_shape, placements):
+        stripes = stripes_of(shape, mesh_shape, placements, at)
+        found = [(Box(offset, size), Box(start, size)) for size, offset, start in stripes]
+    else:
+        size, offset = held_extent(shape, mesh_shape, placements, at)
+        found = [(Box(tuple(offset), tuple(size)), whole(size))]
+    return [(box, own) for box, own in found if box.numel]

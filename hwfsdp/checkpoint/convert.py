@@ -1,5 +1,7 @@
-"""Conversion of checkpoints from one format to another.
+"""Checkpoints without a state dict to load into: looked at, checked, and converted from one format to another.
 
+    inspect("runs/checkpoint")                  # what is in it
+    verify("runs/checkpoint")                   # compares every byte with its checksum
     convert("runs/checkpoint", "everything.safetensors", to="safetensors")
     convert("runs/checkpoint", "model.safetensors", to="safetensors", key="model")     # what is under state["model"], alone
 
@@ -29,6 +31,7 @@ import secrets
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,20 +40,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves
-from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.blocks import sync_directory
-from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.matching import Match, fill
-from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, with_size
-from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.plan import describe, view_bytes
-from hwfsdp.checkpoint.reading import read_tensors
-from hwfsdp.checkpoint.saving import Target, save_agreed
-from hwfsdp.checkpoint.traverse import items_of, leaves_of, unflatten_state_dict
-from hwfsdp.checkpoint.values import decode
+from hwfsdp.checkpoint import commit, dcp, parts
+from hwfsdp.checkpoint.agreement import ALONE, Agreement
+from hwfsdp.checkpoint.boxes import view_bytes
+from hwfsdp.checkpoint.commit import sync_directory
+from hwfsdp.checkpoint.loading import Blocks, Match, Source, read_tensors
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode, name_of
+from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show, with_size
+from hwfsdp.checkpoint.saving import Target, describe, save_agreed, shares_of
+from hwfsdp.checkpoint.traverse import items_of, leaves_of, nest, unflatten_state_dict
 from hwfsdp.errors import CheckpointError
-from hwfsdp.extras import needed_by
+from hwfsdp.optional_packages import needed_by
 
 _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
@@ -70,9 +70,9 @@ def format_of(path: Path) -> str:
     Raises:
         UsageError: there is no checkpoint in a format that this module reads.
     """
-    signs = {"store": saves.CURRENT, "dcp": dcp_metadata.METADATA, "part": "PART_000.pt"}
+    signs = {"store": commit.CURRENT, "dcp": dcp.METADATA, "part": "PART_000.pt"}
     found = [name for name, sign in signs.items() if os.path.lexists(path / sign)]
-    if path.is_dir() and (path / saves.MANIFEST).is_file():
+    if path.is_dir() and (path / commit.MANIFEST).is_file():
         found.append("store")
     if path.is_file() and path.suffix == ".safetensors":
         found.append("safetensors")
@@ -155,41 +155,41 @@ def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
     """Build the containers around leaves. A container of unknown kind becomes a dict."""
-    children: dict[KeyPath, dict[Any, None]] = {(): {}}
-    for path in [*leaves, *kinds]:
-        for n in range(len(path)):
-            children.setdefault(path[:n], {})[path[n]] = None
+    inner = {path[:n] for path in (*leaves, *kinds) for n in range(len(path))}
 
-    def build(path: KeyPath) -> Any:
-        if path in leaves:
-            return leaves[path]
-        items = {key: build((*path, key)) for key in children.get(path, {})}
+    def make(path: KeyPath, items: dict[Any, Any]) -> Any:
         kind = kinds.get(path, "dict")
         if kind == "dict":
             return items
         values = [items[key] for key in sorted(items)]
         return values if kind == "list" else tuple(values)
 
-    tree: dict[Any, Any] = build(())
+    empty = {path: make(path, {}) for path in kinds if path and path not in inner}
+    tree: dict[Any, Any] = nest(leaves | empty, make)
     return tree
 
 
 # --- Readers -----------------------------------------------------------------------------------------------
 
 
-def _read_store(source: Path, scratch: Path) -> dict[Any, Any]:
-    folder, manifest = saves.find_complete(source)
-    tensors = {entry.path: _tensor_in(scratch, entry.shape, entry.dtype) for entry in manifest.tensors()}
+def _read_all(source: Source, scratch: Path) -> dict[KeyPath, Any]:
+    """Return all values, by path, each tensor in a new file."""
+    entries = source.manifest.entries
+    tensors = {
+        entry.path: _tensor_in(scratch, entry.shape, entry.dtype) for entry in source.manifest.tensors()
+    }
     filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
-    matched = Match(manifest, filled, fresh=set(filled))  # fresh: values are read into these tensors
-    fill({}, matched, read_tensors(matched, folder, lambda: None))
-    leaves: dict[KeyPath, Any] = {}
-    for path, entry in manifest.entries.items():
-        if isinstance(entry, TensorEntry):
-            leaves[path] = tensors[entry.same_as or path]
-        else:
-            leaves[path] = decode(entry.json_value)
-    return _nested(leaves, manifest.containers)
+    read_tensors(Match(source.manifest, filled, fresh=set(filled)), source, lambda: None)  # in place: fresh
+    return {
+        path: tensors[entry.same_as or path] if isinstance(entry, TensorEntry) else source.value(entry)
+        for path, entry in entries.items()
+    }
+
+
+def _read_store(source: Path, scratch: Path) -> dict[Any, Any]:
+    folder, manifest = commit.find_complete(source)
+    with ExitStack() as opened:
+        return _nested(_read_all(Blocks(manifest, folder, opened), scratch), manifest.containers)
 
 
 def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
@@ -199,14 +199,9 @@ def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
 
 
 def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
-    manifest = dcp_metadata.read_metadata(source)
-    flat = {
-        key: None if entry.dtype is None else _tensor_in(scratch, entry.shape, entry.dtype)
-        for key, entry in manifest.entries.items()
-    }
-    alone = Agreement(None, "convert", alone=True)
-    dcp.load_agreed(alone, NewMemory(flat, None, None), source)
-    paths = {key: tuple(manifest.paths.get(key, (key,))) for key in flat}
+    blobs = dcp.read_metadata(source)
+    flat = {key: value for (key,), value in _read_all(blobs, scratch).items()}
+    paths = {key: tuple(blobs.paths.get(key, (key,))) for key in flat}
     tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree
 
@@ -250,22 +245,21 @@ def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
 
 
 def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    alone = Agreement(None, "convert", alone=True)
     if "model" not in state:
-        parts.save_agreed(alone, target, state)
+        parts.save(target, state, group=ALONE)
         return
     others = dict(state)
     model = others.pop("model")
     optimizer = others.pop("optimizer", None) or others.pop("optim", None)
-    parts.save_agreed(alone, target, model, optimizer, others)
+    parts.save(target, model, optimizer, others, ALONE)
 
 
 def _write_dcp(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    dcp.save_agreed(Agreement(None, "convert", alone=True), state, target, overwrite)
+    dcp.save(state, target, overwrite=overwrite, process_group=ALONE)
 
 
 def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    save_agreed(Agreement(None, "convert", alone=True), state, Target(target.absolute(), overwrite))
+    save_agreed(Agreement(ALONE, "convert"), state, Target(target.absolute(), overwrite))
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
@@ -289,7 +283,8 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
                 refuse(names[path], expected, "two tensors of that name", remedy)
             tensors[names[path]] = values[path].detach().contiguous()
     crc32 = {name: zlib.crc32(view_bytes(tensor)) for name, tensor in tensors.items()}
-    header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
+    containers = [(path, kind) for path, kind, _ in description["containers"]]
+    header = json.dumps({"containers": containers, "entries": entries, "crc32": crc32})
     _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header})
 
 
@@ -330,3 +325,173 @@ _WRITERS: dict[str, Callable[[dict[Any, Any], Path, bool], Any]] = {
     "store": _write_store,
 }
 FORMATS = sorted(_WRITERS)
+
+
+# --- Without loading ---------------------------------------------------------------------------------------
+# These functions do not need the program that wrote the checkpoint or a process group. They hold one block in memory.
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of a save.
+
+    Attributes:
+        path: the directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
+        tensors: by key, as Python code would index the state dict. values: everything else, by the same kind of key.
+        nbytes: the bytes of all files of the save, without the manifest. ranks: the number of ranks that wrote it.
+        unlisted: files in the directory of the save that are not part of it, such as notes. They change nothing.
+    """
+
+    path: Path
+    save_id: str
+    saves: tuple[str, ...]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    nbytes: int
+    ranks: int
+    unlisted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parameters = sum(entry.nbytes for entry in self.tensors.values() if entry.same_as is None)
+        return (
+            f"{self.path}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values, "
+            f"written by {self.ranks} ranks"
+        )
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Inspect the save that counts, or the save whose directory `path` is. Read only its manifest.
+
+    Raises:
+        UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
+    """
+    current = commit.find_current(path_of(path, "inspect").absolute())
+    return _inspection(current.folder, commit.read_manifest(current))
+
+
+def _inspection(folder: Path, manifest: Manifest) -> Inspection:
+    return Inspection(
+        path=folder,
+        save_id=manifest.save_id,
+        saves=tuple(commit.find_saves(folder.parent)),
+        tensors={show(p): e for p, e in manifest.entries.items() if isinstance(e, TensorEntry)},
+        values={
+            show(p): decode(e.json_value) for p, e in manifest.entries.items() if isinstance(e, ValueEntry)
+        },
+        nbytes=sum(manifest.files),
+        ranks=len(manifest.files),
+        unlisted=tuple(sorted(set(os.listdir(folder)) - commit.files_of(manifest))),
+    )
+
+
+def verify(path: str | os.PathLike[str]) -> Inspection:
+    """Read every byte of the save that counts, and compare it with its checksum.
+
+    Returns:
+        The result of `inspect`, if everything is as it was written.
+
+    Raises:
+        UsageError: there is no checkpoint.
+        CheckpointError: names the first thing that is missing or damaged, with file, key and offset.
+    """
+    folder, manifest = commit.find_complete(path_of(path, "verify").absolute())
+    for index, share in enumerate(shares_of(manifest)):
+        _verify_file(folder, manifest, index, share)
+    return _inspection(folder, manifest)
+
+
+def _verify_file(
+    folder: Path, manifest: Manifest, index: int, share: list[tuple[TensorEntry, Chunk]]
+) -> None:
+    """Read a file from the first byte to the last: the header, each chunk, and the zeros between them."""
+    with ExitStack() as opened:
+        source = Blocks(manifest, folder, opened)
+        fd, path, end = source.open(index), folder / name_of(index), ALIGNMENT
+        for entry, chunk in share:
+            _check_zeros(fd, path, end, chunk.at)
+            reader = source.reader(entry, chunk)
+            for start in range(0, reader.nbytes, reader.block_bytes):
+                reader.read(memoryview(bytearray(min(reader.block_bytes, reader.nbytes - start))), start)
+            end = chunk.at + reader.nbytes
+        _check_zeros(fd, path, end, manifest.files[index])
+
+
+def _check_zeros(fd: int, path: Path, start: int, stop: int) -> None:
+    """Raise `CheckpointError` unless these bytes of the file are zero."""
+    found = bytearray(stop - start)
+    commit.read_exactly(fd, memoryview(found), start, path)
+    for i, byte in enumerate(found):
+        if byte:
+            raise damaged(path, "zeros between two parts", f"{byte}", start + i)
+
+
+# --- The command -------------------------------------------------------------------------------------------
+
+
+def show_inspection(path: Path, as_json: bool) -> int:
+    """Print the contents of a checkpoint, and the list of its saves."""
+    found = inspect(path)
+    if as_json:
+        print(json.dumps(_as_json(found), indent=2))
+        return 0
+    print(found)
+    for key, entry in found.tensors.items():
+        chunks = f"{len(entry.chunks)} chunk{'s' if len(entry.chunks) != 1 else ''}"
+        note = f"the same tensor as {_short(show(entry.same_as))}" if entry.same_as else chunks
+        dtype = str(entry.dtype).removeprefix("torch.")
+        print(f"  {_short(key):<48} {dtype:<10} {str(list(entry.shape)):<20} {note}")
+    for key, value in found.values.items():
+        print(f"  {_short(key):<48} {str(value)[:60]}")
+    print(f"saves, oldest first: {', '.join(found.saves)}")
+    _mention(found)
+    return 0
+
+
+def _mention(found: Inspection) -> None:
+    if found.unlisted:
+        print(f"files that are not part of the save: {', '.join(found.unlisted)}")
+
+
+def _as_json(found: Inspection) -> dict[str, Any]:
+    return {
+        "save": found.save_id,
+        "saves": list(found.saves),
+        "ranks": found.ranks,
+        "bytes": found.nbytes,
+        "unlisted": list(found.unlisted),
+        "tensors": {
+            _short(key): {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+                "chunks": len(entry.chunks),
+            }
+            for key, entry in found.tensors.items()
+        },
+        "values": {_short(key): str(value) for key, value in found.values.items()},
+    }
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("state_dict")
+
+
+def verify_all(path: Path, as_json: bool) -> int:
+    """Read every byte of a checkpoint. Raise an error if something is wrong."""
+    found = verify(path)
+    if as_json:
+        print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
+    else:
+        print(f"{found}: intact")
+        _mention(found)
+    return 0
+
+
+def convert_to(source: Path, target: Path, to: str, overwrite: bool, key: str | None, as_json: bool) -> int:
+    """Write a checkpoint in another format."""
+    found = convert(source, target, to=to, overwrite=overwrite, key=key)
+    if as_json:
+        print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
+    else:
+        print(f"{source} ({found.source_format}) → {target} ({to}): ", end="")
+        print(f"{found.tensors} tensors of {found.nbytes:,} bytes")
+    return 0

@@ -31,16 +31,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, is_expanded, part_of
+from hwfsdp.checkpoint.boxes import refuse_sharded_tensor
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.state_dict import to_cpu
-from hwfsdp.checkpoint.tensors import (
-    bytes_of,
-    check_data,
-    check_no_sum,
-    is_expanded,
-    part_of,
-    refuse_sharded_tensor,
-)
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
@@ -195,19 +189,17 @@ def _check_pickles(plan: Plan) -> None:
 # --- Agree -------------------------------------------------------------------------------------------------
 
 
-def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool | None = None) -> None:
+def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool) -> None:
     """Raise an error unless each entry of the plan fits this rank's entry at the same path, if there is one.
 
-    Args:
-        allow_cast: True: any dtype fits. False: the dtype must be the same; the error recommends allow_cast=True. None: the dtype
-            must be the same, the caller has no such option, and a None never fits a tensor.
+    `allow_cast`: any dtype fits.
     """
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}
     planned = {path[:n] for path in plan for n in range(len(path))}
     for path, place in places.items():
         if path in plan:
-            _check_entry(path, plan[path], place, allow_cast)
+            check_entry(path, plan[path], place, allow_cast)
         elif path in planned and items_of(place) is None:
             refuse(path, "what can hold the entries of a container", type(place).__name__)
     for path, coming in plan.items():
@@ -215,23 +207,24 @@ def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool | 
             refuse(path, "a container, as this rank has", "a leaf")
 
 
-def _check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool | None) -> None:
+def check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool) -> None:
+    """Raise an error unless what is coming, an entry of a `Plan`, fits the place; see `check_plan`."""
     if isinstance(coming, EmptyContainer):
         if items_of(place) is None:
             refuse(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
         return
     if not isinstance(coming, TensorInfo):
-        if isinstance(place, Tensor) and (coming is not None or allow_cast is None):
+        if isinstance(place, Tensor) and coming is not None:
             refuse(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
         return
     if is_sharded_tensor(place):
         refuse_sharded_tensor(path)
-    if place is None and allow_cast is not None:
+    if place is None:
         return
     if not isinstance(place, Tensor):
         refuse(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
     expected, got = (f"shape {tuple(t.shape)} and {t.dtype}" for t in (place, coming))
-    if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and allow_cast is None):
+    if tuple(place.shape) != coming.shape:
         refuse(path, expected, got)
     if place.dtype != coming.dtype and not allow_cast:
         remedy = "Pass allow_cast=True if the values may become what that dtype can hold."
@@ -282,7 +275,7 @@ def _fill(
                 if not coming.shape:
                     filled[path] = _copy_to(whole, torch.device("cpu"), coming.dtype)
             elif path in places:
-                written[id(place)] = _write(whole, written.get(id(place), place), device)
+                written[id(place)] = write(whole, written.get(id(place), place), device)
                 filled[path] = to_cpu(written[id(place)]) if cpu_offload else written[id(place)]
         elif not isinstance(coming, EmptyContainer):
             filled[path] = coming
@@ -297,7 +290,7 @@ def _fill(
         local_state_dict[key] = value
 
 
-def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
+def write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
     """Write this rank's values into `place` and return it. If that is not possible, return a new tensor with these values."""
     part = whole
     if isinstance(place, DTensor):

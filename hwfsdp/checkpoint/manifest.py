@@ -15,12 +15,19 @@ of the manifest. So files of two saves cannot be mixed. The directory of a save 
 A manifest with a correct hash may still come from an attacker. So this module checks everything before it is used. It makes the
 file names itself and does not take them from the manifest. It checks that chunks tile their tensors, that chunks do not overlap
 in their files, and that no key comes twice.
+
+A state dict also has small values that are not tensors: learning rates, counters, names, flags. Values of JSON's own types are written
+as they are. Any other value becomes an object that names its type (`encode`). Types outside the list below are refused, because a
+format that could write them could also run code when it is read.
 """
 
 from __future__ import annotations
 
+import base64
+import enum
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,11 +35,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hwfsdp.checkpoint.boxes import Box, find_fault
 from hwfsdp.checkpoint.messages import KeyPath, damaged, show
-from hwfsdp.checkpoint.values import decode, dtype_named
 
 FORMAT, VERSION = "hwfsdp checkpoint", 1
 BLOCK_BYTES = 1 << 20  # each block has a checksum
@@ -51,12 +58,14 @@ class Chunk(NamedTuple):
     Attributes:
         file: index into the manifest's files. at: the byte of the file at which the chunk begins.
         box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
+        nbytes: the bytes in the file, in formats of others. In ours, they follow from the box.
     """
 
     file: int
     at: int
     box: Box
     crc32: tuple[int, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """A value that is not a tensor; `json_value` is the result of `values.encode`."""
+    """A value that is not a tensor: the result of `encode`, or, in formats of others, the place of the value in the files."""
 
     path: KeyPath
-    json_value: Any
+    json_value: Any = None
+    chunk: Chunk | None = None
 
     def __str__(self) -> str:
+        if self.chunk is not None:
+            return "a value"
         return f"the {type(decode(self.json_value)).__name__} {str(decode(self.json_value))[:40]!r}"
 
 
@@ -145,8 +157,8 @@ def name_of(file: int) -> str:
 # --- Writing -----------------------------------------------------------------------------------------------
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """Return the text of the manifest, as it is written. It ends with its own hash."""
+def to_bytes(manifest: Manifest) -> tuple[bytes, str]:
+    """Return the text of the manifest, as it is written, and its hash, with which it ends."""
     tree = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,7 +169,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         "entries": [_entry_as_json(entry) for entry in manifest.entries.values()],
     }
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()[:-1]
-    return text + f',"sha256":"{hashlib.sha256(text).hexdigest()}"}}\n'.encode()
+    digest = hashlib.sha256(text).hexdigest()
+    return text + f',"sha256":"{digest}"}}\n'.encode(), digest
 
 
 def _entry_as_json(entry: Entry) -> dict[str, Any]:
@@ -262,8 +275,7 @@ def _manifest_of(tree: Any, digest: str, source: Path) -> Manifest:
     manifest = Manifest(save_id, files, containers, by_path, block_bytes, digest)
     if len(by_path) != len(entries) or len(containers) != len(tree["containers"]):
         raise ValueError("an entry that comes twice")
-    _check_tree(manifest)
-    _check_tensors(manifest, source)
+    check_manifest(manifest, source)
     return manifest
 
 
@@ -286,6 +298,12 @@ def _chunk_of(tree: Any) -> Chunk:
     crc32 = tuple(_crc32(text) for text in tree["crc32"])
     box = Box(_naturals(tree["offset"]), _naturals(tree["shape"]))
     return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
+
+
+def check_manifest(manifest: Manifest, source: Path) -> None:
+    """Raise an error if the manifest, which is or will be in the file `source`, contradicts itself."""
+    _check_tree(manifest)
+    _check_tensors(manifest, source)
 
 
 def _check_tree(manifest: Manifest) -> None:
@@ -350,3 +368,103 @@ def _crc32(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{8}", text):
         raise ValueError(f"{str(text)[:40]!r} where a checksum should be")
     return int(text, 16)
+
+
+# --- Values that are not tensors ---------------------------------------------------------------------------
+
+
+def _name(constant: Any) -> str:
+    return str(constant).removeprefix("torch.")
+
+
+def _constant(kind: type) -> Callable[[Any], Any]:
+    """Return a reader for constants of torch of this type, such as torch.float32."""
+
+    def read(name: Any) -> Any:
+        found = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(found, kind):
+            raise ValueError(f"no {kind.__name__} of torch: {name!r}")
+        return found
+
+    return read
+
+
+def _base64(value: Any) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _complex(real: str, imag: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imag))
+
+
+# By type, a function that returns the JSON of a value, and the reverse function.
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: (lambda value: str(float(value)), float),  # infinite, or not a number
+    bytes: (_base64, _bytes),
+    bytearray: (_base64, lambda text: bytearray(_bytes(text))),
+    complex: (lambda value: [value.real.hex(), value.imag.hex()], lambda parts: _complex(*parts)),
+    torch.Size: (list, torch.Size),
+    torch.dtype: (_name, _constant(torch.dtype)),
+    torch.device: (str, torch.device),
+    torch.layout: (_name, _constant(torch.layout)),
+    torch.memory_format: (_name, _constant(torch.memory_format)),
+}
+_READERS = {kind.__name__: read for kind, (_, read) in _FORMS.items()}
+
+dtype_named = _constant(torch.dtype)
+
+
+def encode(value: Any) -> Any:
+    """Return the value as JSON.
+
+    Raises:
+        TypeError: a checkpoint cannot hold values of this type.
+    """
+    if isinstance(value, enum.Enum):  # it may be an int or str, too, and would come back as a plain one
+        raise TypeError(type(value).__name__)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    for kind, (write, _) in _FORMS.items():
+        if isinstance(value, kind):
+            return {"type": kind.__name__, "value": write(value)}
+    raise TypeError(type(value).__name__)
+
+
+def advice_for(value: Any) -> str:
+    """Say what to save in place of a value that a checkpoint cannot hold."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "Save torch.from_numpy(array), which shares the array's memory: a load fills the array, too."
+    if isinstance(value, np.generic):
+        return "Save value.item()."
+    if isinstance(value, enum.Enum):
+        return "Save its name, or its value."
+    if isinstance(value, set | frozenset):
+        return "Save a sorted list of it."
+    if callable(getattr(value, "state_dict", None)):
+        return "Save its state_dict()."
+    return "Leave it out, or save what it can be made from again."
+
+
+def decode(json_value: Any) -> Any:
+    """Return the value that `encode` wrote.
+
+    Raises:
+        ValueError: `encode` writes no such JSON.
+    """
+    if json_value is None or isinstance(json_value, bool | int | float | str):
+        return json_value
+    try:
+        read = _READERS[json_value["type"]]
+        return read(json_value["value"])
+    except Exception as error:
+        raise ValueError(f"no value that a checkpoint can hold: {str(json_value)[:80]}") from error

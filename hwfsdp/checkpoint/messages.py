@@ -152,6 +152,11 @@ def check_in_common(
         refuse(what, expected, left_out, remedy)
 
 
+def said_once(texts: Sequence[str]) -> list[str]:
+    """Return, for each rank, its text; "" if it is the text of rank 0, which says it for all."""
+    return [texts[0], *("" if text == texts[0] else text for text in texts[1:])]
+
+
 def warn_left_out(left_out: str, path: object) -> None:
     """Warn about keys that a load with strict=False has not loaded. `left_out` is the text of `on_one_side`; "" if there are none."""
     if left_out:

@@ -27,14 +27,19 @@ Note [Whose shape]
     This module computes the local shape of a DTensor with `layout`. A DTensor that was made on the meta device may have torch's
     local shape, which is wrong where cuts are strided and uneven. Such a tensor gets memory of its own.
 
+Note [One parameter at a time]
+    Only the step of an optimizer knows which state the optimizer keeps. So we make a step with gradients that are zero. We make
+    it for each parameter alone. So we need a copy of only one parameter to restore its bits afterwards.
+
 Left out: values. No checkpoint has values for non-persistent buffers. They stay on the meta device, where `check_materialized`
 finds them. Memory without values would hide them.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 import torch
@@ -43,18 +48,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hwfsdp.checkpoint.messages import KeyPath, listed, refuse, show
-from hwfsdp.checkpoint.optimizer_state import init_optimizer_state
-from hwfsdp.checkpoint.tensors import is_expanded, local_shape_of
+from hwfsdp.checkpoint.boxes import is_expanded, local_shape_of, part_of
+from hwfsdp.checkpoint.messages import KeyPath, listed, refusal, refuse, show, told
 from hwfsdp.checkpoint.traverse import leaves_of
-from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key
+from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
-from hwfsdp.errors import StateError, UnsupportedError
+from hwfsdp.errors import FSDPError, StateError, UnsupportedError
 from hwfsdp.features.policies import is_offloaded
 from hwfsdp.layout.extents import compute_local_stride
-
-__all__ = ["check_materialized", "init_meta_model", "init_optimizer_state", "init_state_dict"]
 
 StateDict = TypeVar("StateDict", bound=dict[Any, Any])
 
@@ -378,3 +380,79 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if states:
         remedy = "Call init_state_dict(optimizer.state_dict()), and load a checkpoint into it."
         refuse(kind, "no state on the meta device", _counted(states), remedy, StateError)
+
+
+# --- The state of an optimizer -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init_optimizer_state(optimizer: Optimizer) -> None:
+    """Give a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
+
+    Every parameter that requires grad and has no state yet gets state (Note [One parameter at a time]): moments are zero, and counts
+    of steps are zero. Parameters keep every bit, gradients and groups stay the same, and hooks are not called. There is no
+    communication, unless the optimizer's step communicates. The state of parameters on the meta device is on the meta device, too.
+
+    Args:
+        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any other optimizer whose step skips parameters without gradients.
+
+    Raises:
+        UnsupportedError: the step needs a closure (as LBFGS does), or refuses dense gradients of zeros.
+            Then the optimizer stays as it was.
+    """
+    step = _plain_step(optimizer)
+    done: list[Tensor] = []
+    try:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not optimizer.state.get(param):
+                    done.append(param)
+                    _step_alone(optimizer, step, group, param)
+    except Exception as error:
+        for param in done:
+            optimizer.state.pop(param, None)
+        if isinstance(error, FSDPError):
+            raise
+        raise _refusal(optimizer, "a step over gradients that are dense and zero", told(error)) from error
+
+
+def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
+    what, remedy = type(optimizer).__name__, "Take one training step, and load the checkpoint afterwards."
+    return refusal(f"init_optimizer_state({what})", expected, got, remedy, UnsupportedError)
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the step of the optimizer's class, without torch's wrapper that calls hooks."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        expected = "an optimizer whose step can be made without a closure"
+        raise _refusal(optimizer, expected, "one that evaluates the model itself")
+    return step  # type: ignore[no-any-return]
+
+
+def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str, Any], param: Tensor) -> None:
+    """Make a step of this parameter alone, with a gradient of zeros and without weight decay. Keep its bits; count no step."""
+    groups, params, grad = optimizer.param_groups, group["params"], param.grad
+    memory, decay = part_of(param), group.get("weight_decay")
+    bits, zeros = memory.detach().clone(), torch.zeros_like(memory)
+    try:
+        optimizer.param_groups = [group]
+        group["params"] = [param]
+        if decay is not None:
+            group["weight_decay"] = 0
+        param.grad = wrap_like(zeros, param) if isinstance(param, DTensor) else zeros
+        step(optimizer)
+    finally:
+        param.grad = grad
+        group["params"], optimizer.param_groups = params, groups
+        if decay is not None:
+            group["weight_decay"] = decay
+        memory.copy_(bits)
+    state = optimizer.state.get(param, {})
+    if isinstance(count := state.get("step"), Tensor):
+        count.zero_()
+    elif count is not None:
+        state["step"] = 0

@@ -4,9 +4,9 @@
     load("ckpt")                                           # anywhere: {"model": …, "optimizer": …, "step": 7}
     load_into("ckpt", model, optimizer)                    # on every rank: into shards
 
-Other programs write and read this format, too. `partition` describes the contents of a part. Sharded models are written as whole
-tensors, so that any reader can load them. For this, DTensors are gathered one at a time. A rank needs memory for its part and for
-one more tensor. `load_into` maps the files into memory, and makes a whole tensor only for the entry that it is cutting.
+Other programs write and read this format, too. Sharded models are written as whole tensors, so that any reader can load them. For
+this, DTensors are gathered one at a time. A rank needs memory for its part and for one more tensor. `load_into` maps the files into
+memory, and copies only what this rank has (see `loading`).
 
 Note [One save or the other]
     The ranks write into a new directory beside the old one. When all of them have finished, rank 0 exchanges the two
@@ -15,41 +15,51 @@ Note [One save or the other]
     stays as it was. The directory is replaced as a whole. So no old part can be left in it, and it may hold nothing but parts.
     Each save has an id, which every part holds under a key that other readers ignore. So parts of two saves do not mix.
 
-`part_files` describes which damage is noticed. `part_targets` describes which checkpoint can be loaded into which target.
+Note [Targets]
+    A model has a place for every entry: the tensors of its state dict. An optimizer that has made no step yet has no places. So an
+    optimizer gets a new state. The state of a parameter is cut like the present state; without one, like the parameter, if it has the
+    parameter's shape. So sharded states of other shapes need an optimizer that has made one step. Tensors on the meta device
+    get memory in place (see `meta`). So an optimizer that was made over such parameters has the right parameters afterwards.
+
+See `part_files` for what is in a part, and how parts are read.
+
+Left out: shared memory (tied weights are two entries with the same values); tensors in lists in the state of an optimizer, which stay
+whole; files that torch.save wrote before it used zip archives, and files that were written with CRCs turned off.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint import partition
-from hwfsdp.checkpoint.agreement import Agreement, check_alike
-from hwfsdp.checkpoint.archives import check_loadable, replaced
-from hwfsdp.checkpoint.messages import damaged, path_of, refuse, show, with_size
-from hwfsdp.checkpoint.part_files import check_part, check_replaceable, part_name, read
-from hwfsdp.checkpoint.part_targets import (
-    Loading,
-    buffers_of,
-    check_tensor,
-    describe_entry,
-    refuse_kind,
-    several,
-    state_of,
-)
-from hwfsdp.checkpoint.per_rank import PerRank
-from hwfsdp.checkpoint.traverse import containers_in, leaves_of
-from hwfsdp.errors import CheckpointError
+from hwfsdp.checkpoint.agreement import ALONE, Agreement, check_alike
+from hwfsdp.checkpoint.archives import archive_file, check_loadable
+from hwfsdp.checkpoint.boxes import check_data, local_shape_of
+from hwfsdp.checkpoint.commit import replaced
+from hwfsdp.checkpoint.loading import Match, match_entries, read_and_fill
+from hwfsdp.checkpoint.manifest import TensorEntry
+from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
+from hwfsdp.checkpoint.messages import said_once, show, warn_left_out
+from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.part_files import COUNT_KEY, ID_KEY, PART, RESERVED, VERSION, VERSION_KEY, Cut, Parts
+from hwfsdp.checkpoint.part_files import entries_in, kept, own, part_name, read
+from hwfsdp.checkpoint.saving import deal
+from hwfsdp.checkpoint.state_dict import whole_of
+from hwfsdp.checkpoint.traverse import PerRank, brief, containers_in, items_of, leaves_of
+from hwfsdp.compat import local_of, wrap_like
+from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.errors import CheckpointError, WrongTypeError
 
 LARGE_BYTES = 256 * 2**20  # larger tensors are cut
 
@@ -80,18 +90,7 @@ def save(
         UnsupportedError: on all ranks, for a ShardedTensor.
         CheckpointError: on all ranks, if one rank could not write. An existing checkpoint stays as it was.
     """
-    save_agreed(_agreement(group), fname, model, optimizer, others, group)
-
-
-def save_agreed(
-    agreement: Agreement,
-    fname: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any = None,
-    others: Mapping[Any, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Do the work of `save`, in an agreement that was made before."""
+    agreement = _agreement(group)
     target = Path(os.path.realpath(path_of(fname, "save")))
     mine = _Save(agreement, group)
     remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
@@ -119,18 +118,15 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
         CheckpointError: a part is missing, stale, damaged, or of another save or version; a part holds a value that cannot be
             loaded safely; an entry is in two parts, or incomplete.
     """
-    contents = read(path_of(fname, "load"), nthreads, kwargs)
-    states = [optimizer["state"].values() for optimizer in contents.optimizers]
-    dicts = [entry for state in states for entry in state if isinstance(entry, dict)]
-    for entries in (*contents.models, *dicts):
-        for key, entry in entries.items():
-            entries[key] = partition.whole_entry(entry)  # in place, so that the chunks are freed
-    head = {partition.COUNT_KEY: contents.part_count, partition.VERSION_KEY: partition.VERSION}
-    return head | {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
-
-
-def _bare(several: list[dict[str, Any]]) -> Any:
-    return several[0] if len(several) == 1 else several
+    parts = read(path_of(fname, "load"), nthreads, kwargs)
+    for path, entry in parts.found.items():
+        if isinstance(entry, Cut):
+            parts.found[path] = entry.whole()  # one after the other, so that the chunks are freed
+    models, optimizers = (
+        several[0] if len(several) == 1 else several for several in parts.trees(parts.found)
+    )
+    head = {COUNT_KEY: parts.part_count, VERSION_KEY: VERSION}
+    return head | {"model": models, "optimizer": optimizers} | parts.others
 
 
 @torch.no_grad()
@@ -142,6 +138,8 @@ def load_into(
     group: dist.ProcessGroup | None = None,
     nthreads: int = 8,
     device: torch.device | None = None,
+    strict: bool = True,
+    allow_cast: bool = False,
 ) -> dict[Any, Any]:
     """Load models and optimizers, sharded or not. Each rank loads its shards. Any number of ranks may have saved the checkpoint.
 
@@ -154,6 +152,7 @@ def load_into(
             `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, provided that it
             has the same shape.
         device: where tensors on the meta device get memory; see `meta.init_state_dict`.
+        strict, allow_cast: as for `loading.load`.
 
     Returns:
         The other entries of the checkpoint.
@@ -163,29 +162,33 @@ def load_into(
         UnsupportedError: on all ranks, if any of them has a `Partial` placement. Nothing was loaded.
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
-    agreement, loading = _agreement(group), list[Loading]()
-    fname = path_of(fname, "load_into")
+    agreement, found = _agreement(group), list[_Targets]()
+    directory = path_of(fname, "load_into")
     with ExitStack() as held:
 
-        def prepare() -> str | None:
-            contents = read(fname, nthreads, {"map_location": "cpu", "mmap": True})
-            loading.append(Loading(contents, model, optimizer, device, held))
-            return contents.save_id
+        def prepare() -> tuple[str | None, str]:
+            parts = read(directory, nthreads, {"map_location": "cpu", "mmap": True})
+            found.append(_Targets(parts, model, optimizer))
+            return parts.save_id, found[0].prepare(device, held, strict, allow_cast)
 
-        ids = agreement.gather("preparing", prepare)
-        if len(set(ids)) > 1:
-            remedy = "Give all ranks the same directory, while no other job saves to it."
-            refuse("load_into", "one save on all ranks", f"{len(set(ids))} of them", remedy, CheckpointError)
-        loading[0].fill()
-    others: dict[Any, Any] = partition.kept(loading[0].contents.others, True)
+        def compare(reports: list[Any]) -> list[str]:
+            if (saves := len({save_id for save_id, _ in reports})) > 1:
+                remedy = "Give all ranks the same directory, while no other job saves to it."
+                refuse("load_into", "one save on all ranks", f"{saves} of them", remedy, CheckpointError)
+            return said_once([left_out for _, left_out in reports])
+
+        left_out: str = agreement.step("preparing", prepare, compare)
+        (targets,) = found
+        read_and_fill(agreement, targets.tree, targets.match, targets.parts)
+        targets.finish()
+    warn_left_out(left_out, directory)
+    others: dict[Any, Any] = kept(targets.parts.others, True)
     return others
 
 
-# --- All ranks ---------------------------------------------------------------------------------------------
-
-
 def _agreement(group: Any) -> Agreement:
-    if not isinstance(group, dist.ProcessGroup | None) and group != dist.GroupMember.NON_GROUP_MEMBER:
+    known = isinstance(group, dist.ProcessGroup | None) or group in (dist.GroupMember.NON_GROUP_MEMBER, ALONE)
+    if not known:
         refuse_kind("group", group, "a process group, or None for all ranks")
     return Agreement(group, "PART checkpoint")
 
@@ -203,7 +206,7 @@ class _Save:
         self.models: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.others: dict[Any, Any] = {}
-        self.deals: tuple[list[partition.Division], list[partition.Division]] = ([], [])
+        self.deals: tuple[list[Division], list[Division]] = ([], [])
 
     @property
     def tree(self) -> dict[Any, Any]:
@@ -223,8 +226,8 @@ class _Save:
         loads = [0] * len(self.ranks)
         named = zip(self.models, map(buffers_of, modules))
         self.deals = (
-            [partition.divide_model(state, buffers, loads, LARGE_BYTES) for state, buffers in named],
-            [partition.divide_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
+            [divide(state, loads, LARGE_BYTES, buffers) for state, buffers in named],
+            [divide(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
         )
         listing = [(show(path), describe_entry(value)) for path, value in leaves_of(self.tree)]
         dealt = [(each.holders, sorted(map(repr, each.cut))) for each in (*self.deals[0], *self.deals[1])]
@@ -247,8 +250,8 @@ class _Save:
 
     def _check_others(self) -> None:
         for key in self.others:
-            if key in partition.RESERVED:
-                expected = f"a key that the format does not use; it uses {list(partition.RESERVED)}"
+            if key in RESERVED:
+                expected = f"a key that the format does not use; it uses {list(RESERVED)}"
                 refuse(f"others[{key!r}]", expected, repr(key), "Rename it.")
         for path, value in leaves_of(self.others):
             if isinstance(value, DTensor):
@@ -260,29 +263,22 @@ class _Save:
 
     def part(self, save_id: str) -> dict[Any, Any]:
         """Make this rank's part. All ranks gather DTensors in it."""
-        head = {partition.COUNT_KEY: len(self.ranks), partition.VERSION_KEY: partition.VERSION}
+        head = {COUNT_KEY: len(self.ranks), VERSION_KEY: VERSION}
         at = self.rank, len(self.ranks)
-        models, states = ([partition.part_of(each, *at) for each in deals] for deals in self.deals)
+        models, states = ([part_of(each, *at) for each in deals] for deals in self.deals)
         optimizers: list[Any] = []
         for state_dict, (whole, chunks) in zip(self.optimizers, states):
-            rest = {key: partition.kept(value, True) for key, value in state_dict.items() if key != "state"}
+            rest = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
             optimizers.append(({"state": whole, **rest}, chunks))
-        part: dict[Any, Any] = {**head, partition.ID_KEY: save_id, "model": models, "optimizer": optimizers}
-        return part | (partition.kept(self.others, True) if self.rank == 0 else {})
+        part: dict[Any, Any] = {**head, ID_KEY: save_id, "model": models, "optimizer": optimizers}
+        return part | (kept(self.others, True) if self.rank == 0 else {})
 
     def write(self, part: dict[Any, Any], directory: Path) -> None:
-        path, with_crcs = directory / part_name(self.rank), torch.serialization.get_crc32_options()
-        check_part(part, str(path))
-        try:
-            torch.serialization.set_crc32_options(True)
-            with open(path, "xb") as file:
-                torch.save(part, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except Exception as error:
-            raise with_size(error, path, partition.bytes_in(part)) from error
-        finally:
-            torch.serialization.set_crc32_options(with_crcs)
+        path = directory / part_name(self.rank)
+        for _ in entries_in(part, str(path)):  # checks them
+            pass
+        with archive_file(path, bytes_in(part)) as file:
+            torch.save(part, file)
 
     def check_complete(self, directory: Path) -> None:
         """Raise an error unless every rank's part is in the directory."""
@@ -291,3 +287,246 @@ class _Save:
             if not path.is_file():
                 remedy = "Give all ranks the same directory, in a file system that they share."
                 raise damaged(path, f"the part that rank {rank} wrote", "none", remedy=remedy)
+
+
+# --- Dividing ----------------------------------------------------------------------------------------------
+
+
+class Division(NamedTuple):
+    """The entries of a model, or the state of an optimizer, divided among ranks.
+
+    Attributes:
+        whole: the entries that stay whole, by name; for an optimizer, the states of the parameters, by index.
+        holders: the rank that writes each of them. cut: the large tensors, by name; for an optimizer, by (param index, key).
+    """
+
+    whole: dict[Any, Any]
+    holders: dict[Any, int]
+    cut: dict[Any, Tensor]
+
+
+def bytes_in(tree: Any) -> int:
+    """Return the bytes of the tensors in the tree. A DTensor counts as a whole."""
+    tensors = [leaf.value for leaf in leaves_of(tree) if isinstance(leaf.value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def is_large(value: Any, large_bytes: int) -> bool:
+    """True if the value is a dense tensor of more bytes than `large_bytes`."""
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and value.numel() * value.element_size() > large_bytes
+
+
+def divide(
+    entries: Mapping[Any, Any], loads: list[int], large_bytes: int, buffers: Collection[Any] | None = None
+) -> Division:
+    """Divide the entries of a model among ranks, or the states of the parameters of an optimizer.
+
+    Args:
+        loads: bytes by rank, to which the bytes of the entries are added.
+        buffers: the entries that rank 0 gets, whatever their size. None: the entries are of an optimizer, each the state of a parameter.
+    """
+    whole, cut, mine = dict(entries), dict[Any, Any](), dict[Any, int]()
+    for name, entry in entries.items():
+        if buffers is None and isinstance(entry, Mapping):
+            large = {key: value for key, value in entry.items() if is_large(value, large_bytes)}
+            cut |= {(name, key): value for key, value in large.items()}
+            whole[name] = {key: value for key, value in entry.items() if key not in large}
+        elif buffers is not None and name in buffers:
+            mine[name] = 0
+            loads[0] += bytes_in(entry)
+        elif buffers is not None and is_large(entry, large_bytes):
+            cut[name] = whole.pop(name)
+    sizes = {name: bytes_in(entry) for name, entry in whole.items() if name not in mine}
+    return Division(whole, mine | deal(sizes, loads), cut)
+
+
+# --- Making a part -----------------------------------------------------------------------------------------
+
+
+def chunk_of(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
+    """Return the size of a tensor and this rank's chunk of its elements, [k], in row-major order. A DTensor is gathered first."""
+    whole = whole_of(value) if isinstance(value, DTensor) else value
+    start, length = chunk_extent(whole.numel(), world_size, rank)
+    return whole.shape, own(whole.reshape(-1)[start : start + length])
+
+
+def part_of(dealt: Division, rank: int, world_size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return this rank's part: whole entries, chunks. All ranks gather DTensors one at a time, in the same order."""
+    chunks = {key: chunk_of(value, rank, world_size) for key, value in dealt.cut.items()}
+    whole: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in dealt.whole.items():
+        taken = kept(value, dealt.holders[key] == rank)
+        if dealt.holders[key] == rank:
+            whole[key] = taken
+    return whole, chunks
+
+
+# --- Replacing ---------------------------------------------------------------------------------------------
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise an error if the directory holds a file that a new save would remove and that is not a part."""
+    foreign = None
+    if target.is_dir():
+        foreign = next((name for name in sorted(os.listdir(target)) if not PART.fullmatch(name)), None)
+    elif target.exists():
+        foreign = "a file of that name"
+    if foreign is not None:
+        expected = "a directory that holds nothing but PART files, or none yet"
+        refuse(target, expected, foreign, "Save into a directory of its own; it is replaced as a whole.")
+
+
+# --- What is saved and filled ------------------------------------------------------------------------------
+
+
+def several(value: Any) -> list[Any]:
+    """Return one object or many as a list; [] for None."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def state_of(value: Any, what: str) -> dict[Any, Any]:
+    """Return a dict with the state dict of a module or optimizer, or with the entries of a mapping. The caller may change the dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not callable(getattr(value, "state_dict", None)) or isinstance(value, type):
+        refuse_kind(what, value)
+    state = value.state_dict()
+    return state if isinstance(state, dict) else refuse_kind(f"{what}.state_dict()", state, "a dict")
+
+
+def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer or a state dict") -> NoReturn:
+    remedy = "See the arguments of hwfsdp.checkpoint.parts.save."
+    refuse(what, expected, brief(value)[:200], remedy, WrongTypeError)
+
+
+class _Targets:
+    """What a load fills on this rank (Note [Targets]).
+
+    Attributes:
+        tree: the state dicts to fill, {"model": [...], "optimizer": [...]}. match: what is read into them.
+    """
+
+    match: Match
+
+    def __init__(self, parts: Parts, model: Any, optimizer: Any) -> None:
+        self.parts, self.models, self.optimizers = parts, several(model), several(optimizer)
+        self.tree: dict[str, list[Any]] = {"model": [], "optimizer": []}
+        self.has_memory: list[bool] = []  # by model: tensors on the meta device got memory
+        counts = ("model", model, parts.model_count), ("optimizer", optimizer, len(parts.rests))
+        for what, given, saved in counts:
+            if given is not None and (got := len(several(given))) != saved:
+                remedy = "Give as many, in the same order; None leaves all as they are."
+                refuse(f"load_into's {what}", f"{saved}, as were saved", f"{got}", remedy)
+
+    def prepare(self, device: torch.device | None, held: ExitStack, strict: bool, allow_cast: bool) -> str:
+        """Compare the entries with their targets. Return the keys that are left out, in words. No target is changed.
+
+        But models on the meta device get memory. They keep it if the context `held` ends without an error.
+        """
+        here = [("model", i, name) for i in range(len(self.models)) for name in self._entries(i)]
+        there = [path for path in self.parts.found if path[0] == "model" and self.models]
+        common = {*here} & {*there}
+        missing, unexpected = ([repr(p[2]) for p in paths if p not in common] for paths in (here, there))
+        left_out = on_one_side(missing, unexpected)
+        check_in_common("load_into", left_out, strict, bool(common), "Load into the model that was saved")
+        for i, module in enumerate(self.models):
+            target = module if isinstance(module, nn.Module) else self._entries(i)
+            memory = held.enter_context(NewMemory(target, device, None))
+            memory.give()
+            memory.check_loaded({path[2:] for path in there if path[1] == i})
+            self.tree["model"].append(memory.state_dict)
+            self.has_memory.append(bool(memory.paths))
+        leaves = {path: self.tree["model"][path[1]][path[2]] for path in here if path in common}
+        for i, optimizer in enumerate(self.optimizers):
+            leaves |= self._make_state(i, optimizer)
+        self.match = match_entries(self.tree, leaves, self.parts, allow_cast)
+        return left_out
+
+    def _entries(self, i: int) -> dict[Any, Any]:
+        if isinstance(self.models[i], Mapping) and not isinstance(self.models[i], MutableMapping):
+            refuse_kind(f"model[{i}]", self.models[i], "a state dict that can be filled")
+        return state_of(self.models[i], f"model[{i}]")
+
+    def _make_state(self, i: int, optimizer: Any) -> dict[KeyPath, Tensor]:
+        """Make the state to load for an optimizer, and return the tensors in it, which have no values yet."""
+        groups, rest = getattr(optimizer, "param_groups", None), self.parts.rests[i]
+        if not isinstance(groups, list) or not callable(getattr(optimizer, "load_state_dict", None)):
+            refuse_kind(f"optimizer[{i}]", optimizer, "an optimizer")
+        mine, theirs = ([len(group["params"]) for group in each] for each in (groups, rest["param_groups"]))
+        if mine != theirs:
+            got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
+            at = "optimizer", i, "param_groups"
+            refuse(at, f"groups of {mine} params, as the optimizer has", got, remedy)
+        indices = [index for group in rest["param_groups"] for index in group["params"]]
+        params = dict(zip(indices, (param for group in groups for param in group["params"])))
+        entries: dict[KeyPath, Any] = {}
+        tensors: dict[KeyPath, Tensor] = {}
+        for path, value in self.parts.found.items():
+            if path[:2] == ("optimizer", i):
+                entry = self.parts.manifest.entries[path]
+                if isinstance(entry, TensorEntry) and len(path) > 4:
+                    param = params.get(path[3])
+                    held = getattr(optimizer, "state", {}).get(param, {})
+                    place = held.get(path[4]) if isinstance(held, Mapping) else None
+                    value = tensors[path] = _room_for(entry, param, place)
+                entries[path] = value if path in tensors else kept(value, True)
+        state_dict = self.parts.trees(entries)[1][i]
+        self.tree["optimizer"].append(state_dict | {key: kept(value, True) for key, value in rest.items()})
+        return tensors
+
+    def finish(self) -> None:
+        """Hand the filled state dicts over. A module gets the entries that are not tensors when the context `held` ends."""
+        for module, entries, has_memory in zip(self.models, self.tree["model"], self.has_memory):
+            if isinstance(module, MutableMapping):
+                module.update(entries)
+            elif not isinstance(module, nn.Module):
+                module.load_state_dict(entries, **({"assign": True} if has_memory else {}))
+        for optimizer, state_dict in zip(self.optimizers, self.tree["optimizer"]):
+            optimizer.load_state_dict(state_dict)
+
+
+def _room_for(entry: TensorEntry, param: Any, place: Any) -> Tensor:
+    """Return memory for a tensor of an optimizer's state, cut as Note [Targets] says. `place`: the optimizer's present tensor, or None."""
+    if isinstance(param, Tensor) and param.is_meta:
+        expected, remedy = "parameters with memory", "Load its model in the same call, or before."
+        refuse(entry.path, expected, "one on the meta device", remedy)
+    dtype, shape = entry.dtype, entry.shape
+    if isinstance(place, Tensor):
+        dtype, shape = place.dtype, tuple(place.shape)
+    elif isinstance(param, Tensor) and tuple(param.shape) == entry.shape:
+        place = param
+    if not isinstance(place, DTensor):
+        return torch.empty(shape, dtype=dtype)
+    home = param if place.is_meta and isinstance(param, DTensor) else place
+    return wrap_like(torch.empty(local_shape_of(place), dtype=dtype, device=local_of(home).device), place)
+
+
+def buffers_of(module: Any) -> set[str]:
+    """Return the names of the module's buffers, including non-persistent ones, which its state dict does not have."""
+    if not isinstance(module, nn.Module):
+        return set()
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def check_tensor(path: KeyPath, tensor: Tensor, ranks: list[int]) -> None:
+    check_data(path, tensor)
+    inner = tensor
+    if isinstance(tensor, DTensor):
+        inner = tensor.to_local()
+        across = tensor.device_mesh.mesh.flatten().tolist()
+        if tensor.device_mesh.get_coordinate() is None or not set(across) <= set(ranks):
+            expected = f"a mesh that this rank is in, and all of whose ranks take part: {ranks}"
+            got = f"one of the ranks {across}"
+            refuse(path, expected, got, "Call save with the group of the ranks that have the model.")
+    if type(inner.detach()) is not Tensor:
+        expected = "a plain tensor, or a DTensor of plain ones"
+        refuse(path, expected, type(inner).__name__, "Convert it first; readers would need that class.")
+
+
+def describe_entry(value: Any) -> str:
+    """Describe everything about an entry that must be the same on all ranks."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
+    text = f"{value.dtype} {list(value.shape)} {value.layout}"
+    return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text

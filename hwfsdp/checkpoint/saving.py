@@ -1,39 +1,141 @@
-"""A save on one rank, from a state dict to a save that counts.
+"""A save, from a state dict to a save that counts; and a save that goes on while training does.
+
+    save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 100}, "runs/checkpoint")
+    handle = async_save(state_dict, "runs/checkpoint", keep=3)      # returns when the values are copied
+    handle.wait()                                                   # later: the id of the save, or its error
+
+A save promises this: it counts when all of it is on the disk, or not at all. Until then, an earlier checkpoint is not changed.
+Files hold nothing but numbers and JSON, so no checkpoint can make a program run code. One save on one rank:
 
     describe → [leader: compare, divide, make a directory] → write → [leader: manifest, CURRENT, sweep]
 
-The steps in square brackets happen on the leader. At each arrow, all ranks have agreed (see `agreement`).
+The steps in square brackets happen on the leader. At each arrow, all ranks have agreed (see `agreement`). Every rank describes
+its tensors and values as JSON (`describe`). The leader compares the descriptions, since a checkpoint holds one state dict and not
+one for each rank. Then it assigns every box to one of the ranks that have it (`divide`): the largest box first, each to the rank
+with the fewest bytes so far. The result is the manifest, still without checksums.
+
+Note [Replicas are compared]
+    If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
+    save, such as a forgotten reduction or weights from different seeds. A checkpoint with one rank's copy would hide this. So a
+    rank also sends checksums of parts that other ranks hold, too. If they differ, the error names the key and the ranks.
+
+Note [Saving while training goes on]
+    Training waits only for the copy (`staging`). A thread does the rest, exactly as `save` would. Only one save runs at a time: a
+    call waits until the previous save has ended. So memory holds one copy, and saves end in the order in which they began.
+
+Note [Failures find a listener]
+    A save that fails in the background fails on all ranks, and the program must learn of it. `wait` raises the error. Without
+    a call of `wait`, the next save raises it. Without a next save, the end of the process reports it: `launch` calls
+    `finish_saves` on its ranks. Any other interpreter prints a message on standard error and exits with status 1.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.checkpoint import blocks, saves
-from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.boxes import Box
-from hwfsdp.checkpoint.manifest import (
-    LARGEST,
-    Chunk,
-    Manifest,
-    TensorEntry,
-    from_bytes,
-    header_of,
-    name_of,
-    to_bytes,
-)
-from hwfsdp.checkpoint.messages import refuse, with_size
-from hwfsdp.checkpoint.plan import LocalParts, describe, divide, shares_of
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.checkpoint import commit
+from hwfsdp.checkpoint.agreement import Agreement, check_alike
+from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, identity_of
+from hwfsdp.checkpoint.boxes import intersection, part_of, pieces_of, slices_of, view_bytes, within
+from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, LARGEST, Chunk, Entry, Manifest, TensorEntry
+from hwfsdp.checkpoint.manifest import ValueEntry, advice_for, check_manifest, dtype_named, encode, header_of
+from hwfsdp.checkpoint.manifest import name_of, to_bytes
+from hwfsdp.checkpoint.messages import KeyPath, path_of, refusal, refuse, show, with_size
+from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.checkpoint.traverse import container_kind, containers_in, find_per_rank, is_within, items_of
+from hwfsdp.checkpoint.traverse import leaves_of, state_dict_of
+from hwfsdp.compat import is_shard
+
+
+def save(
+    state_dict: Mapping[Any, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> str:
+    """Write a state dict. A collective: every rank of the group calls it with the same keys.
+
+        save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}, "runs/checkpoint")
+        save(model, "runs/weights")
+
+    It returns when everything is on the disk. Values of subclasses of int, float and str are saved as int, float and str.
+
+    Args:
+        state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int. The ranks
+            that have the parts of a DTensor write it. Anything else must be the same on all ranks, and one of them writes it,
+            except what is in a `PerRank`, which every rank writes. A module stands for its state dict.
+        path: a directory, on storage that all ranks see. The directory and its parents are made if they do not exist.
+        overwrite: replace an existing checkpoint when the new save is complete.
+        keep: the number of saves to keep in `path`, including this one; older ones are removed. A checkpoint may exist already if
+            `keep` is given. None: keep one.
+
+    Returns:
+        The id of the save. `path / id` can be loaded, too, as long as this save is kept.
+
+    Raises:
+        UsageError: a checkpoint cannot hold an entry, ranks differ, or the target exists already.
+        UnsupportedError: a tensor is sparse, quantized or otherwise unusual.
+        StateError: another process is saving there.
+        CheckpointError: the disk is full or fails, or a rank raised another error, died, or hung. All ranks raise the same error,
+            and an earlier checkpoint stays as it was.
+    """
+    agreement = Agreement(process_group, "save")
+    queue.end_before(agreement)
+    return save_agreed(agreement, state_dict_of(state_dict), _target(path, overwrite, keep))
+
+
+def async_save(
+    state_dict: Mapping[Any, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """Start a `save` that goes on after this call has returned. A collective, like `save`.
+
+    It returns when every tensor is copied to the CPU. After that, changes to the tensors do not change the save. The memory for the
+    copies is as large as this rank's part of the state dict. It is kept for the next call.
+
+    Args:
+        As for `save`.
+
+    Returns:
+        A handle. Its `wait` raises the errors that `save` would have raised.
+
+    Raises:
+        The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
+    """
+    return queue.start(state_dict_of(state_dict), process_group, _target(path, overwrite, keep))
+
+
+def _target(path: str | os.PathLike[str], overwrite: bool, keep: int | None) -> Target:
+    return Target(path_of(path, "save").absolute(), overwrite, keep)
+
+
+# --- One save, step by step --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """The place of a save, and its options; see `store.save`."""
+    """The place of a save, and its options; see `save`."""
 
     path: Path
     overwrite: bool = False
@@ -42,7 +144,7 @@ class Target:
     def check(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             refuse("save", "keep=1 or more", f"keep={self.keep!r}", "Leave it out for one.")
-        saves.check_target(self.path, self.overwrite or self.keep is not None)
+        commit.check_target(self.path, self.overwrite or self.keep is not None)
 
 
 class Unstaged(NamedTuple):
@@ -52,7 +154,7 @@ class Unstaged(NamedTuple):
 
 
 def save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str:
-    """Do the work of `store.save`, in an agreement that was made before.
+    """Do the work of `save`, in an agreement that was made before.
 
     Args:
         state_dict: the state dict, or an `Unstaged`. Then all ranks raise its error.
@@ -76,18 +178,18 @@ class _Saving:
             self.parts = describe(state_dict, self.agreement.size, self.agreement.rank)
             return self.parts.description
 
-        answer = self.agreement.step("planning", describe_mine, self.begin)
-        folder: Path = self.target.path / answer["save"]
+        plan = self.agreement.step("planning", describe_mine, self.begin)
+        folder: Path = self.target.path / plan["save"]
         try:
-            self.agreement.step("writing", lambda: self.write(folder, answer["share"]), self.finish)
+            self.agreement.step("writing", lambda: self.write(folder, plan), self.finish)
         except BaseException:
             with suppress(OSError):  # the next save removes the rest
-                if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
-                    saves.remove(folder)
+                if self.agreement.rank == 0 and commit.newest_of(self.target.path) != folder.name:
+                    commit.remove(folder)
             raise
         if self.agreement.rank == 0:
             with suppress(OSError):  # the save counts already
-                saves.sweep(self.target.path, folder.name, self.target.keep or 1)
+                commit.sweep(self.target.path, folder.name, self.target.keep or 1)
         return folder.name
 
     # Steps of the leader.
@@ -98,60 +200,418 @@ class _Saving:
         self.target.check()
         manifest = divide(descriptions, "")  # raises its errors before any directory is made
         _make_directory(path)
-        self.held.enter_context(saves.locked(path))
+        self.held.enter_context(commit.locked(path))
         self.target.check()  # again, because now no other save can write there
-        saves.sweep(path, None, 1)
-        self.manifest = replace(manifest, save_id=saves.begin(path))
-        shares = [
-            [[list(entry.path), chunk.at, chunk.box] for entry, chunk in share]
-            for share in shares_of(self.manifest)
+        commit.sweep(path, None, 1)
+        self.manifest = replace(manifest, save_id=commit.begin(path))
+        shares = [[(e.path, chunk.at, chunk.box) for e, chunk in share] for share in shares_of(self.manifest)]
+        return [
+            {"save": self.manifest.save_id, "share": share, "bytes": nbytes}
+            for share, nbytes in zip(shares, self.manifest.files)
         ]
-        return [{"save": self.manifest.save_id, "share": share} for share in shares]
 
     def finish(self, checksums: list[Any]) -> None:
         """Complete the manifest, and let the save count."""
-        by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
+        by_chunk: dict[Chunk, Chunk] = {}
         for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
             for (_, chunk), of_blocks in zip(share, crc32, strict=True):
-                by_chunk[chunk.file, chunk.at] = tuple(of_blocks)
-
-        def complete(entry: TensorEntry) -> list[Chunk]:
-            return [chunk._replace(crc32=by_chunk[chunk.file, chunk.at]) for chunk in entry.chunks]
-
-        data = to_bytes(self.manifest.with_chunks(complete))
-        path, save_id = self.target.path, self.manifest.save_id
+                by_chunk[chunk] = chunk._replace(crc32=tuple(of_blocks))
+        path, folder = self.target.path, self.target.path / self.manifest.save_id
+        manifest = self.manifest.with_chunks(lambda entry: [by_chunk[chunk] for chunk in entry.chunks])
+        data, digest = to_bytes(manifest)
         if len(data) > LARGEST:
             expected = f"a manifest of at most {LARGEST:,} bytes"
             got = f"{len(data):,} bytes: too many entries, or too long ones"
             refuse("save", expected, got, "Save long strings and bytes as tensors.")
-        # Check the manifest as a load does: chunks tile every tensor, every byte is in its place.
-        written = from_bytes(data, path / save_id / saves.MANIFEST)
-        for i, nbytes in enumerate(written.files):
-            os.close(blocks.open_file(path / save_id / name_of(i), nbytes))
-        saves.finish(path, save_id, data, written.digest)
+        # Check as a load does: chunks tile every tensor, every byte is in its place, every file has its size.
+        check_manifest(manifest, folder / commit.MANIFEST)
+        for i, nbytes in enumerate(manifest.files):
+            os.close(commit.open_file(folder / name_of(i), nbytes))
+        commit.finish(path, manifest.save_id, data, digest)
 
     # The step of every rank.
 
-    def write(self, folder: Path, share: list[Any]) -> list[list[int]]:
+    def write(self, folder: Path, plan: dict[str, Any]) -> list[list[int]]:
         """Write this rank's file; return the checksums of its chunks."""
         rank = self.agreement.rank
         extents = [
-            blocks.Extent(at, partial(self.parts.bytes_of, tuple(path), Box(*map(tuple, box))))
-            for path, at, box in share
-        ]
-        sizes = [
-            Box(*map(tuple, box)).numel * self.parts.tensors[tuple(path)][0].itemsize
-            for path, _, box in share
+            (at, partial(self.parts.bytes_of, tuple(path), box_from(box))) for path, at, box in plan["share"]
         ]
         file, header = folder / name_of(rank), header_of(folder.name, rank)
         try:
-            return blocks.write_file(file, header, extents, self.agreement.check)
+            return commit.write_file(file, header, extents, self.agreement.check)
         except OSError as error:
-            raise with_size(error, file, len(header) + sum(sizes)) from error
+            raise with_size(error, file, plan["bytes"]) from error
 
 
 def _make_directory(path: Path) -> None:
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        blocks.sync_directory(made.parent)
+        commit.sync_directory(made.parent)
+
+
+# --- Describing --------------------------------------------------------------------------------------------
+
+Boxed = tuple[KeyPath, Box]  # a box of the tensor at this path
+
+
+@dataclass
+class LocalParts:
+    """This rank's parts of a state dict.
+
+    Attributes:
+        description: everything that the leader needs to know, as JSON.
+        tensors: by path, for each tensor of which this rank has a part: the part, and the boxes that it is made of (`pieces_of`).
+    """
+
+    description: dict[str, Any]
+    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]]
+
+    def bytes_of(self, path: KeyPath, box: Box) -> memoryview:
+        """Return the bytes of a box that lies within a box of this rank's part."""
+        part, pieces = self.tensors[path]
+        outer, own = next(piece for piece in pieces if not box.numel or intersection(box, piece[0]))
+        return view_bytes(part[own.slices][within(box, outer).slices])
+
+
+def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> LocalParts:
+    """Describe this rank's part of a state dict. What is inside a `PerRank` is marked as "own".
+
+    Raises:
+        UsageError: a checkpoint cannot hold a key, value or tensor; the message names it.
+        UnsupportedError: a tensor is not strided, or has no memory of its own.
+    """
+    if not isinstance(state_dict, Mapping):
+        refuse("save", "a state dict or a module", type(state_dict).__name__, "Pass a dict.")
+    per_rank = find_per_rank(state_dict, rank)
+    entries: list[dict[str, Any]] = []
+    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]] = {}
+    first: dict[Any, dict[str, Any]] = {}
+    for path, value in leaves_of(state_dict):
+        _check_keys(path)
+        if items_of(value) is not None:  # a container without entries
+            continue
+        entry: dict[str, Any] = {"path": path, "own": is_within(path, per_rank)}
+        entries.append(entry)
+        if not isinstance(value, Tensor):
+            entry["value"] = _encoded(path, value)
+            continue
+        if entry["own"]:
+            _check_plain(path, value)
+        check_data(path, value)
+        check_kind(path, value)
+        part, pieces, memory = part_of(value), pieces_of(value), identity_of(value)
+        entry |= describe_tensor(value)
+        if pieces:
+            tensors[path] = part, pieces  # for an alias, too: on other ranks it may be a separate tensor
+            known = first.setdefault(memory, entry)
+            if known is not entry:
+                entry["alias"] = known["path"]
+            if not entry["own"] and _has_replicas(value, world_size):
+                crc32 = known.get("crc32") or [zlib.crc32(view_bytes(part[own.slices])) for _, own in pieces]
+                entry["crc32"] = crc32
+    kinds = [
+        (path, container_kind(tree), is_within(path, per_rank))
+        for path, tree in containers_in(state_dict).items()
+    ]
+    return LocalParts({"containers": kinds, "entries": entries}, tensors)
+
+
+def describe_tensor(tensor: Tensor) -> dict[str, Any]:
+    """Describe a tensor and the boxes of it that this rank has, as JSON."""
+    boxes = [box for box, _ in pieces_of(tensor)]
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "boxes": boxes}
+
+
+def _check_plain(path: KeyPath, value: Tensor) -> None:
+    if isinstance(value, DTensor):
+        remedy = "Take it out of the PerRank: the parts of a DTensor belong to ranks already."
+        refuse(path, "a plain tensor in a PerRank", "a DTensor", remedy)
+
+
+def _check_keys(path: KeyPath) -> None:
+    for n, key in enumerate(path):
+        if type(key) not in (int, str):
+            got = f"the {type(key).__name__} {key!r}"
+            refuse(path[: n + 1], "keys that are str or int", got, "Rename it.")
+
+
+def _encoded(path: KeyPath, value: Any) -> Any:
+    try:
+        json_value = encode(value)
+        if isinstance(json_value, int):
+            str(json_value)  # raises for very long ints: Python neither writes nor reads them
+        return json_value
+    except (TypeError, ValueError) as error:
+        got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
+        expected = "a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch"
+        raise refusal(path, expected, f"{type(value).__name__}: {got}", advice_for(value)) from None
+
+
+def _has_replicas(tensor: Tensor, world_size: int) -> bool:
+    """True if another rank may have the same box."""
+    if not isinstance(tensor, DTensor):
+        return world_size > 1
+    mesh = tensor.device_mesh
+    copies = any(mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements) if not is_shard(p))
+    return copies or mesh.size() != world_size
+
+
+# --- Dividing ----------------------------------------------------------------------------------------------
+
+
+def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
+    """Make the manifest of everything that the ranks have together, without checksums. Rank i writes file i.
+
+    Raises:
+        UsageError: the ranks have different keys, values, shapes or dtypes; copies of a tensor differ; or the parts do not make
+            up a tensor. The message names key and ranks.
+    """
+    check_alike([_listing(description) for description in descriptions], _REMEDY)
+    containers = {tuple(path): kind for each in descriptions for path, kind, _ in each["containers"]}
+    entries: dict[KeyPath, Entry] = {}
+    holders: dict[Boxed, list[int]] = {}
+    for path, by_rank in by_path([description["entries"] for description in descriptions]).items():
+        first = next(iter(by_rank.values()))
+        if "value" in first:
+            entries[path] = ValueEntry(path, first["value"])
+            continue
+        same_as = _alias_of(by_rank)
+        entries[path] = TensorEntry(path, dtype_named(first["dtype"]), tuple(first["shape"]), same_as=same_as)
+        if same_as is None:
+            holders |= holders_of(path, by_rank)
+    return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
+
+
+def by_path(entries: list[list[dict[str, Any]]]) -> dict[KeyPath, dict[int, dict[str, Any]]]:
+    """Sort the entries that each rank describes: by path, the entry of each rank that has it."""
+    found: dict[KeyPath, dict[int, dict[str, Any]]] = {}
+    for rank, each in enumerate(entries):
+        for entry in each:
+            found.setdefault(tuple(entry["path"]), {})[rank] = entry
+    return found
+
+
+def _alias_of(by_rank: dict[int, dict[str, Any]]) -> KeyPath | None:
+    """Return the path of another tensor that has the same memory, if this is so on every rank that has a part of it; else None."""
+    aliases = {tuple(entry.get("alias", ())) for entry in by_rank.values() if entry["boxes"]}
+    return (aliases.pop() or None) if len(aliases) == 1 else None
+
+
+def _listing(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """List what must be the same on all ranks (`check_alike`). Only the boxes of tensors may differ."""
+    kinds = [(show(tuple(path)), f"a {kind}") for path, kind, own in description["containers"] if not own]
+    shared = [entry for entry in description["entries"] if not entry["own"]]
+    return kinds + [(show(tuple(entry["path"])), _brief(entry)) for entry in shared]
+
+
+def _brief(entry: dict[str, Any]) -> str:
+    if "value" in entry:
+        return f"the value {entry['value']!r}"
+    return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
+
+
+_REMEDY = "If it differs on purpose, wrap it in hwfsdp.checkpoint.PerRank, under the same key on all ranks. "
+_REMEDY += "Otherwise find out why the ranks differ."
+
+
+def holders_of(path: KeyPath, by_rank: dict[int, dict[str, Any]]) -> dict[Boxed, list[int]]:
+    """List which ranks have which box of one tensor, in the order of ranks.
+
+    Args:
+        by_rank: for each rank that has the tensor, "shape" (the caller has checked that all are equal), "boxes" ([offset, shape] each)
+            and, if there may be replicas, "crc32" of the bytes of each box.
+
+    Raises:
+        UsageError: copies of one box have different checksums (the error tells both), or the boxes do not make up the shape.
+    """
+    holders: dict[Boxed, list[int]] = {}
+    known: dict[Boxed, int | None] = {}
+    for rank, entry in by_rank.items():
+        for box, crc32 in zip(map(box_from, entry["boxes"]), entry.get("crc32") or repeat(None)):
+            ranks = holders.setdefault((path, box), [])
+            first = known.setdefault((path, box), crc32)
+            if first != crc32:
+                expected = f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them"
+                refuse(path, expected, f"checksums {first or 0:08x} and {crc32 or 0:08x}", _REMEDY)
+            ranks.append(rank)
+    shape = next(iter(by_rank.values()))["shape"]
+    fault = find_fault(shape, [box for _, box in holders])
+    if fault:
+        refuse(path, f"parts of {len(by_rank)} ranks that make up {tuple(shape)}", fault, _REMEDY)
+    return holders
+
+
+def deal(
+    sizes: Mapping[Any, int], loads: list[int], holders: Mapping[Any, Sequence[int]] | None = None
+) -> dict[Any, int]:
+    """Choose a rank for each item: the largest item first, each to the rank with the least load; the lowest rank if loads are equal.
+
+    Args:
+        sizes: bytes by item. loads: bytes that each rank has already; the bytes of the items are added.
+        holders: by item, the ranks to choose from; None: all. Items of a single rank come first, because they leave no choice.
+    """
+    chosen = {}
+    holders = holders or dict.fromkeys(sizes, range(len(loads)))
+    for item in sorted(sizes, key=lambda item: (len(holders[item]) > 1, -sizes[item])):
+        chosen[item] = min(holders[item], key=lambda rank: loads[rank])
+        loads[chosen[item]] += sizes[item]
+    return chosen
+
+
+def _lay_out(manifest: Manifest, holders: dict[Boxed, list[int]], world_size: int) -> Manifest:
+    """Return the manifest with a place in a rank's file for every box. Large boxes are divided among the ranks that have them."""
+    candidates: dict[Boxed, list[int]] = {}
+    sizes: dict[Boxed, int] = {}
+    for (path, box), ranks in holders.items():
+        itemsize = manifest.tensor(path).dtype.itemsize
+        for part in slices_of(box, min(len(ranks), max(1, box.numel * itemsize // BLOCK_BYTES))):
+            candidates[path, part], sizes[path, part] = ranks, part.numel * itemsize
+    ends = [ALIGNMENT] * world_size
+    chunks: dict[KeyPath, list[Chunk]] = {}
+    chosen = deal(sizes, [0] * world_size, candidates)
+    for (path, box), nbytes in sizes.items():
+        file = chosen[path, box]
+        at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
+        chunks.setdefault(path, []).append(Chunk(file, at, box))
+        ends[file] = at + nbytes
+    return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=tuple(ends))
+
+
+def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
+    """Return the entries and chunks of each file, in the order of the file."""
+    shares: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in manifest.files]
+    for entry in manifest.tensors():
+        for chunk in entry.chunks:
+            shares[chunk.file].append((entry, chunk))
+    return [sorted(share, key=lambda pair: pair[1].at) for share in shares]
+
+
+# --- While training goes on --------------------------------------------------------------------------------
+
+
+class SaveHandle:
+    """A save that is under way.
+
+    Attributes:
+        _state_dict: the staged copy, or `Unstaged`; None when it is not needed any more.
+        _save_id: the id of the save once it has succeeded, "" before. _error: the reason if it has failed. _heard: whether
+            `wait` was called.
+        _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
+    """
+
+    def __init__(self, agreement: Agreement, state_dict: Any, target: Target) -> None:
+        self._agreement, self._state_dict, self._target = agreement, state_dict, target
+        self._save_id = ""
+        self._error: BaseException | None = None
+        self._heard = False
+        self._thread = threading.Thread(target=self._run, name=f"save into {target.path}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Do the work of the save, in its own thread; keep its id, or its error of any kind. Then refer to the staged copy no more."""
+        try:
+            self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._state_dict = None  # its buffers are free for the next save
+
+    def done(self) -> bool:
+        """True once the save has ended, with or without an error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> str:
+        """Wait for the end of the save; return its id. The next save does not raise this save's error again.
+
+        Raises:
+            The error of the save, as `save` raises it, at each call.
+        """
+        self._thread.join()
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+        return self._save_id
+
+    def failed(self) -> bool:
+        """Wait for the end of the save. Return True if it failed."""
+        self._thread.join()
+        return self._error is not None
+
+    def unheard_error(self) -> BaseException | None:
+        """Wait for the end of the save. Return its error if no call of `wait` has raised it, else None."""
+        self._thread.join()
+        return None if self._heard else self._error
+
+
+class SaveQueue:
+    """The saves of this process, one under way at a time.
+
+    Attributes:
+        stager: makes all copies, because it owns the memory for them. last: the save that was started last, if there was one;
+            it may have ended long ago.
+    """
+
+    def __init__(self) -> None:
+        self.stager = StateDictStager()
+        self.last: SaveHandle | None = None
+
+    def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
+        """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
+
+        Saves end in the order in which they began, and memory has room for one copy. The handle is kept as `last`.
+
+        Raises:
+            The error of the previous save, if no call has raised it yet. Then nothing was started.
+        """
+        agreement = Agreement(group, "save")
+        self.end_before(agreement)
+        staged: Any
+        try:
+            staged = self.stager.stage(state_dict)
+        except Exception as error:  # the other ranks must learn of it; they would wait
+            staged = Unstaged(error)
+        self.last = SaveHandle(agreement, staged, target)
+        return self.last
+
+    def end_before(self, agreement: Agreement) -> None:
+        """Wait for the previous save. If it failed, and a rank has not raised its error yet, raise the error on all ranks.
+
+        A save fails on all ranks or on none. So the ranks need to ask each other only after a failure.
+        """
+        if self.last is not None and self.last.failed():
+            agreement.step("ending the save before", self.finish)
+
+    def finish(self) -> None:
+        """Wait for the last save. Raise its error if no call of `wait` has raised it."""
+        if self.last is not None and self.last.unheard_error() is not None:
+            self.last.wait()
+
+
+queue = SaveQueue()
+
+
+def finish_saves() -> None:
+    """Wait for the last save of this process.
+
+    Raises:
+        The error of this save, if no call of `wait` has raised it.
+    """
+    queue.finish()
+
+
+def _report_at_exit() -> None:
+    try:
+        finish_saves()
+    except BaseException as error:
+        print(f"hwfsdp: a save that nobody waited for has failed: {error}", file=sys.stderr)
+        # A handler of `atexit` cannot set the status otherwise. First, all other handlers run.
+        atexit.unregister(_report_at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_report_at_exit)

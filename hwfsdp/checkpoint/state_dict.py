@@ -20,7 +20,10 @@ Note [Gathering by extents]
     `layout` computes the place of each shard in the whole tensor. It is right for uneven strided cuts, too, where torch's
     redistribution is wrong. We send bytes, not numbers, so every dtype can travel over every backend.
 
-`tensors` describes the treatment of a `ShardedTensor`.
+`ShardedTensor` is torch's class before DTensor. It records for each shard the box of the whole tensor and the rank that has it.
+A rank may have several shards or none. So a gather needs no arithmetic: the ranks of its group send each other all their shards
+at once, padded to equal lengths, and each rank puts every box in its place. Only torch makes ShardedTensors, and `distribute`
+does not fill them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,28 +43,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from hwfsdp.checkpoint.boxes import Box, bytes_of, check_data, part_of, pieces_at
 from hwfsdp.checkpoint.messages import KeyPath, refuse
-from hwfsdp.checkpoint.tensors import (
-    bytes_of,
-    check_data,
-    check_owners,
-    describe_shards,
-    join_shards,
-    part_of,
-    shards_in,
-)
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
-from hwfsdp.compat import (
-    all_gather_single,
-    is_shard,
-    is_sharded_tensor,
-    local_of,
-    sharded_tensor_like,
-    wrap_like,
-)
+from hwfsdp.compat import all_gather_single, device_types, group_of_sharded_tensor, is_shard
+from hwfsdp.compat import is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError
-from hwfsdp.layout.extents import LocalExtent, held_extent, slices_of, unshard_strided
-from hwfsdp.layout.stripes import are_striped, stripes_of
+from hwfsdp.layout.extents import held_extent
 
 # (tensor, pg, device, companion or None) → the replacement of the tensor
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
@@ -209,13 +197,11 @@ def whole_of(tensor: DTensor, *_: Any) -> Tensor:
         stacked = _gather_along(mesh, dim, stacked)
     sizes, placements = [mesh.size(dim) for dim in cutting], [tensor.placements[dim] for dim in cutting]
     shards = stacked.view(local.dtype).view(prod(sizes), *first.shape)
-    if are_striped(sizes, placements):
-        whole = shards.new_empty(tensor.shape)
-        for shard, at in zip(shards, product(*map(range, sizes))):
-            for shape, offset, own in stripes_of(tensor.shape, sizes, placements, at):
-                whole[slices_of(LocalExtent(shape, offset))] = shard[slices_of(LocalExtent(shape, own))]
-        return whole
-    return unshard_strided(list(shards), tensor.shape, sizes, placements)
+    whole = shards.new_empty(tensor.shape)
+    for shard, at in zip(shards, product(*map(range, sizes))):
+        for box, own in pieces_at(tensor.shape, sizes, placements, at):
+            whole[box.slices] = shard[own.slices]
+    return whole
 
 
 def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
@@ -393,3 +379,78 @@ def describe(leaf: Any, with_dtype: bool = True) -> str:
     if isinstance(leaf, DTensor):
         text += f" as {list(leaf.placements)}, here {list(leaf.to_local().shape)}"
     return text
+
+
+# --- ShardedTensor -----------------------------------------------------------------------------------------
+
+
+class OwnedBox(NamedTuple):
+    """A shard's place in the whole, and the global rank that has it; -1 if the metadata names no rank."""
+
+    box: Box
+    rank: int
+
+
+def boxes_of(tensor: Any) -> list[OwnedBox]:
+    """Return the boxes of all shards on all ranks, sorted by offset."""
+    boxes = []
+    for shard in tensor.metadata().shards_metadata:
+        rank = -1 if shard.placement is None else shard.placement.rank()
+        boxes.append(OwnedBox(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)), rank))
+    return sorted(boxes)
+
+
+def shards_in(tensor: Any) -> list[Tensor]:
+    """Return the local shards of a ShardedTensor, sorted by offset. For any other tensor, return the tensor in a list."""
+    if not is_sharded_tensor(tensor):
+        return [tensor]
+    ordered = sorted(tensor.local_shards(), key=lambda shard: list(shard.metadata.shard_offsets))
+    return [shard.tensor for shard in ordered]
+
+
+def describe_shards(tensor: Any, with_dtype: bool) -> str:
+    """Describe everything that must match before shards are copied unchanged. Without the dtype: before values are cast."""
+    metadata = tensor.metadata()
+    kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
+    boxes = [(*box, rank) for box, rank in boxes_of(tensor)]
+    return f"{kind} {list(metadata.size)} as a ShardedTensor of {boxes}"
+
+
+def check_owners(path: KeyPath, tensor: Any, pg: dist.ProcessGroup | None) -> None:
+    """Raise UsageError if a rank outside the group has a shard."""
+    ranks = dist.get_process_group_ranks(pg or group_of_sharded_tensor(tensor))
+    owners = sorted({rank for _, rank in boxes_of(tensor)})
+    if not set(owners) <= set(ranks):
+        expected, got = f"a ShardedTensor on ranks of the group, {ranks}", f"one on the ranks {owners}"
+        refuse(path, expected, got, "Leave pg out: a ShardedTensor knows its group.")
+
+
+def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device | None, *_: Any) -> Tensor:
+    """Gather a ShardedTensor on every rank of the group. The result is on the device of this rank's shards, or on the CPU without shards.
+
+    Args:
+        pg: the group; None: the tensor's own group. device: where the shards are gathered; None: on a device whose tensors the
+            group can move.
+    """
+    mine = [bytes_of(shard) for shard in shards_in(tensor)]
+    group, boxes, metadata = pg or group_of_sharded_tensor(tensor), boxes_of(tensor), tensor.metadata()
+    ranks, dtype = dist.get_process_group_ranks(group), metadata.tensor_properties.dtype
+    home, kinds = mine[0].device if mine else torch.device("cpu"), device_types(group)
+    way = device or (home if home.type in kinds else torch.device(kinds[0]))
+
+    longest = max(sum(box.numel for box, owner in boxes if owner == rank) for rank in ranks) * dtype.itemsize
+    padded = torch.zeros(longest, dtype=torch.uint8, device=way)
+    if mine:
+        packed = torch.cat(mine)
+        padded[: packed.numel()] = packed
+    received = padded.new_empty(len(ranks) * longest)
+    if longest:
+        all_gather_single(received, padded, group, False)
+
+    whole = torch.empty(metadata.size, dtype=dtype, device=way)
+    for rank, part in zip(ranks, received.view(len(ranks), longest)):
+        start = 0
+        for box in (box for box, owner in boxes if owner == rank):
+            whole[box.slices] = part.view(dtype)[start : start + box.numel].view(box.shape)
+            start += box.numel
+    return whole.to(home)

@@ -13,21 +13,41 @@ Otherwise they would be lost, because they have no leaves.
 `torch.Size` is a leaf, although it is a tuple: it holds only ints.
 
 Left out: sets, because their members have no keys, and containers of unknown types. Both are leaves.
+
+Values that each rank has for itself, such as the state of a random number generator, are wrapped in a `PerRank`:
+
+    state = {"model": model.state_dict(), "rng": PerRank(torch.get_rng_state())}
+    save(state, path)
+    load(state, path)                           # as many ranks as saved
+    torch.set_rng_state(state["rng"].value)
+
+In the checkpoint it is a dict with one entry for each rank: state["rng"][0], state["rng"][1], and so on. A load by another number of
+ranks has no right value for every rank, so it refuses a `PerRank`. With strict=False it leaves the value out, with a warning. Such a
+load can also take a plain dict {rank: value} as target, and then decide for itself.
+
+`objects_in` goes further than containers: to all objects that `copy.deepcopy` would copy, of any class.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, NoReturn
+from weakref import ref
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.messages import KeyPath, refuse
-from hwfsdp.checkpoint.messages import show as show
-from hwfsdp.errors import UsageError
+from hwfsdp.checkpoint.messages import Attribute, KeyPath, refusal, refuse, show as show
+from hwfsdp.compat import IS_PARAMETER
+from hwfsdp.errors import FSDPError, UsageError
 
 
 class CompanionMismatch(UsageError):
@@ -234,6 +254,27 @@ def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
     return not any(inner) and not any(map(keep_traversing, tree))
 
 
+def put(tree: Any, path: KeyPath, values: dict[KeyPath, Any]) -> Any:
+    """Put new values into the container, and return it. If it cannot be changed, return a new container."""
+    items = items_of(tree) or {}
+    new = {}
+    for key, child in items.items():
+        at = (*path, key)
+        if at in values:  # a whole container may be one value, as lists in DCP are
+            new[key] = values[at]
+        else:
+            new[key] = child if items_of(child) is None else put(child, at, values)
+    changed = {key: value for key, value in new.items() if value is not items[key]}
+    if changed and isinstance(tree, tuple):
+        return rebuild(tree, new)
+    for key, value in changed.items():
+        if hasattr(tree, "__setitem__"):
+            tree[key] = value
+        else:
+            object.__setattr__(tree, key, value)
+    return tree
+
+
 _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 
@@ -242,9 +283,11 @@ def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any)
     if companion is ABSENT or companion is None:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
-    if others is None or _kind(companion) != _kind(tree):
+    if others is None or _kind_of_container(companion) != _kind_of_container(tree):
         got = f"{type(tree).__name__} and {brief(companion)}"
-        refuse(path, f"two of a kind, here {_kind(tree)}", got, _LIKE_THE_FIRST, CompanionMismatch)
+        refuse(
+            path, f"two of a kind, here {_kind_of_container(tree)}", got, _LIKE_THE_FIRST, CompanionMismatch
+        )
     if others.keys() != items.keys():
         missing, unknown = ([k for k in a if k not in b] for a, b in ((items, others), (others, items)))
         got = f"{missing} only in the first, {unknown} only in the second"
@@ -252,7 +295,7 @@ def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any)
     return others
 
 
-def _kind(container: Any) -> str:
+def _kind_of_container(container: Any) -> str:
     if isinstance(container, Mapping):
         return "mappings"
     return "sequences" if isinstance(container, list | tuple) else "dataclasses"
@@ -320,39 +363,199 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Ke
     if unknown:
         remedy = "Add entries to the nested state dict, then flatten it again."
         refuse("unflatten_state_dict", "flat keys that the mapping has", f"{unknown}, unknown to it", remedy)
-    root = _Branch()
+    leaves: dict[KeyPath, Any] = {}
     for key, value in state_dict.items():
-        _hang(root, tuple(mapping[key]), value)
+        path = tuple(mapping[key])
+        if not path or path in leaves:
+            _refuse_path(path)
+        leaves[path] = value
     structure = getattr(mapping, "structure", None)
-    return root.grown({} if structure is None else structure)
+    like = {path: value for path, value in nodes_of({} if structure is None else structure)}
+    return nest(leaves, lambda path, items: _container_like(like.get(path), items))
 
 
-class _Branch(dict[Any, Any]):
-    """A container of the new state dict: its children by key, which are leaves or branches."""
+def nest(leaves: Mapping[KeyPath, Any], make: Callable[[KeyPath, dict[Any, Any]], Any]) -> Any:
+    """Build containers around leaves at their paths, from the inside out.
 
-    def grown(self, like: Any) -> Any:
-        """Return a container with these children, of the type of `like`. If `like` is None, the keys decide between list and dict."""
-        shape = items_of(like) or {}
-        keys = [key for key in shape if key in self] + [key for key in self if key not in shape]
-        items = {}
-        for key in keys:
-            child = self[key]
-            items[key] = child.grown(shape.get(key)) if isinstance(child, _Branch) else child
-        if like is None:
-            like = [] if all(type(key) is int and key >= 0 for key in items) else {}
-        if isinstance(like, list | tuple) and not hasattr(like, "_fields"):
-            items = {n: items.get(n) for n in range(1 + max(items, default=-1))}
-        elif not isinstance(like, Mapping):
-            items = dict.fromkeys(shape) | items
-        return rebuild(like, items)
+    Args:
+        make: returns the container at a path, from its children by key. The keys are in the order of the leaves.
+
+    Raises:
+        UsageError: one path leads through the leaf of another.
+    """
+    children: dict[KeyPath, dict[Any, None]] = {(): {}}
+    for path in leaves:
+        for n in range(len(path)):
+            children.setdefault(path[:n], {})[path[n]] = None
+
+    def build(path: KeyPath) -> Any:
+        if path not in children:
+            return leaves[path]
+        if path in leaves:
+            _refuse_path(path)
+        return make(path, {key: build((*path, key)) for key in children[path]})
+
+    return build(())
 
 
-def _hang(root: _Branch, path: KeyPath, value: Any) -> None:
-    """Put a leaf at its path."""
-    branch: Any = root
-    for key in path[:-1]:
-        branch = branch.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch
-    if not path or not isinstance(branch, _Branch) or branch.setdefault(path[-1], value) is not value:
-        got = "one that is empty, or meets the path of another leaf"
-        remedy = "Use the mapping that flatten_state_dict returned."
-        refuse(f"the path {path!r} in the mapping", "a path of its own, of one key or more", got, remedy)
+def _refuse_path(path: KeyPath) -> NoReturn:
+    got = "one that is empty, or meets the path of another leaf"
+    remedy = "Use the mapping that flatten_state_dict returned."
+    refuse(f"the path {path!r} in the mapping", "a path of its own, of one key or more", got, remedy)
+
+
+def _container_like(like: Any, items: dict[Any, Any]) -> Any:
+    """Return a container with these children, of the type of `like`. If `like` is None, the keys decide between list and dict."""
+    shape = items_of(like) or {}
+    items = {
+        key: items[key] for key in (*(k for k in shape if k in items), *(k for k in items if k not in shape))
+    }
+    if like is None:
+        like = [] if all(type(key) is int and key >= 0 for key in items) else {}
+    if isinstance(like, list | tuple) and not hasattr(like, "_fields"):
+        items = {n: items.get(n) for n in range(1 + max(items, default=-1))}
+    elif not isinstance(like, Mapping):
+        items = dict.fromkeys(shape) | items
+    return rebuild(like, items)
+
+
+# --- Values of ranks ---------------------------------------------------------------------------------------
+
+
+class PerRank(dict[int, Any]):
+    """A value in a state dict that belongs to this rank alone. It is a dict with one entry: {rank: value}.
+
+    Args:
+        value: anything that a checkpoint can hold, except DTensors. Each rank may have another type or shape.
+        group: the process group that saves or loads; None: all ranks. Make a PerRank after `init_process_group`.
+    """
+
+    def __init__(self, value: Any, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__({dist.get_rank(group) if dist.is_initialized() else 0: value})
+
+    @property
+    def value(self) -> Any:
+        """This rank's value. A load replaces it, or fills it if it is a tensor."""
+        return next(iter(self.values()))
+
+
+def find_per_rank(state_dict: Any, rank: int) -> list[KeyPath]:
+    """Return the paths of every `PerRank`. Raise UsageError if one is not this rank's."""
+    found = [(path, tree) for path, tree in containers_in(state_dict).items() if isinstance(tree, PerRank)]
+    for path, tree in found:
+        if set(tree) != {rank}:
+            expected, got = f"the value of rank {rank}, which this process is in the group", f"{list(tree)}"
+            remedy = "Make it after init_process_group, as PerRank(value, group)."
+            refuse(path, expected, f"the value of rank {got}", remedy)
+    return [path for path, _ in found]
+
+
+def is_within(path: KeyPath, outer: Collection[KeyPath]) -> bool:
+    """True if the path leads into one of the containers at the paths `outer`."""
+    return any(len(path) > len(at) and path[: len(at)] == at for at in outer)
+
+
+# --- Objects of any class ----------------------------------------------------------------------------------
+
+# A deep copy returns objects of these types without a copy.
+ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
+ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, types.CodeType, ref)
+
+
+class Found(NamedTuple):
+    """An object in a state dict, and one path to it. `certain` is False if a `__deepcopy__` decides whether the object is copied."""
+
+    path: KeyPath
+    value: Any
+    certain: bool = True
+
+
+def objects_in(tree: Any) -> Iterator[Found]:
+    """Yield all objects that a deep copy of `tree` would copy. Each object comes once, before its parts."""
+    seen: dict[int, Any] = {}  # by id; it keeps the objects alive, so that ids stay valid
+    todo = [Found((), tree)]
+    while todo:
+        path, value, certain = found = todo.pop()
+        if type(value) in ATOMIC or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield found
+        try:
+            parts = _parts_of(value)
+        except Exception as error:
+            if certain:
+                raise not_copied(path, value, error) from error
+            continue
+        certain = certain and (isinstance(value, Tensor) or getattr(value, "__deepcopy__", None) is None)
+        inner = [Found((*path, *steps), part, certain) for steps, part in parts if type(part) not in ATOMIC]
+        todo += reversed(inner)
+
+
+Parts = list[tuple[KeyPath, Any]]
+
+
+def _parts_of(value: Any) -> Parts:
+    """Return the parts of a value that `copy.deepcopy` copies with it, and the steps of the path to each part."""
+    if isinstance(value, type):
+        return []
+    if isinstance(value, Tensor):
+        return attributes_of(value)
+    plain = isinstance(value, tuple) or type(value) in (dict, list, set, frozenset)
+    # A __deepcopy__ may do anything; probably it copies these parts.
+    if plain or getattr(value, "__deepcopy__", None) is not None:
+        return _entries_of(value) + attributes_of(value)
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+    if isinstance(reduced, str):  # a global object
+        return []
+    _, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    parts: Parts = [((), arg) for arg in args]
+    for each in states:
+        named = isinstance(each, dict)
+        parts += [((Attribute(key),), part) for key, part in each.items()] if named else [((), each)]
+    return parts + _entries_of(list(items or ())) + _entries_of(dict(pairs or ()))
+
+
+def _entries_of(value: Any) -> Parts:
+    if isinstance(value, Mapping):
+        return [((key,), part) for item in value.items() for key, part in zip(item[:1] * 2, item)]
+    if isinstance(value, np.ndarray):
+        return _entries_of(value.ravel().tolist()) if value.dtype.hasobject else []
+    if isinstance(value, list | tuple | set | frozenset):
+        return [((index,), item) for index, item in enumerate(value)]
+    return []
+
+
+def attributes_of(value: Any) -> Parts:
+    """Return the entries of the object's `__dict__`, and the values of its slots, except torch's own."""
+    attributes = getattr(value, "__dict__", None)
+    slots = _slots_of(type(value))  # type: ignore[arg-type]  # a class can be hashed
+    if not (slots or attributes):  # most tensors have neither
+        return []
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found |= {name: part for name, part in (attributes or {}).items() if name != IS_PARAMETER}
+    return [((Attribute(name),), part) for name, part in found.items()]
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> list[str]:
+    members = [item for base in kind.__mro__ if base is not DTensor for item in vars(base).items()]
+    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+
+
+def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> FSDPError:
+    """Make the error that names the innermost object in `tree` that cannot be copied."""
+    path: KeyPath = ()
+    found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
+    for steps, value, _ in objects_in(tree):
+        try:
+            copy.deepcopy(value, dict(tensors))
+        except Exception as inner:
+            path, found, error = steps, value, inner
+    return not_copied(path, found, error)
+
+
+def not_copied(path: KeyPath, value: Any, error: Exception) -> FSDPError:
+    got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+    return refusal(path, "what can be copied", got, "Take it out, or store what it is made of instead.")

@@ -6,13 +6,12 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from hwfsdp.cli.options import answer
+from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
 from hwfsdp.launcher.capture import Steps, read_steps
-from hwfsdp.observe import comparison, findings_text
-from hwfsdp.observe.comparison import compare
+from hwfsdp.observe import log_report
+from hwfsdp.observe.analysis import Findings, compare, examine
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.findings import Findings, examine
 from hwfsdp.plot import export as pictures
 
 
@@ -35,11 +34,11 @@ def run(args: Namespace) -> int:
     implementation = read_implementation(args.implementation or OURS)
     _check_writable(args.out)
     asked = Target(script, tuple(args.script_arguments), wanted, implementation, reshard_of(args))
-    log = trace_run(asked, args.ranks, args.device, own_output=not args.json, timeout=args.timeout)
+    log = trace_run(asked, args.ranks, args.device, own_output=not args.as_json, timeout=args.timeout)
     log.save(args.out)
     found = examine(log)
-    status = _tell(args, found, str(args.out) if args.json else args.target)
-    if not args.json:
+    status = _tell(args, found, str(args.out) if args.as_json else args.target)
+    if not args.as_json:
         print(f"\nWritten to {args.out}. Play it: hwfsdp trace export {args.out} --to html")
     return status
 
@@ -59,15 +58,15 @@ def show(args: Namespace) -> int:
 
 
 def _tell(args: Namespace, found: Findings, name: str) -> int:
-    said = findings_text.describe(found, name)
-    return answer(args, findings_text.as_json(found, name), said, not found.races)
+    said = log_report.describe(found, name)
+    return answer(args, log_report.as_json(found, name), said, not found.races)
 
 
 def diff(args: Namespace) -> int:
     """Compare two logs. Return 0 if they have the same counts and bytes."""
     found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
-    said = comparison.describe(found, names)
-    return answer(args, comparison.as_json(found, names), said, found.same_traffic)
+    said = log_report.describe_difference(found, names)
+    return answer(args, log_report.difference_as_json(found, names), said, found.same_traffic)
 
 
 def export(args: Namespace) -> int:
@@ -97,7 +96,7 @@ def export(args: Namespace) -> int:
         pictures.write_page(logs, out, view)
     else:
         pictures.export(logs[0][1], out, args.to, view)
-    print(json.dumps({"file": str(out), "format": args.to}) if args.json else f"Written to {out}")
+    print(json.dumps({"file": str(out), "format": args.to}) if args.as_json else f"Written to {out}")
     return 0
 
 

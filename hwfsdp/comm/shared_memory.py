@@ -52,9 +52,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat
-from hwfsdp.comm.blocks import Block, Pool, anonymous_file
-from hwfsdp.comm.pairing import Identity, Member, here
-from hwfsdp.observe import events
+from hwfsdp.comm import flight_recorder
+from hwfsdp.comm.shared_blocks import Block, Pool, anonymous_file
+from hwfsdp.comm.group_identity import Identity, Member, here
 
 _pool = Pool()
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -202,7 +202,7 @@ class _Record(NamedTuple):
         read: the sender has read all collectives up to this number.
         block, offset: the place of the input: index of the sender's block, and offset in bytes.
         capacity: bytes of this block if the receiver does not have it yet. Then the block's file follows. Otherwise 0.
-        identity: the parameter group for which the sender calls (`pairing`).
+        identity: the parameter group for which the sender calls (`group_identity`).
     """
 
     number: int
@@ -227,7 +227,7 @@ def _code(op: int, dtype: torch.dtype) -> int:
 
 
 def _described(call: int, nbytes: int, ranks: int) -> str:
-    """Describe a call in words, with the bytes of the whole tensor, as in `history`. `nbytes`: bytes of one rank's input."""
+    """Describe a call in words, with the bytes of the whole tensor, as in `flight_recorder`. `nbytes`: bytes of one rank's input."""
     op, dtype = divmod(call, len(_DTYPES))
     whole = nbytes * ranks if op == _OPS.index("all_gather") else nbytes
     return f"{_OPS[op]} of {whole:,} bytes of {_DTYPES[dtype]}"
@@ -519,7 +519,9 @@ def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
         return _found[group]
     found = None
     if compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1:
-        with events.paused(), compat.unseen_by_modes():
+        owner = here.issuing.fqn if here.issuing else ""
+        note = flight_recorder.begin("connect", owner, group, None, 0, apart=True)  # all ranks must come here
+        with note, flight_recorder.unlogged(), compat.unseen_by_modes():
             found = _meet(group)
     _found[group] = found
     if found is not None:

@@ -271,7 +271,7 @@ def arguments(course: Course, exercise: Exercise) -> list[str]:
     return ["-c", str(top / "pytest.ini"), "--rootdir", str(top), *(str(each.folder) for each in chosen)]
 
 
-def watch(number: str | None) -> int:
+def watch(number: str | None, as_json: bool) -> int:
     """Check an exercise now, and again whenever its file is saved, until interrupted. Without a number, watch all files."""
     course = find_course()
     chosen = (
@@ -280,19 +280,20 @@ def watch(number: str | None) -> int:
     saves = saved(chosen, time.sleep)
     import torch  # noqa: F401  # once, for all checks
 
-    print(f"Watching {', '.join(shown_path(each.path) for each in chosen)}. Ctrl-C ends.", flush=True)
-    _check_again(course, current(course, chosen[0]) if not number else chosen[0])
+    if not as_json:
+        print(f"Watching {', '.join(shown_path(each.path) for each in chosen)}. Ctrl-C ends.", flush=True)
+    _check_again(course, current(course, chosen[0]) if not number else chosen[0], as_json)
     for each in saves:
-        _check_again(course, each if number else current(course, each))
+        _check_again(course, each if number else current(course, each), as_json)
     return 0
 
 
-def _check_again(course: Course, exercise: Exercise) -> None:
+def _check_again(course: Course, exercise: Exercise, as_json: bool) -> None:
     """Check in a child process, which has torch already and leaves nothing in this one."""
     child = os.fork()
     if child == 0:
         try:
-            _run(course, exercise, [], as_json=False)
+            _run(course, exercise, [], as_json)
             sys.stdout.flush()
         finally:
             os._exit(0)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import WIDE, Program, Step, askers, probe_step
 from hwfsdp.course.ranks import Course
-from hwfsdp.extras import needed_by
+from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
 
@@ -100,7 +100,7 @@ def _spans(step: Step) -> Iterator[Event]:
 def picture(mine: Step, theirs: Step) -> Figure:
     """Draw both steps on one axis of time, yours above."""
     with needed_by("the page beside the reference"):
-        from hwfsdp.plot.comparison import plot_comparison
+        from hwfsdp.plot.timeline import plot_comparison
     return plot_comparison({MINE: drawn(mine), THEIRS: drawn(theirs)})
 
 

@@ -33,7 +33,7 @@ from hwfsdp.course.watching import (
     tensors_in,
     watch_wire,
 )
-from hwfsdp.launcher.caller import LOST_PEER
+from hwfsdp.launcher.supervisor import LOST_PEER
 from hwfsdp.observe.recording import record
 
 Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
@@ -330,7 +330,7 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
         grads: of this last one, what lies in `grad` of other tensors than the rows. late: no gradient is reduced before the last
         gather of the backward. units: the bytes of each unit, whole and padded, by name.
     """
-    from hwfsdp.layout.blueprint import on_paper
+    from hwfsdp.layout.shard_on_meta import on_paper
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from typing import Any
 from hwfsdp.course.findings import MISCONCEPTIONS
 from hwfsdp.course.results import LONGEST, Data, Gradebook, Result
 from hwfsdp.errors import UsageError
-from hwfsdp.extras import needed_by
+from hwfsdp.optional_packages import needed_by
 
 PRAIRIELEARN = 1_000_000  # bytes of a result
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with these, a spreadsheet computes

@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hwfsdp.comm import history
-from hwfsdp.comm.divergence import Report, describe_divergence
+from hwfsdp.comm import flight_recorder
+from hwfsdp.comm.desync_report import Report, describe_divergence
 from hwfsdp.course.lab import Bug, find_bug
 from hwfsdp.course.text import answer
 from hwfsdp.errors import RankError, StateError, UsageError, in_one_line
 from hwfsdp.launcher import pickling, worker
-from hwfsdp.launcher.ranks import run_ranks
+from hwfsdp.launcher.launch import run_ranks
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.recording import record, recorded_so_far
@@ -59,7 +59,7 @@ class _OfRank(NamedTuple):
 
     log: EventLog
     raised: str
-    calls: list[history.Call]
+    calls: list[flight_recorder.Call]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Run:
 
     Attributes:
         log: of all ranks, up to the end of the run; None if a rank that hung did not answer. printed: by all ranks.
-        raised: by rank, one line, "" for a rank that returned. parted: where ranks differ (`divergence`), "" if nowhere.
+        raised: by rank, one line, "" for a rank that returned. parted: where ranks differ (`desync_report`), "" if nowhere.
         hung: it did not end by itself.
     """
 
@@ -126,8 +126,8 @@ def run_on_rank(script: str, folder: str) -> _OfRank:
                 main()
             except Exception as error:  # the script's own error: it belongs to the bug
                 raised = in_one_line(f"{type(error).__name__}: {error}")
-    with open(os.environ[history.PATH], "rb") as file:
-        return _OfRank(log, raised, history.read(file.read()))
+    with open(os.environ[flight_recorder.PATH], "rb") as file:
+        return _OfRank(log, raised, flight_recorder.read(file.read()))
 
 
 def _leave_log(describe_wait: Callable[[], str], folder: Path) -> str:
@@ -171,7 +171,7 @@ def _write(log: EventLog, target: Path) -> list[Path]:
     log.save(target / "trace.json")
     with suppress(UsageError):
         write_page([(target.name, log)], target / "player.html")
-    for picture in ("timeline", "memory", "lifetimes"):
+    for picture in ("timeline", "memory"):
         with suppress(UsageError):
             export(log, target / f"{picture}.png", "png", View(picture))
     return sorted(target.iterdir())

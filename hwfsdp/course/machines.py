@@ -34,14 +34,14 @@ from hwfsdp.course.watching import ready, watched
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
-from hwfsdp.observe.intervals import Interval, intersect, length, union
+from hwfsdp.observe.step_times import Interval, intersect, length, union
 from hwfsdp.observe.recording import record
 from hwfsdp.train.models.gpt import GPT, Block, GPTConfig
 from hwfsdp.virtual import world as virtual_world
 from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.devices import Device, device_named
 from hwfsdp.virtual.run import placed
-from hwfsdp.virtual.topology import collective_us, span_of
+from hwfsdp.virtual.costs import collective_us, span_of
 from hwfsdp.virtual.world import World
 
 GPU = Device(

@@ -43,7 +43,7 @@ from hwfsdp.errors import UsageError
 
 MINUTES, GRACE = 10.0, 20.0
 LOOK = 0.05  # seconds between two looks at the runs
-NEEDED = ("torch", "pytest", "hwfsdp.launcher.ranks", "hwfsdp.course.probes", "hwfsdp.launcher.preload")
+NEEDED = ("torch", "pytest", "hwfsdp.launcher.launch", "hwfsdp.course.probes", "hwfsdp.launcher.preload")
 UNCHANGED = 75  # the exit status of a run whose submission was graded before
 UNDONE = {
     2: "pytest was interrupted",
@@ -137,9 +137,10 @@ def kept(work: Callable[[], None]) -> int:
             os._exit(status)
     with _ending(keeper):
         while True:
-            with suppress(KeyboardInterrupt):  # the keeper ends its runs first
+            try:
                 return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
-            os.kill(keeper, signal.SIGTERM)
+            except KeyboardInterrupt:  # the keeper ends its runs first
+                signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
 
 
 def _fork() -> int:
@@ -153,12 +154,18 @@ def _fork() -> int:
 
 @contextmanager
 def _ending(keeper: int) -> Iterator[None]:
-    """Let SIGTERM of the command end the keeper."""
-    before = signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper, signal.SIGTERM))
+    """Let SIGTERM of the command end the keeper, and let a timer do it again: a destructor that runs meanwhile swallows what is raised."""
+
+    def end(*_: object) -> None:
+        os.kill(keeper, signal.SIGTERM)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prctl(what: int, value: int) -> None:

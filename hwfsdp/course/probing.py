@@ -27,8 +27,8 @@ import torch.distributed as dist
 from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.packing import pack
 from hwfsdp.course.walls import Walls, limit_processor
-from hwfsdp.launcher import caller, worker
-from hwfsdp.observe import collectives, events
+from hwfsdp.launcher import supervisor, worker
+from hwfsdp.observe import collective_calls, events
 from hwfsdp.observe.events import COLLECTIVES
 
 PRINTED = 4_000  # characters of what a rank prints in one question that are shown
@@ -37,7 +37,7 @@ SUBMITTED = "submitted"  # the name of the student's file as a module
 # what a student's file must leave as it is, besides the course's own modules
 FIXED: tuple[Any, ...] = (
     *(torch, torch.Tensor, torch.nn.Module, torch.UntypedStorage, torch.autograd),
-    *(dist, dist.distributed_c10d, dist.ProcessGroup, collectives, events, events.Recorder),
+    *(dist, dist.distributed_c10d, dist.ProcessGroup, collective_calls, events, events.Recorder),
 )
 
 Report = dict[str, Any]
@@ -90,7 +90,7 @@ def on_rank(order: Order) -> bytes:
     worker.describe_wait = describe_wait
     probes = [getattr(importlib.import_module(each.module), each.name) for each in order.questions]
     order.walls.close_files(order.folder)
-    collectives.watch_from_now_on()  # also functions that the file takes by name while it is loaded
+    collective_calls.watch_from_now_on()  # also functions that the file takes by name while it is loaded
     fixed = _fixed()
     try:
         limit_processor(SECONDS)
@@ -216,13 +216,13 @@ def _described(error: Exception) -> dict[str, Any]:
         "kind": type(error).__name__,
         "message": message,
         "frames": frames[-40:],
-        "lost_peer": any(sign in message for sign in caller.LOST_PEER),
+        "lost_peer": any(sign in message for sign in supervisor.LOST_PEER),
     }
 
 
 def describe_wait() -> str:
     """Describe the collective in which this rank waits, with its number among this rank's collectives; "" if there is none."""
-    history, events = sys.modules.get("hwfsdp.comm.history"), sys.modules.get("hwfsdp.observe.events")
+    history, events = sys.modules.get("hwfsdp.comm.flight_recorder"), sys.modules.get("hwfsdp.observe.events")
     waiting = getattr(history, "waiting", {}).get(threading.main_thread().ident)
     pending = str(waiting or _collective_called())
     recorder = events.active() if events else None
@@ -249,6 +249,6 @@ def _collective_called() -> str:
         path, name = inner.f_code.co_filename, inner.f_code.co_name
         if "/torch/distributed/" in path:
             found = name if BLOCKING.match(name) else found
-        elif path != collectives.__file__:  # this module stands between a call and torch
+        elif path != collective_calls.__file__:  # this module stands between a call and torch
             return found or ("wait" if ".wait(" in linecache.getline(path, line) else "")
     return found

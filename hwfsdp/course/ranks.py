@@ -17,7 +17,7 @@ Note [Asked ahead]
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
     hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Ranks that wait for each other, or that
-    sleep, are told by `launcher.caller`, Note [Deadlocks]. A clock is only the last resort.
+    sleep, are told by `launcher.supervisor`, Note [Ranks that stand still]. A clock is only the last resort.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from hwfsdp.course.probing import (
 from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
 from hwfsdp.errors import RankError
 from hwfsdp.launcher import pickling
-from hwfsdp.launcher import ranks as launcher
-from hwfsdp.launcher.messages import LARGEST_REPORT, read_message
+from hwfsdp.launcher import launch as launcher
+from hwfsdp.launcher.supervisor import LARGEST_REPORT, read_message
 
 if TYPE_CHECKING:
     from hwfsdp.course.scenarios import Scenario

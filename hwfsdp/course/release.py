@@ -35,6 +35,7 @@ PAGES = (
     "docs/traces.md",
     "docs/traces.png",
     "docs/player.png",
+    *(f"docs/pictures/{op}.png" for op in ("all_gather", "reduce_scatter", "all_reduce")),
     "docs/ai.md",
 )
 ONLY_FOR_THE_WHEEL = ("hwfsdp/", "setup.py", "setup.cfg", "pyproject.toml", "README.md")

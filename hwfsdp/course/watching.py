@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
 from hwfsdp.core.streams import HostStream
 from hwfsdp.observe import events
-from hwfsdp.observe.hooks import after_each_resize
+from hwfsdp.observe.recording import after_each_resize
 from hwfsdp.virtual.allocator import Allocator
 
 Watched = weakref.ref[torch.UntypedStorage]

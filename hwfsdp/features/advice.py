@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hwfsdp import compat
-from hwfsdp.collectives import run_named
-from hwfsdp.comm import history
+from hwfsdp.comm.transport import Call
+from hwfsdp.comm import flight_recorder
 from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.mesh import Axis
 from hwfsdp.core.state import state_of
@@ -42,7 +40,6 @@ from hwfsdp.features.lookup import (
     warn,
 )
 from hwfsdp.features.param import FSDPParam, has_own_class
-from hwfsdp.observe import events
 
 if TYPE_CHECKING:
     from hwfsdp.features.group import ParamGroup
@@ -256,10 +253,10 @@ def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
     if axis.group is None or not compat.collectives_are_checked():
         return
     everyone: list[Any] = [None] * axis.size
-    with events.paused():
-        gather = partial(dist.all_gather_object, everyone, list(lines), group=axis.group)
-        note = history.begin("compare_models", owner, axis.group, torch.uint8, 0)
-        run_named(partial(note.watch, gather), "all_gather", owner)
+    note = flight_recorder.begin("compare_models", owner, axis.group, None, 0)
+    with flight_recorder.unlogged(), Call("all_gather", owner, note):
+        dist.all_gather_object(everyone, list(lines), group=axis.group)
+    note.mark(flight_recorder.State.DONE)
     other = next((rank for rank in range(axis.size) if everyone[rank] != everyone[0]), None)
     if other is None:
         return

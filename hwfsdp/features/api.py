@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hwfsdp import compat
-from hwfsdp.collectives import GroupTransport
+from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core import precision
 from hwfsdp.core.api import Unclaimed, become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
 from hwfsdp.core.layout import Layout

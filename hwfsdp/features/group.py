@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hwfsdp.collectives import GroupTransport
+from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core import context, group
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core import param as core

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.collectives import (
+from hwfsdp.comm.transport import (
     AllGather,
     DefaultAllGather,
     DefaultReduceScatter,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.collectives import GroupTransport
+from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.compat import dtensor, no_autograd, register_parameter
 from hwfsdp.core.layout import Layout

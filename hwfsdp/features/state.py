@@ -151,7 +151,7 @@ class FSDPState(
         self.comm_ctx.max_reductions = max(asked, default=1)
 
     def name_for_other_ranks(self) -> None:
-        """Name the groups for the other ranks, too (`comm.pairing`)."""
+        """Name the groups for the other ranks, too (`comm.group_identity`)."""
         transports = [group.transport for state in self.states for group in state.groups]
         first: dict[object, int] = {}  # by process group
         for transport in transports:

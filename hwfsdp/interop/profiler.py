@@ -20,7 +20,7 @@ from hwfsdp.core.compat import NOTHING, REDUCES_IN_GRAD_DTYPE
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.core.streams import Stream, StreamEvent
-from hwfsdp.releases import release_of
+from hwfsdp.torch_releases import release_of
 
 _NAMES = {  # moments that have another name in FSDP2
     "forward_prefetch": "forward_prefetch for",

@@ -29,7 +29,7 @@ def adopt_orphans() -> None:
 
 def import_for_ranks() -> None:
     """Import the modules that every rank needs."""
-    for module in ("hwfsdp.launcher.ranks", "hwfsdp.features.api"):
+    for module in ("hwfsdp.launcher.launch", "hwfsdp.features.api"):
         importlib.import_module(module)
     importlib.import_module(importlib.import_module("hwfsdp.compat").LATE_IMPORT)
 

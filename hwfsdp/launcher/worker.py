@@ -1,4 +1,4 @@
-"""The process of one rank. Its caller is in `ranks`.
+"""The process of one rank. Its caller is in `launch`.
 
 Note [Time runs out]
     The main thread of a rank that hangs cannot say where it hangs. So each rank has another thread, which listens to the caller. It
@@ -30,13 +30,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from hwfsdp import compat
-from hwfsdp.comm import history, users_calls
+from hwfsdp.comm import flight_recorder, users_collectives
 from hwfsdp.errors import CollectiveError, UsageError
-from hwfsdp.launcher import script
-from hwfsdp.launcher.arguments import cannot_pickle
-from hwfsdp.launcher.script import Script, for_the_caller
+from hwfsdp.launcher import pickling
+from hwfsdp.launcher.pickling import Script, cannot_pickle, for_the_caller
 
-stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
+stop_requested = threading.Event()  # see `launch`, Note [Asked to stop]
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,13 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     threading.Thread(target=_listen, args=(connection, send), daemon=True).start()
     os.environ.clear()
     os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
-    os.environ[history.PATH] = task.history_of(rank)
+    os.environ[flight_recorder.PATH] = task.history_of(rank)
     tempfile.tempdir = None  # the server has cached its own folder
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
     if task.script is not None:
-        script.become(task.script)
-        users_calls.watch_users_calls()
+        pickling.become(task.script)
+        users_collectives.note_from_now_on()
     try:
         fn, args, kwargs = pickle.loads(task.call)
         store = f"file://{task.folder}/store"
@@ -139,7 +138,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
 
 def finish_saves() -> None:
     """Wait for background saves to end. If one failed and its error was not raised yet, raise it."""
-    background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
+    background = sys.modules.get("hwfsdp.checkpoint.saving")  # not imported: nothing is saving
     if background is not None:
         background.finish_saves()
 
@@ -175,22 +174,19 @@ def _listen(connection: Connection, send: Callable[[Any], None]) -> None:
         if question == "stop":
             stop_requested.set()
             continue
-        pending, stacks = describe_wait(), history.stacks()
+        pending, stacks = describe_wait(), flight_recorder.stacks()
         if not pending:
             pending = _library_call(sys._current_frames().get(threading.main_thread().ident or 0))
-        stacks += "".join(f"  {call}\n" for call in users_calls.waits_and_lines())
+        stacks += "".join(f"  {call}\n" for call in users_collectives.waits_and_lines())
         send(("where", (f"waiting in {pending}" if pending else "", stacks)))
 
 
 def _pending() -> str:
     main = threading.main_thread()
-    names = {
-        thread.ident: f"{BESIDE_MAIN}{thread.name})" for thread in threading.enumerate() if thread != main
-    }
-    return ", ".join(f"{named}{names.get(thread, '')}" for thread, named in list(history.waiting.items()))
-
-
-BESIDE_MAIN = " (thread "  # before the name of a thread
+    names = {thread.ident: f" (thread {thread.name})" for thread in threading.enumerate() if thread != main}
+    return ", ".join(
+        f"{named}{names.get(thread, '')}" for thread, named in list(flight_recorder.waiting.items())
+    )
 
 
 describe_wait: Callable[[], str] = _pending  # the collective that a rank waits in, or ""

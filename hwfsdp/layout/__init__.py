@@ -1,16 +1,16 @@
 """The part of a tensor that a rank holds: extents by placement, the table of a model, weights drawn row by row.
 
-    arguments    sizes and meshes among the arguments of operators
-    stripes      several boxes of a tensor that one rank holds
-    extents      the part that a rank holds under the placements of a DTensor, even strided and uneven parts
-    explain      a model's parameters as a table
-    init_shards  the same weights for any number of ranks
-    blueprint    a model sharded on paper
+    operator_arguments  sizes and meshes among the arguments of operators
+    stripes             several boxes of a tensor that one rank holds
+    extents             the part that a rank holds under the placements of a DTensor, even strided and uneven parts
+    explain             a model's parameters as a table
+    init_shards         the same weights for any number of ranks
+    shard_on_meta       a model sharded without ranks and memory
 
-You can import the names of `arguments` and `extents` from here, such as `hwfsdp.layout.local_extent_of`.
+You can import the names of `operator_arguments` and `extents` from here, such as `hwfsdp.layout.local_extent_of`.
 """
 
-from hwfsdp.layout.arguments import (
+from hwfsdp.layout.operator_arguments import (
     normalize_to_torch_size as normalize_to_torch_size,
     try_find_mesh_from_args as try_find_mesh_from_args,
 )

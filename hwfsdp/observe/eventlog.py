@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import zlib
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hwfsdp
 from hwfsdp.errors import UsageError
+from hwfsdp.observe.call_sites import checksums
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
-from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
-from hwfsdp.observe.intervals import Interval, intersect, length, subtract, union
-from hwfsdp.observe.places import checksums
+from hwfsdp.observe.events import COLLECTIVES, Event, Sample
 from hwfsdp.observe.perfetto import from_trace, to_trace
 from hwfsdp.observe.races import Order, orders
 from hwfsdp.observe.run_info import read_about
+from hwfsdp.observe.step_times import StepsOfRank, times_of_rank
 from hwfsdp.observe.validate import printable
 
 
@@ -89,6 +86,27 @@ class EventLog:
             if (not ops or e.op in ops) and all(getattr(e, k) == v for k, v in attributes.items())
         ]
 
+    def chosen(self, subject: str, rank: int | None = None, step: int | None = None) -> list[Event]:
+        """Return the events of this rank and this optimizer step. None means all ranks, or all steps.
+
+        Args:
+            subject: the name of the call, for the error.
+
+        Raises:
+            UsageError: there is no such event. The remedy names the ranks and steps in the log.
+        """
+        found = [e for e in self.events if rank in (None, e.rank) and step in (None, e.step)]
+        if found:
+            return found
+        ranks, steps = sorted({e.rank for e in self.events}), sorted({e.step for e in self.events})
+        asked = [f"{name}={value}" for name, value in (("rank", rank), ("step", step)) if value is not None]
+        raise UsageError(
+            f"{subject}({', '.join(asked)})",
+            expected="a log with such events",
+            got=f"none of {len(self.events)} events",
+            remedy=f"The log has ranks {ranks} and steps {steps}." if self.events else "Record a step first.",
+        )
+
     @property
     def finished_steps(self) -> list[int]:
         """Return the steps that an optimizer ended."""
@@ -116,8 +134,7 @@ class EventLog:
                 such time. Both are 0.0 for one rank, and None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
         """
-        parts = self.by_rank()
-        times = {rank: times_of_rank(part) for rank, part in parts.items()}
+        parts, times = self.by_rank(), self.times_by_rank()
         traffic = traffic_of(parts[min(parts)].collectives()) if parts else {}
         peaks = self.peak_bytes_by_kind()
         by_rank = {rank: self._summary_of(rank, t) for rank, t in times.items()}
@@ -135,6 +152,11 @@ class EventLog:
             "by_rank": by_rank,
             **self._skew(),
         }
+
+    def times_by_rank(self) -> dict[int, StepsOfRank]:
+        """Return the times of the steps of each rank."""
+        from_zero = bool(self.clocks)
+        return {rank: times_of_rank(part.events, from_zero) for rank, part in self.by_rank().items()}
 
     def _summary_of(self, rank: int, times: StepsOfRank) -> dict[str, Any]:
         return {
@@ -188,14 +210,14 @@ class EventLog:
         Args:
             other: the second log. names: the names of the two logs on the page.
 
-        `plot.player` draws the page. It is imported only when this method is called.
+        `plot.player` makes the page. It is loaded only when this method is called.
         """
-        player = importlib.import_module("hwfsdp.plot.player.page")
-        return player.make_page(list(zip(names, (self, other), strict=True)) if other else [("log", self)])
+        logs = [("log", self)] if other is None else [*zip(names, (self, other), strict=True)]
+        return hwfsdp.plot.player.make_page(logs)
 
     @property
     def code(self) -> dict[str, int]:
-        """Return the checksum of each file that events come from (`places`): from the time of `save`, or else from now."""
+        """Return the checksum of each file that events come from (`call_sites`): from the time of `save`, or else from now."""
         return self.about.get("code") or checksums(event.code for event in self.events)
 
     def save(self, path: str | Path) -> None:
@@ -228,7 +250,6 @@ class EventLog:
             ) from None
 
 
-WAITS_AT_ONCE = "each rank waits for a collective right after issuing it"  # why `summary` says "blocking"
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file (RFC 1952)
 _UNREADABLE = (
     *(OSError, EOFError, zlib.error),  # no file, or an incomplete one
@@ -273,40 +294,6 @@ def traffic_of(events: Iterable[Event]) -> TrafficByOp:
     return found
 
 
-class StepsOfRank(NamedTuple):
-    """Times of one rank in µs.
-
-    Attributes:
-        steps: the time of each step. exposed: for each step, the part in which a collective ran and the rank computed nothing.
-        communicated: the time in which collectives ran, in all steps together.
-        blocking: True if every collective was waited for as soon as it was issued (`blocked`).
-    """
-
-    steps: list[float]
-    exposed: list[float]
-    communicated: float
-    blocking: bool
-
-
-def times_of_rank(log: EventLog) -> StepsOfRank:
-    """Return the times of the steps in one rank's log. Without optimizer steps, the whole log is one step."""
-    events = log.events
-    if not events:
-        return StepsOfRank([0.0], [0.0], 0.0, False)
-    last: dict[int, float] = {}
-    for event in log.select("optimizer"):
-        last[event.step] = max(last.get(event.step, event.end_us), event.end_us)
-    first = 0.0 if last and log.clocks else min(e.start_us for e in events)
-    ends = sorted(last.values()) or [max(e.end_us for e in events)]
-    communicated = communicating(events)
-    exposed = [0.0] * len(ends)
-    cuts = [-inf, *ends[:-1], inf]  # time before the first step or after the last belongs to that step
-    for start, end in intersect(subtract(communicated, computing(events)), list(pairwise(cuts))):
-        exposed[bisect_right(cuts, start) - 1] += end - start
-    steps = [end - start for start, end in pairwise([first, *ends])]
-    return StepsOfRank(steps, exposed, length(communicated), blocked(events).always)
-
-
 def _hidden(exposed: float, communicated: float) -> float:
     return max(0.0, 1.0 - exposed / communicated) if communicated else 0.0  # sums of parts may round up
 
@@ -317,49 +304,6 @@ def _peaks(samples: Iterable[Sample]) -> dict[str, int]:
         for kind, nbytes in sample.bytes_by_kind.items():
             peaks[kind] = max(peaks.get(kind, 0), nbytes)
     return peaks
-
-
-def communicating(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which a rank's collectives ran."""
-    return union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
-
-
-def computing(events: Sequence[Event]) -> list[Interval]:
-    """Return the intervals in which a rank's compute stream computed: without its waits, and not from a call that it waits for at once."""
-    busy = union((e.start_us, e.end_us) for e in events if e.stream == "compute" and e.op in COMPUTE_OPS)
-    return subtract(busy, blocked(events).intervals)
-
-
-class Blocked(NamedTuple):
-    """When collectives kept a rank's compute stream from computing; see `blocked`."""
-
-    intervals: list[Interval]
-    always: bool
-
-
-def blocked(events: Sequence[Event]) -> Blocked:
-    """Return when compute waited for collectives, and whether it always waited for them at once.
-
-    Compute waits at once if it neither begins nor ends anything from the start of a collective to the wait for it. Then a
-    module that is open all this time, such as the root, did not compute either: the time went into the call.
-    """
-    on_compute = [e for e in events if e.stream == "compute"]
-    edges = sorted(us for e in on_compute if e.op in COMPUTE_OPS for us in (e.start_us, e.end_us))
-    found = [(e.start_us, e.end_us) for e in on_compute if e.op == "wait" or e.op in COLLECTIVES]
-    stream_of, pending = {e.seq: e.stream for e in events}, dict[str, list[Event]]()
-    beside = 0
-    for event in sorted(events, key=lambda e: e.seq):
-        if event.op in COLLECTIVES and event.stream != "compute":
-            pending.setdefault(event.stream, []).append(event)
-        for seq in event.after if event.op == "wait" else ():
-            awaited = pending.get(stream_of.get(seq, ""), [])
-            while awaited and awaited[0].seq <= seq:
-                start = awaited.pop(0).start_us
-                if bisect_left(edges, start) == bisect_right(edges, event.start_us):
-                    found.append((start, event.start_us))
-                else:
-                    beside += start < event.start_us
-    return Blocked(union(found), bool(communicating(events)) and not beside and not any(pending.values()))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,9 +6,9 @@ Most instruments are outside the code that they watch. So they also see other im
 - a wrapper around `UntypedStorage.resize_` sees allocations and frees;
 - the ledger sees dropped flat buffers: before the next buffer is made, it checks which buffers still exist;
 - the optimizer's own hooks give optimizer spans;
-- the ledger reads bytes from the storages (`memory`).
+- the ledger reads bytes from the storages (`ledger`).
 
-The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `onlooker` gives the
+The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `module_hooks` gives the
 spans.
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
@@ -50,8 +50,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from hwfsdp.observe.memory import Ledger
-from hwfsdp.observe.places import Places
+from hwfsdp.comm import flight_recorder
+from hwfsdp.observe.ledger import Ledger
+from hwfsdp.observe.call_sites import CallSites
 
 STREAMS = (
     "compute",
@@ -86,8 +87,8 @@ class Event:
             count from the start of the first recording.
         after: seqs of the events that this event waited for on other streams (Note [Order without clocks]).
         reads, writes: numbers of the storages that it reads and writes. Each storage of the recording has its own number
-            (`memory.Identities`).
-        code: the places that issued it, from the inside out (`places`); "" if unknown.
+            (`ledger.Identities`).
+        code: the places that issued it, from the inside out (`call_sites`); "" if unknown.
     """
 
     rank: int
@@ -149,7 +150,7 @@ class Draft:
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
         self.recorder, self.seq, self.op, self.stream = recorder, len(recorder.drafts), op, stream
         self.owner, self.phase = recorder.owner, recorder.phase
-        self.dtype, self.bytes, self.code = "", 0, recorder.places.here()
+        self.dtype, self.bytes, self.code = "", 0, recorder.call_sites.here()
         self.after: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
         self.writes: tuple[int, ...] = ()
@@ -200,12 +201,12 @@ class Recorder:
         ledger: watches memory, numbers storages for `Event.reads` and `writes`, and gives the samples.
         visited: one module of each `fully_shard` call, in the order in which they ran first. Each has the ids of its whole
             parameters, and the numbers of their storages.
-        groups: parameter groups that an `onlooker` describes, because the modules that ran have no instruments.
+        groups: parameter groups that an `module_hooks` describes, because the modules that ran have no instruments.
         last_seq: the seq of the last event on each stream. waits: for each stream, the streams that it waited for, and the last
             seq on each of them that it waited for.
         origin: the time when the recording began. first_step: number of the step in which it began.
         in_flight: works that their callers will wait for. results: results of functional collectives that nobody has waited for,
-            by the numbers of their storages. places: names the lines that events come from.
+            by the numbers of their storages. call_sites: names the lines that events come from.
     """
 
     rank: int
@@ -227,7 +228,7 @@ class Recorder:
     origin: Mark = field(default_factory=HostMark)
     in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
     results: dict[int, Draft] = field(default_factory=dict)
-    places: Places = field(default_factory=Places)
+    call_sites: CallSites = field(default_factory=CallSites)
     _resizing: str = ""
     _round: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
     _round_over: int = 0
@@ -407,6 +408,8 @@ def paused() -> Iterator[None]:
     finally:
         _active = recorder
 
+
+flight_recorder.unlogged = paused
 
 _NOTHING = nullcontext()
 

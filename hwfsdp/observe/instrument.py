@@ -20,7 +20,7 @@ from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
-from hwfsdp.observe.stream_clocks import clock_of, clock_of_stream, use_newest
+from hwfsdp.observe.clocks import clock_of, clock_of_stream, use_newest
 
 _COPIES = ("copy_in", "copy_out")
 _OF_STATES = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finish_backward", "broken_off")

@@ -1,7 +1,7 @@
 """Conversion of an event log to Chrome trace JSON, which https://ui.perfetto.dev opens, and back.
 
 The trace has one process per rank, one track per stream, one arrow per dependency between streams, one counter track per
-kind of memory, and one track per parameter group. A group's track shows its states (`lifetimes`). Each slice's `args` contain the
+kind of memory, and one track per parameter group. A group's track shows its states (`group_states`). Each slice's `args` contain the
 full event, and `otherData` contains the description of the run. So saving loses nothing.
 
 Format: "Trace Event Format" (a document of the Chrome project); times are in µs. Three rules of the viewer shape the code.
@@ -24,7 +24,7 @@ from math import floor, inf
 from typing import Any, NamedTuple
 
 from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
-from hwfsdp.observe.lifetimes import find_lifetimes
+from hwfsdp.observe.group_states import find_lifetimes
 from hwfsdp.observe import validate
 
 FORMAT = 1  # the number of this format; a reader refuses other numbers
@@ -89,22 +89,11 @@ def from_trace(trace: dict[str, Any]) -> Contents:
 
 def _event(where: str, args: Any) -> Event:
     given = {"code": "", **validate.named(where, args)}  # early logs of hwfsdp 0.1 have no `code`
-    found = {**given, **validate.record(where, given, _EVENT)}
+    found = {**given, **validate.fields_of(Event, where, given)}
     for name, known in (("stream", STREAMS), ("op", OPS)):
         if found[name] not in known:
             raise ValueError(f"{where}: no {name} is called {found[name]!r}")
     return Event(**found)
-
-
-_EVENT: dict[str, validate.Check] = {
-    "rank": validate.between(0, validate.MOST_RANKS - 1),
-    **dict.fromkeys(("seq", "step", "bytes"), validate.whole),
-    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype", "code"), validate.text),
-    "start_us": validate.time_us,
-    "dur_us": lambda name, value: validate.time_us(name, value, least=0),
-    "after": validate.each(validate.between(-validate.MOST, validate.MOST)),
-    **dict.fromkeys(("reads", "writes"), validate.each(validate.whole)),
-}
 
 
 def _tid(stream: str) -> int:

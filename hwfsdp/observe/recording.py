@@ -16,7 +16,7 @@ A recording sees:
 
 A recording does not see:
 
-- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `history` misses them, too.
+- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `flight_recorder` misses them, too.
   If torch's coalescing manager was imported so, its collectives are logged when they are called, not when all of them run;
 - collectives that C++ calls: by DDP, in backwards of functional collectives, in compiled graphs;
 - collectives called on a process group itself, such as the messages of checkpoints;
@@ -31,30 +31,33 @@ A recording does not see:
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hwfsdp.comm.shared_memory import this_machine
 from hwfsdp.compat import gloo_beside
 from hwfsdp.core import observer
 from hwfsdp.errors import StateError
 from hwfsdp.observe import events
-from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset
-from hwfsdp.observe.collectives import watch_collectives, watch_works
+from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset, use_newest
+from hwfsdp.observe.collective_calls import watch_collectives, watch_operators, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Draft, Recorder
-from hwfsdp.observe.functional import watch_operators
-from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
 from hwfsdp.observe.instrument import Instrument
-from hwfsdp.observe.memory import Ledger
+from hwfsdp.observe.ledger import Ledger
 from hwfsdp.observe.run_info import describe_run
-from hwfsdp.observe.stream_clocks import use_newest
 
 
 @contextmanager
@@ -178,6 +181,38 @@ def _as_seen_from(machine: str, ahead: dict[str, float], clock: RankClock) -> Ra
     if clock.machine not in ahead:
         return clock
     return RankClock(clock.origin_us - ahead[clock.machine], machine)
+
+
+# --- Hooks -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def after_each_resize(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Inside the block, call `seen(storage, by)` after each resize of a storage by `by` bytes."""
+    original = torch.UntypedStorage.resize_
+
+    @functools.wraps(original)
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        result = original(storage, size)
+        seen(storage, size - before)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
+
+
+@contextmanager
+def around_optimizer_steps(
+    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
+) -> Iterator[None]:
+    """Inside the block, call `before` and `after` around each step of any optimizer, with the arguments of torch's hooks."""
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _watch_storages(recorder: Recorder) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.precision import Dtypes
 from hwfsdp.core.state import state_of
 from hwfsdp.observe.accounting import GroupSizes
-from hwfsdp.observe.validate import MOST_RANKS, Check, between, each, flag, record, text, whole
+from hwfsdp.observe.validate import fields_of, shown
 
 VIRTUAL = "virtual "  # the beginning of the device's name in the log of a simulation
 
@@ -100,7 +100,7 @@ def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) 
     """Describe a recording in which these modules ran. The result is an `About` as JSON-ready values, for `EventLog.about`.
 
     Args:
-        told: the parameter groups of modules without instruments (`onlooker`).
+        told: the parameter groups of modules without instruments (`module_hooks`).
     """
     states = dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
     groups = [group for state in states for group in state.groups]
@@ -140,32 +140,11 @@ def read_about(about: Mapping[str, Any]) -> About | None:
     """
     if "groups" not in about:
         return None
-    return About(**record("", about, _ABOUT))
-
-
-def _read_group(where: str, group: Any) -> GroupAbout:
-    return GroupAbout(**record(where, group, _GROUP))
-
-
-def _read_param(where: str, param: Any) -> ParamAbout:
-    found = ParamAbout(**record(where, param, _PARAM))
-    if not found.shape:
-        raise ValueError(f"{where}.shape is [], but a parameter that is cut has a dimension")
+    found = About(**fields_of(About, "", about))
+    for group in found.groups:
+        for param in group.params:
+            if not param.shape:
+                raise ValueError(
+                    f"the shape of {shown(param.fqn)} is [], but a parameter that is cut has a dimension"
+                )
     return found
-
-
-_RANKS, _ITEMSIZE = between(1, MOST_RANKS), between(1, 64)  # bytes; complex128, the largest, has 16
-_PARAM: dict[str, Check] = {
-    **dict.fromkeys(("fqn", "dtype", "gather_dtype", "reduce_dtype"), text),
-    **dict.fromkeys(("gather_itemsize", "reduce_itemsize"), _ITEMSIZE),
-    "shape": each(whole),
-    "trained": flag,
-}
-_GROUP = {
-    "fqn": text,
-    "shards": _RANKS,
-    "replicas": _RANKS,
-    "gathered_again_from": between(0, MOST_RANKS),
-    "params": each(_read_param),
-}
-_ABOUT = {"world_size": _RANKS, "torch": text, "device": text, "groups": each(_read_group)}

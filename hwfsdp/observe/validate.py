@@ -8,13 +8,23 @@ Left out: files that are not JSON, and missing entries. Python's own errors are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
 from math import isfinite
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 MOST = 2**63 - 1  # limit of counts and bytes: other programs keep them in 64 bits
 MOST_RANKS = 2**24  # no machine has so many
 MOST_US = 2.0**53  # µs, 285 years: up to this limit, floats can tell two whole µs apart
+LIMITS: dict[str, tuple[int, ...]] = {  # least and most by name of a field; other integers are counts
+    "rank": (0, MOST_RANKS - 1),
+    **dict.fromkeys(("world_size", "shards", "replicas"), (1, MOST_RANKS)),
+    "gathered_again_from": (0, MOST_RANKS),
+    **dict.fromkeys(
+        ("gather_itemsize", "reduce_itemsize"), (1, 64)
+    ),  # bytes; complex128, the largest, has 16
+    "after": (-MOST, MOST),
+    "dur_us": (0,),
+}
 _SHOWN = 40  # characters of a value in a message
 
 
@@ -33,13 +43,6 @@ def time_us(name: str, value: Any, least: float = -MOST_US) -> float:
     return value  # type: ignore[no-any-return]
 
 
-def flag(name: str, value: Any) -> bool:
-    """Check for True or False, and return it. Raises ValueError for anything else."""
-    if type(value) is not bool:
-        raise ValueError(f"{name} is {shown(value)}, neither true nor false")
-    return value
-
-
 def text(name: str, value: Any) -> str:
     """Check for a string, and return it. Make it `printable` before you show it. Raises ValueError for anything else."""
     if type(value) is not str:
@@ -54,23 +57,35 @@ def many(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-Check = Callable[[str, Any], Any]  # called with a field's name and value; returns the value to keep
+def fields_of(kind: type, where: str, value: Any) -> dict[str, Any]:
+    """Check the fields of an object by the types of a dataclass and by `LIMITS`, and return them. A list becomes a tuple.
 
-
-def between(least: int, most: int) -> Check:
-    """Return the check for an integer in least … most."""
-    return lambda name, value: whole(name, value, least, most)
-
-
-def each(check: Check) -> Check:
-    """Return the check for a list whose items pass `check`. This check returns a tuple."""
-    return lambda name, value: tuple(check(f"{name}[{i}]", part) for i, part in enumerate(many(name, value)))
-
-
-def record(where: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Check the fields of an object, and return them. Raises KeyError if a field is missing, and the errors of the checks."""
+    Raises KeyError if a field is missing, and ValueError if a value is of another type or outside of its limits.
+    """
     found, front = named(where, value), f"{where}." if where else ""
-    return {name: check(front + name, found[name]) for name, check in checks.items()}
+    return {name: _field(hint, name, front + name, found[name]) for name, hint in _types_of(kind).items()}
+
+
+@functools.cache
+def _types_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _field(hint: Any, field: str, name: str, value: Any) -> Any:
+    if hint is int:
+        return whole(name, value, *LIMITS.get(field, (0, MOST)))
+    if hint is float:
+        return time_us(name, value, *LIMITS.get(field, ()))
+    if hint is str:
+        return text(name, value)
+    if get_origin(hint) is tuple:
+        inner, _ = get_args(hint)
+        return tuple(_field(inner, field, f"{name}[{i}]", part) for i, part in enumerate(many(name, value)))
+    if hint is bool:
+        if type(value) is not bool:
+            raise ValueError(f"{name} is {shown(value)}, neither true nor false")
+        return value
+    return hint(**fields_of(hint, name, value))
 
 
 def named(name: str, value: Any) -> dict[str, Any]:

@@ -1,27 +1,16 @@
 """Figures of a log, of a layout, of a table: one module per picture.
 
     What all share
-    parts       what pictures are made of: classes of matplotlib and Pillow
-    style       colors, hatches, units of bytes
+    style       colors, hatches, units of bytes; classes of matplotlib and Pillow
     sheet       one page: places in inches, a head of title, text and keys, names that fit
-    choice      the events that a picture shows
-    lanes       one rank's streams as a band
-    issued      what a rank issued, in order
 
     Of a log
-    timeline    streams of every rank: what ran when, and what waited for what
-    comparison  two runs on one axis of time
-    overlap     compute, hidden and exposed communication of every rank
-    lifetimes   each parameter group: sharded, gathering, full, freed
+    timeline    streams of every rank, or of several runs: what ran when, and what waited for what
     memory      bytes alive over time, by kind
-    traffic     bytes of each collective, against closed forms
 
     Of layouts and models
     grid        which part of each parameter each rank holds, and padding
-    meshmap     which ranks communicate with each other, on which nodes
-    cartoon     numbers of each rank before a collective and after it
     parameters  the table of a model's parameters
-    states      memory of model states against the number of ranks
 
     Of several runs
     loss        loss curves on top of each other
@@ -38,10 +27,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hwfsdp.doors import lazy_door
+from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import cartoon, choice, comparison, export, grid, issued, lanes, lifetimes, loss, memory, meshmap
-    from . import overlap, parameters, parts, player, scaling, sheet, states, style, timeline, traffic
+    from . import export, grid, loss, memory, parameters, player, scaling, sheet
+    from . import style, timeline
 else:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_door(__name__, {})
+    __getattr__, __dir__ = lazy_names(__name__, {})

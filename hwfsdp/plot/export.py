@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import csv
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event
-from hwfsdp.observe.findings import examine
-from hwfsdp.plot.choice import chosen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = {"perfetto": ".json", "csv": ".csv", "html": ".html", "png": ".png", "svg": ".svg"}
-PICTURES = ("timeline", "memory", "lifetimes", "overlap", "traffic")
-_OF_ONE_RANK = ("memory", "lifetimes")
+PICTURES = ("timeline", "memory")
 _DPI = 150
 
 
 class View(NamedTuple):
     """A picture, and the events of a log that it shows. `picture` is one of `PICTURES`; `rank` and `step` choose the events.
 
-    None means all ranks, or all steps. Memory and lifetimes show only one rank: the first.
+    None means all ranks, or all steps. The picture of memory shows only one rank: the first.
     """
 
     picture: str = "timeline"
@@ -77,25 +73,21 @@ def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = 
 
 
 def part_of(log: EventLog, view: View) -> EventLog:
-    """Return the part of a log that has the rank and the step of a view."""
-    chosen(log, "trace export", rank=view.rank, step=view.step)
+    """Return the part of a log that has the rank and the step of a view. Raises UsageError if there is none."""
+    log.chosen("trace export", rank=view.rank, step=view.step)
     log = log if view.rank is None else log.of_rank(view.rank)
     return log if view.step is None else _during(log, view.step)
 
 
 def draw(log: EventLog, view: View) -> Figure:
-    """Draw the picture. Its module is imported only now, because the import takes a while."""
-    chosen(log, "trace export", rank=view.rank, step=view.step)
-    rank = min(log.ranks) if view.rank is None and view.picture in _OF_ONE_RANK else view.rank
-    log = log if rank is None else log.of_rank(rank)
-    module = importlib.import_module(f"hwfsdp.plot.{view.picture}")
-    plot: Callable[..., Figure] = getattr(module, f"plot_{view.picture}")
-    if view.picture == "memory":
-        return plot(log if view.step is None else _during(log, view.step), rank=rank)
-    if view.picture == "traffic":
-        log = log if view.step is None else EventLog(log.select(step=view.step), {}, log.about)
-        return plot(log, _closed_forms(log))
-    return plot(log, step=view.step, **({"rank": rank} if view.picture in _OF_ONE_RANK else {}))
+    """Draw the picture. matplotlib is imported only now, because its import takes a while."""
+    from hwfsdp.plot.memory import plot_memory
+    from hwfsdp.plot.timeline import plot_timeline
+
+    if view.picture == "timeline":
+        return plot_timeline(part_of(log, view._replace(step=None)), step=view.step)
+    rank = min(log.ranks) if view.rank is None else view.rank
+    return plot_memory(part_of(log, view._replace(rank=rank)), rank=rank)
 
 
 def _during(log: EventLog, step: int) -> EventLog:
@@ -112,12 +104,3 @@ def _during(log: EventLog, step: int) -> EventLog:
     clocks = {rank: clock._replace(origin_us=clock.origin_us + begin) for rank, clock in log.clocks.items()}
     moved = [event.changed(start_us=event.start_us - begin) for event in events]
     return EventLog(moved, samples, {**log.about, **clocks_about(clocks)})
-
-
-def _closed_forms(log: EventLog) -> dict[str, dict[str, int]]:
-    """Return bytes by collective of the strategies that the log matches, or else the bytes that it should have moved."""
-    found = examine(log)
-    closed = {each.strategy: each.bytes_by_op for each in found.strategies if each.matches}
-    if not closed and found.expected is not None:
-        closed = {"closed form": {op: t.bytes for op, t in found.expected.items()}}
-    return closed

@@ -23,7 +23,7 @@ from hwfsdp.compat import is_shard
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.extents import LocalExtent, local_extent_of
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure, Patch, Rectangle
+from hwfsdp.plot.style import Axes, Figure, Patch, Rectangle
 
 MOST_RANKS = 64
 

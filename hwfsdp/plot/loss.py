@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, ConstrainedLayoutEngine, Figure, MaxNLocator
+from hwfsdp.plot.style import Axes, ConstrainedLayoutEngine, Figure, MaxNLocator
 
 Curve = Sequence[float]
 

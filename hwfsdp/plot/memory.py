@@ -28,7 +28,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure, Line2D, Patch, withStroke
+from hwfsdp.plot.style import Axes, Figure, Line2D, Patch, withStroke
 
 STAY = ("sharded_param", "optimizer_state", "sharded_grad")
 COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer")

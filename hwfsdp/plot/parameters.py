@@ -17,7 +17,7 @@ import torch
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold, name_within_group
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure, Patch, Rectangle
+from hwfsdp.plot.style import Axes, Figure, Patch, Rectangle
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
 _MOST_FOR_NAMES = 2.2  # inches

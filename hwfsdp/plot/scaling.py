@@ -2,8 +2,8 @@
 
 The large panel shows tokens per second and GPU. The dashed line is ideal: every GPU is as fast as at the smallest number of
 GPUs. The percentages below the points are shares of this ideal. The three small panels explain them: the step's time, the memory of
-a GPU, and the share of the step in which communication is not hidden. Measurements, if any, are diamonds. The caption below the
-picture says what the model of the hardware leaves out.
+a GPU, and the share of the step in which communication is not hidden. The caption below the picture says what the model of the
+hardware leaves out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.parts import Axes, Figure, Line2D, withStroke
+from hwfsdp.plot.style import Axes, Figure, Line2D, withStroke
 
 if TYPE_CHECKING:
     from hwfsdp.virtual.run import Simulation
 
 _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 4.0, 0.8, 0.3, 0.55, 4.4, 0.65, 0.34  # inches
 _CAPTION_LINE = 0.17  # inches
-_DIAMOND: dict[str, Any] = {"marker": "D", "color": style.BLACK, "markersize": 6}
 
 
 class ScalingPoint(NamedTuple):
@@ -52,29 +51,12 @@ def points_of(simulations: Iterable[Simulation]) -> list[ScalingPoint]:
     ]
 
 
-class MeasuredSpeed(NamedTuple):
-    """A measured speed: tokens per second and GPU on this number of GPUs, and the source of the number."""
-
-    gpus: int
-    tokens_per_second_per_gpu: float
-    source: str
-
-
-def plot_scaling(
-    points: Sequence[ScalingPoint],
-    *,
-    title: str = "Scaling",
-    caption: str = "",
-    measured: Sequence[MeasuredSpeed] = (),
-    device: str = "GPU",
-) -> Figure:
+def plot_scaling(points: Sequence[ScalingPoint], *, title: str = "Scaling", caption: str = "") -> Figure:
     """Draw tokens per second and GPU with the ideal line, and step time, memory and exposed communication.
 
     Args:
         points: one per number of GPUs.
         title: the model and the machine. caption: what the numbers leave out; a long caption is broken into lines.
-        measured: measured speeds to compare the points with.
-        device: the word for a device that is not a GPU, such as "rank".
 
     Raises:
         UsageError: there are no points, two points for one number of GPUs, or a number that is negative or not finite.
@@ -82,26 +64,26 @@ def plot_scaling(
     _check(points)
     ordered = sorted(points, key=lambda p: p.gpus)
     inner = sheet.PAGE - _LEFT - sheet.MARGIN
-    head = sheet.head(title, _text(ordered, device), _keys(measured, device), inner)
+    head = sheet.head(title, _text(ordered), _keys(), inner)
     lines = sheet.broken(caption, inner)
     bottom = _BOTTOM + (0.15 + len(lines) * _CAPTION_LINE if lines else 0.0)
     figure = head.figure(sheet.PAGE, _HEIGHT + bottom, _LEFT)
     large = sheet.axes_at(figure, _LEFT, bottom, _LARGE, _HEIGHT)
-    _draw_speed(large, ordered, measured)
-    large.set_xlabel(f"{device}s", fontsize=style.TEXT_SIZE)
-    large.set_ylabel(f"tokens per second and {device}", fontsize=style.TEXT_SIZE)
-    _draw_panels(figure, bottom, ordered, device)
+    _draw_speed(large, ordered)
+    large.set_xlabel("GPUs", fontsize=style.TEXT_SIZE)
+    large.set_ylabel("tokens per second and GPU", fontsize=style.TEXT_SIZE)
+    _draw_panels(figure, bottom, ordered)
     for line, text in enumerate(reversed(lines)):
         sheet.write(figure, _LEFT, sheet.MARGIN / 2 + line * _CAPTION_LINE, text, "caption")
     return figure
 
 
-def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint], device: str) -> None:
+def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint]) -> None:
     """Draw the three small panels, one below the other, at the right."""
     height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
     panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
-        (f"GiB per {device}", lambda p: p.memory_gib),
+        ("GiB per GPU", lambda p: p.memory_gib),
         ("exposed communication, %", lambda p: 100.0 * p.exposed_fraction),
     )
     for row, (name, value) in enumerate(panels):
@@ -109,7 +91,7 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint], 
         axes = sheet.axes_at(figure, left, y, sheet.PAGE - left - _RIGHT, height)
         _draw_panel(axes, points, name, value)
         axes.tick_params(axis="x", labelbottom=row == 2)
-        axes.set_xlabel(f"{device}s" if row == 2 else "", fontsize=style.TEXT_SIZE)
+        axes.set_xlabel("GPUs" if row == 2 else "", fontsize=style.TEXT_SIZE)
 
 
 def _check(points: Sequence[ScalingPoint]) -> None:
@@ -125,13 +107,13 @@ def _check(points: Sequence[ScalingPoint]) -> None:
     )
 
 
-def _text(points: Sequence[ScalingPoint], device: str) -> str:
+def _text(points: Sequence[ScalingPoint]) -> str:
     first, last = points[0], points[-1]
     speed = number(first.tokens_per_second_per_gpu)
     if first.gpus == last.gpus or not first.tokens_per_second_per_gpu:
-        return f"{first.gpus} {device}{'s' * (first.gpus > 1)}: {speed} tokens per second and {device}"
+        return f"{first.gpus} GPU{'s' * (first.gpus > 1)}: {speed} tokens per second and GPU"
     share = last.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu
-    return f"{first.gpus} to {last.gpus} {device}s: at {last.gpus}, each has {share:.0%} of the {speed} tokens per second at {first.gpus}"
+    return f"{first.gpus} to {last.gpus} GPUs: at {last.gpus}, each has {share:.0%} of the {speed} tokens per second at {first.gpus}"
 
 
 def number(value: float) -> str:
@@ -142,54 +124,30 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
-def _keys(measured: Sequence[MeasuredSpeed], device: str) -> list[Line2D]:
-    ideal, sources = f"ideal: as fast as on the fewest {device}s", dict.fromkeys(m.source for m in measured)
-    keys = [
-        sheet.line_key(f"tokens per second and {device}", color=style.BLUE, marker="o", markersize=6),
-        sheet.line_key(ideal, color=style.GREYS[3], linestyle=(0, (4, 3))),
+def _keys() -> list[Line2D]:
+    dashes: dict[str, Any] = {"color": style.GREYS[3], "linestyle": (0, (4, 3))}
+    return [
+        sheet.line_key("tokens per second and GPU", color=style.BLUE, marker="o", markersize=6),
+        sheet.line_key("ideal: as fast as on the fewest GPUs", **dashes),
     ]
-    if measured:
-        keys.append(sheet.line_key(f"measured: {', '.join(sources)}", linestyle="none", **_DIAMOND))
-    return keys
 
 
-def _draw_speed(axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[MeasuredSpeed]) -> None:
-    gpus = sorted({*(p.gpus for p in points), *(m.gpus for m in measured)})
+def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
+    """Draw the curve and the ideal. Below each point stands its share of the ideal, or above it if there is no room below."""
     speeds = [p.tokens_per_second_per_gpu for p in points]
-    top = max([*speeds, *(m.tokens_per_second_per_gpu for m in measured)]) or 1.0
-    _frame(axes, gpus, 1.15 * top)
+    top = max(speeds) or 1.0
+    _frame(axes, [p.gpus for p in points], 1.15 * top)
     axes.axhline(speeds[0], color=style.GREYS[3], linewidth=1.2, linestyle=(0, (4, 3)), gid="ideal")
     curve: dict[str, Any] = {"color": style.BLUE, "markersize": 6, "linewidth": 1.8, "zorder": 3}
     axes.plot([p.gpus for p in points], speeds, "o-", gid="speed", **curve)
-    for m in measured:
-        axes.plot([m.gpus], [m.tokens_per_second_per_gpu], zorder=4, gid="measured", **_DIAMOND)
-    _name_points(axes, points, measured, 0.12 * top)
-
-
-def _name_points(
-    axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[MeasuredSpeed], low: float
-) -> None:
-    """Write the share of the ideal below each point, and the speed above each measurement.
-
-    If a measurement is below its point, it is the other way round. Points lower than `low` have no room for a text below them.
-    """
-    computed = {p.gpus: p.tokens_per_second_per_gpu for p in points}
-    slower = {m.gpus for m in measured if m.tokens_per_second_per_gpu < computed.get(m.gpus, 0.0)}
-    first = points[0].tokens_per_second_per_gpu
-    for point in points[:: -(-len(points) // 10)]:
-        speed = point.tokens_per_second_per_gpu
-        if first and point is not points[0]:
-            # Below a faster point, the dashed line would cross the text.
-            above = point.gpus in slower or speed < low or speed >= first
-            _say(axes, point.gpus, speed, f"{speed / first:.0%}", 8 if above else -14)
-    for m in measured:
-        speed = m.tokens_per_second_per_gpu
-        _say(axes, m.gpus, speed, number(speed), -15 if m.gpus in slower and speed >= low else 8)
-
-
-def _say(axes: Axes, x: float, y: float, text: str, points: float) -> None:
     rim = [withStroke(linewidth=3.0, foreground=style.WHITE)]
-    sheet.note(axes, text, (x, y), (0, points), ha="center", path_effects=rim, zorder=5)
+    for point in points[:: -(-len(points) // 10)] if speeds[0] else ():
+        if point is not points[0]:
+            speed = point.tokens_per_second_per_gpu
+            # Below a faster point, the dashed line would cross the text.
+            beside = (0, 8 if speed < 0.12 * top or speed >= speeds[0] else -14)
+            text = f"{speed / speeds[0]:.0%}"
+            sheet.note(axes, text, (point.gpus, speed), beside, ha="center", path_effects=rim, zorder=5)
 
 
 def _draw_panel(
@@ -214,5 +172,9 @@ def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
         distance = per_octave * math.log2(count / shown[-1])
         if distance > style.text_width(str(count), style.TEXT_SIZE) + 8.0:
             shown.append(count)
-    sheet.scale_of_counts(axes, shown)
+    style.open_frame(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, list(map(str, shown)))
+    axes.minorticks_off()
+    style.draw_grid(axes)
     axes.yaxis.set_major_formatter(lambda value, _: number(value))

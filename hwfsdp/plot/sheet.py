@@ -21,7 +21,7 @@ from typing import Any
 
 
 from hwfsdp.plot import style
-from hwfsdp.plot.parts import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
+from hwfsdp.plot.style import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
 
 PAGE, MARGIN = 8.2, 0.2  # inches
 DPI = 180  # pixels per inch: two for each pixel of a page
@@ -164,15 +164,6 @@ def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: s
     axes.set_xlabel(unit, fontsize=style.TEXT_SIZE)
 
 
-def scale_of_counts(axes: Axes, counts: Sequence[int]) -> None:
-    """Frame a curve over numbers of ranks, in powers of two. Only these counts have ticks."""
-    style.open_frame(axes)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, list(map(str, counts)))
-    axes.minorticks_off()
-    style.draw_grid(axes)
-
-
 # --- Artists -----------------------------------------------------------------------------------------------
 
 
@@ -190,12 +181,6 @@ def say(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
 def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
     """Write a line of text beside a place in the picture, `offset` points away. `more`: as for `say`."""
     axes.annotate(text, at, offset, textcoords="offset points", **_letters(more))
-
-
-def tied(tie: dict[str, Any]) -> dict[str, Any]:
-    """Return options for `note` that name a line at its end. A tie connects both if the name was moved away. `tie`: its look."""
-    arrow = {"arrowstyle": "-", "shrinkA": 1, "relpos": (0.0, 0.5), **tie}
-    return {"va": "center", "arrowprops": arrow, "annotation_clip": False}
 
 
 def _letters(asked: dict[str, Any]) -> dict[str, Any]:
@@ -252,15 +237,3 @@ def fitting(name: str, size: float, width: float) -> str:
 def column_of(names: Iterable[str], size: float, most: float) -> float:
     """Return the inches that a column needs for the widest of these names, but not more than `most` (see `fitting`)."""
     return min(most, max((inches(name, size) for name in names), default=0.0))
-
-
-def moved_apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
-    """Move the heights (ascending) until they are `distance` apart and none is above `top`."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + distance) if moved else height)
-    limit = top
-    for place in reversed(range(len(moved))):
-        moved[place] = min(moved[place], limit)
-        limit = moved[place] - distance
-    return moved

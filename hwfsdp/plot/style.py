@@ -1,4 +1,6 @@
-"""The common style of all pictures: colors and hatches.
+"""The common style of all pictures: colors and hatches; and the classes of matplotlib and Pillow that pictures are made of.
+
+The import of this module says what to install if one of them is missing.
 
 A color means the same in every picture of a run, of its memory, and of what moves:
 
@@ -24,12 +26,29 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
-from hwfsdp.plot.parts import Axes, FontProperties, text_to_path, to_hex, to_rgb, withStroke
-
+from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.tables import ByteUnit as ByteUnit  # noqa: F401
 from hwfsdp.observe.tables import byte_unit as byte_unit  # noqa: F401
 from hwfsdp.observe.tables import format_bytes as format_bytes  # noqa: F401
 from hwfsdp.observe.tables import three_digits
+
+with needed_by("pictures"):
+    from matplotlib.artist import Artist as Artist
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.colors import LinearSegmentedColormap as LinearSegmentedColormap
+    from matplotlib.colors import to_hex as to_hex
+    from matplotlib.colors import to_rgb as to_rgb
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.font_manager import FontProperties as FontProperties
+    from matplotlib.layout_engine import ConstrainedLayoutEngine as ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D as Line2D
+    from matplotlib.patches import FancyArrowPatch as FancyArrowPatch
+    from matplotlib.patches import Patch as Patch
+    from matplotlib.patches import Rectangle as Rectangle
+    from matplotlib.patheffects import withStroke as withStroke
+    from matplotlib.textpath import text_to_path as text_to_path
+    from matplotlib.ticker import MaxNLocator as MaxNLocator
+    from PIL import Image as Image
 
 BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"

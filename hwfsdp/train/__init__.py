@@ -7,7 +7,7 @@
     snapshots        the saved state from which a run continues
     loop             the training loop
     traced_run       start ranks, run a script or the demo, record some steps
-    demo             the same run three times: hwfsdp, FSDP2, unsharded
+    compared_runs    the same run three times: hwfsdp, FSDP2, unsharded
 
 These modules work with any implementation of FSDP, so you can compare implementations.
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from hwfsdp.comm.divergence import place_in
+from hwfsdp.comm.desync_report import place_in
 from hwfsdp.errors import FSDPError, UsageError
 from hwfsdp.train.models import zoo
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.mesh import default_mesh
 from hwfsdp.errors import RankError, UsageError
-from hwfsdp.launcher.ranks import launch, stoppable
+from hwfsdp.launcher.launch import launch, stoppable
 from hwfsdp.launcher.worker import stop_requested
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.onlooker import Layout, Onlooker, units_of
+from hwfsdp.observe.module_hooks import Layout, ModuleHooks, units_of
 from hwfsdp.observe.recording import record
 from hwfsdp.train.data import Batch, draw_batch, load_text, share
 from hwfsdp.train import implementations
@@ -228,14 +228,14 @@ class Trainee:
         self.implementation = implementation
         self.seconds = implementations.patience(implementation, config.timeout)
         model, mesh = build_model(config.model, config.seed), default_mesh()
-        onlooker = Onlooker(units_of(model, *_layout(config, implementation, model, mesh.size())))
+        hooks = ModuleHooks(units_of(model, *_layout(config, implementation, model, mesh.size())))
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
         sharding = f"sharding with {implementations.label_of(implementation)}"
         with implementations.time_limit(self.seconds, sharding):
             shard = implementations.sharder(implementation, model, mesh)
             self.model = shard_model(model, shard, **options)
-        onlooker.attach()
+        hooks.attach()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

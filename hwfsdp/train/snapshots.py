@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.checkpoint.meta import init_optimizer_state
-from hwfsdp.checkpoint import saves
-from hwfsdp.checkpoint.store import SaveHandle, async_save, inspect, load, save
+from hwfsdp.checkpoint import SaveHandle, async_save, commit, inspect, load, save
 from hwfsdp.compat import dtensor
 from hwfsdp.errors import UsageError
 from hwfsdp.core.mesh import default_mesh
@@ -54,8 +53,8 @@ class SnapshotConfig:
                 got=f"keep {self.keep}, every {self.every}",
                 remedy="Change these settings.",
             )
-        saves.check_target(self.path, overwrite=True)
-        if saves.newest(self.path) and not self.resume:
+        commit.check_target(self.path, overwrite=True)
+        if commit.newest(self.path) and not self.resume:
             raise UsageError(
                 str(self.path),
                 expected="no checkpoint, because this run starts from the beginning",
@@ -103,9 +102,9 @@ class Snapshots:
         """Load model and optimizer from the newest save, if the config says `resume` and there is one. Return the saved progress.
 
         Raises:
-            UsageError: the settings differ from the saved run's. `store.load` may raise other errors.
+            UsageError: the settings differ from the saved run's. `checkpoint.load` may raise other errors.
         """
-        source = saves.newest(self.config.path) if self.config.resume else None
+        source = commit.newest(self.config.path) if self.config.resume else None
         if source is None:
             return Progress()
         found = inspect(source)
@@ -194,7 +193,7 @@ def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
     Raises:
         UsageError: the ranks cannot share the saved run's rows evenly.
     """
-    source = saves.newest(config.path) if config is not None and config.resume else None
+    source = commit.newest(config.path) if config is not None and config.resume else None
     if config is None or source is None:
         return rows
     found = inspect(source)

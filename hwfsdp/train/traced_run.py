@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.capture import Capture, Steps, run_script
-from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.launch import launch
 from hwfsdp.launcher.worker import limit_collectives
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.train.implementations import OURS, blamed

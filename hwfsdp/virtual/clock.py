@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
-from hwfsdp.observe import events, stream_clocks
+from hwfsdp.observe import clocks, events
 from hwfsdp.observe.events import STREAMS, HostMark
 from hwfsdp.virtual.devices import Device
 
@@ -121,4 +121,4 @@ def _clocks(streams: StreamSet) -> tuple[events.Clock, Callable[[], HostMark]]:
     return lambda name: HostMark(clock.now(name)), lambda: HostMark(clock.now("compute"))
 
 
-stream_clocks.register(VirtualStream, _clocks)
+clocks.register(VirtualStream, _clocks)

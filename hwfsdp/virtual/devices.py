@@ -21,10 +21,7 @@ Sources, read in November 2026:
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hwfsdp.errors import UsageError, did_you_mean
@@ -143,52 +140,19 @@ _ALL = (
     _like(_H100_80, "b200", 180, 8000, flops=_B200, **_OF_B200),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
-THIS_MACHINE = "this-machine"
-
-
-def calibration_file() -> Path:
-    """Return the path of the file with the measurements of `hwfsdp doctor --calibrate`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "hwfsdp" / "this-machine.json"
-
-
-def save_calibration(device: Device) -> Path:
-    """Save a measured device for `device_named("this-machine")`, and return the path of its file."""
-    path = calibration_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(device), indent=2) + "\n")
-    return path
 
 
 def device_named(name: str) -> Device:
     """Return the device of this name.
 
     Raises:
-        UsageError: there is no such device, or this machine has not been measured.
+        UsageError: there is no such device.
     """
-    if name in DEVICES:
-        return DEVICES[name]
-    if name != THIS_MACHINE:
-        known = [*DEVICES, THIS_MACHINE]
+    if name not in DEVICES:
         raise UsageError(
             f"device {name!r}",
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(DEVICES)}",
             got=repr(name),
-            remedy=did_you_mean(name, known, "Choose one of these, or pass your own Device."),
+            remedy=did_you_mean(name, DEVICES, "Choose one of these, or pass your own Device."),
         )
-    path = calibration_file()
-    try:
-        return _read(json.loads(path.read_text()))
-    except FileNotFoundError:
-        got, remedy = "none", "Run: hwfsdp doctor --calibrate"
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        got, remedy = f"{type(error).__name__}: {error}", "Run again: hwfsdp doctor --calibrate"
-    raise UsageError(f"device {name!r}", expected=f"a measurement of it in {path}", got=got, remedy=remedy)
-
-
-def _read(found: dict[str, Any]) -> Device:
-    numbers = {f.name for f in fields(Device) if f.type == "float"}
-    for name in numbers:
-        if not found[name] > 0:
-            raise ValueError(f"{name} is {found[name]}")
-    return Device(**found)
+    return DEVICES[name]

@@ -26,7 +26,7 @@ from hwfsdp.compat import is_fake
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import UsageError
 from hwfsdp.features.api import fully_shard
-from hwfsdp.layout.blueprint import find_blocks, find_classes
+from hwfsdp.layout.shard_on_meta import find_blocks, find_classes
 from hwfsdp.train.models.zoo import Config, build, config_of
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -45,7 +45,7 @@ class Plan:
             because its backward comes at once.
         shards: number of GPUs to shard over; the others replicate (HSDP). None: all GPUs.
         wrap: names of the classes whose modules are sharded by themselves. Empty: the model's blocks
-            (`blueprint.find_blocks`).
+            (`shard_on_meta.find_blocks`).
         param_dtype: the dtype of the computation. Gradients are reduced in float32.
     """
 
@@ -112,20 +112,16 @@ def shard(model: nn.Module, plan: Plan, gpus: int) -> nn.Module:
     return model
 
 
-def training_step(model: nn.Module, plan: Plan, is_host: bool) -> Step:
-    """Return a step of language modeling on a sharded model: forward, backward, clipping, AdamW.
-
-    If the host computes, it is the step of `train`: without clipping, and AdamW updates one parameter at a time.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_host else True)
+def training_step(model: nn.Module, plan: Plan) -> Step:
+    """Return a step of language modeling on a sharded model: forward, backward, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.zeros(plan.batch, plan.seq, dtype=torch.int64)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = token_loss(model(tokens), tokens)
         loss.backward()
-        if not is_host:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
 
     return step
@@ -153,7 +149,7 @@ class Program(NamedTuple):
     tokens: int | None
 
 
-def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Program:
+def program(target: Target, plan: Plan, gpus: int) -> Program:
     """Build the program that runs in the entered world.
 
     As on real GPUs, whole parameters never exist: a model is built on the meta device, and gets memory only for its shards.
@@ -172,7 +168,7 @@ def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Pro
             made = copy_on_meta(made)
         model = shard(made, plan, gpus)
         model.to_empty(device="cpu")
-        return Program(training_step(model, plan, is_host), plan.batch * plan.seq)
+        return Program(training_step(model, plan), plan.batch * plan.seq)
     if not callable(made):
         raise UsageError(
             "simulate",

@@ -18,19 +18,21 @@ Note [What the model leaves out]
 from __future__ import annotations
 
 import gc
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hwfsdp.compat import local_of
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.memory import Ledger
+from hwfsdp.observe.ledger import Ledger
 from hwfsdp.observe.recording import record
 from hwfsdp.observe.run_info import VIRTUAL, read_about
+from hwfsdp.observe.tables import format_bytes, lay_out
 from hwfsdp.train.models.gpt import GPTConfig
 from hwfsdp.train.models.llama import LlamaConfig
 from hwfsdp.train.models.zoo import config_of
@@ -120,10 +122,10 @@ def simulate(
             arguments that trains this model for one step.
         gpus: the number of all ranks. nodes: the number of nodes. All nodes get the same number of ranks. By default, there are as
             few nodes as possible.
-        device: a name of `devices.DEVICES`, "this-machine", or your own `Device`.
+        device: a name of `devices.DEVICES`, or your own `Device`.
         hsdp: True: shard within each node, and replicate across nodes.
         settings: fields of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by default
-            bfloat16; float32 if the host computes). If you pass your own step, `batch * seq` is its number of
+            bfloat16). If you pass your own step, `batch * seq` is its number of
             tokens (not known without `seq`), and `param_dtype` selects the peak for `mfu`. It ignores the other settings.
 
     Raises:
@@ -139,14 +141,12 @@ def simulate(
             remedy="hsdp=True shards within each node; shards=N over N GPUs.",
         )
     figures = placed(device_named(device) if isinstance(device, str) else device, gpus, nodes)
-    if figures.host:
-        settings.setdefault("param_dtype", torch.float32)
     if hsdp:
         settings["shards"] = min(gpus, figures.per_node)
     plan = _planned(step_or_model, gpus, settings)
     world = World(gpus, figures)
     with world.entered():
-        run = program(step_or_model, plan, gpus, figures.host)
+        run = program(step_or_model, plan, gpus)
         world.allocator.pack()  # the function may have built a whole model before it sharded it
         run.step()
         gc.collect()
@@ -271,3 +271,61 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         is_step=measured.is_step,
         log=log,
     )
+
+
+# --- As text -----------------------------------------------------------------------------------------------
+
+
+def report(found: Simulation) -> str:
+    """Return the result of a simulation as text, with the limits of the model."""
+    plan, summary = found.plan, found.log.summary()
+    where = f"{found.gpus} × {found.device.name}" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
+    rate, mfu = found.tokens_per_second_per_gpu, found.mfu
+    reserved, usable, alive = map(
+        _of_gib, (found.peak_memory_gib, found.memory_gib, found.peak_allocated_gib)
+    )
+    memory = f"{reserved} of {usable} reserved, {alive} alive"
+    speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many tokens it has"
+    rows = [
+        ("step", f"{found.step_seconds:.4g} s"),
+        ("tokens per second and GPU", speed),
+        ("model FLOPs utilization", f"{mfu:.1%} of the peak" if mfu else "unknown"),
+        ("communication not hidden", f"{found.exposed_comm_fraction:.1%} of the step"),
+        ("memory", memory if found.fits else f"{memory}: does NOT fit"),
+    ]
+    largest_first = sorted(found.peak_by_kind.items(), key=lambda item: -item[1])
+    rows += [(f"  {kind}", format_bytes(nbytes)) for kind, nbytes in largest_first]
+    for op, count in summary["count_by_op"].items():
+        rows.append((op, f"{count} in a step, {format_bytes(summary['bytes_by_op'][op])}"))
+    head = f"{found.target} on {where}; per GPU {plan.batch} × {plan.seq} tokens, checkpointing: {plan.checkpoint}"
+    return "\n".join([head, "", *lay_out(rows, left=2, indent=""), "", *_footer(found.device)])
+
+
+def _of_gib(gib: float) -> str:
+    return format_bytes(round(gib * GIB))
+
+
+def _footer(device: Device) -> list[str]:
+    is_fitted = not device.host and not device.fitted_on.startswith("borrowed")
+    source = f"fitted on {device.fitted_on}" if is_fitted else device.fitted_on
+    products = f"Matrix products: efficiency {device.efficiency:g}, {source}."
+    texts = f"Predicted, not measured: {LIMITS}.", products
+    return [textwrap.fill(text, 80, break_on_hyphens=False) for text in texts]
+
+
+def sweep_report(found: Sequence[Simulation]) -> str:
+    """Return a sweep as text, with one line for each number of GPUs."""
+    head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "memory", "fits")
+    lines = lay_out([head, *map(_row, found)], left=0, indent="")
+    first = found[0]
+    title = f"{first.target} on {first.device.name}; per GPU {first.plan.batch} × {first.plan.seq} tokens, "
+    title += f"checkpointing: {first.plan.checkpoint}"
+    return "\n".join([title, "", *lines, "", *_footer(first.device)])
+
+
+def _row(s: Simulation) -> tuple[str, ...]:
+    rate = f"{s.tokens_per_second_per_gpu:,.0f}" if s.tokens_per_second_per_gpu else "-"
+    mfu = f"{s.mfu:.1%}" if s.mfu else "-"
+    exposed, memory = f"{s.exposed_comm_fraction:.1%}", _of_gib(s.peak_memory_gib)
+    gpus, nodes, seconds = f"{s.gpus:,}", str(s.nodes), f"{s.step_seconds:.3f}"
+    return (gpus, nodes, rate, seconds, mfu, exposed, memory, "yes" if s.fits else "NO")

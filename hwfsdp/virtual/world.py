@@ -39,22 +39,22 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from hwfsdp.comm.pairing import here
-from hwfsdp.comm.divergence import place_in
+from hwfsdp.comm.group_identity import here
+from hwfsdp.comm.desync_report import place_in
 from hwfsdp import compat
 from hwfsdp.core.streams import StreamSet, backend
 from hwfsdp.errors import UsageError
-from hwfsdp.layout.blueprint import on_paper
+from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.observe import events
-from hwfsdp.observe.collectives import tensors_in
-from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
-from hwfsdp.observe.stream_clocks import use_newest
+from hwfsdp.observe.collective_calls import tensors_in
+from hwfsdp.observe.recording import after_each_resize, around_optimizer_steps
+from hwfsdp.observe.clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.costs import cost_of
 from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.kernels import device_kernels
-from hwfsdp.virtual.topology import collective_us, span_of
+from hwfsdp.virtual.costs import collective_us, span_of
 
 _KIND_OF_NAME = {  # start of an operator's name → the collective; all others cost as much as an all-to-all
     **dict.fromkeys(("allgather", "all_gather"), "all_gather"),

@@ -195,7 +195,7 @@ def tripwire(
     Yields:
         The names of the functions that were called, in order.
     """
-    from hwfsdp.checkpoint import links
+    from hwfsdp.checkpoint import agreement
 
     names: list[str] = []
     lock = threading.Lock()
@@ -211,7 +211,7 @@ def tripwire(
 
     with ExitStack() as patched:
         for name in calls:
-            owner = os if name in SYSTEM_CALLS else links
+            owner = os if name in SYSTEM_CALLS else agreement
             patched.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
         yield names
 

@@ -17,15 +17,19 @@ import suites
 from rank_checks import RankChecks, every_rank_says, raised
 
 from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
-from hwfsdp.checkpoint import links
+from hwfsdp.checkpoint import agreement as links
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.compat import receive_bytes, send_bytes
-from hwfsdp.launcher import caller
+from hwfsdp.launcher import supervisor
 
 LATER = threading.Event()  # never set
 
 
 on_ranks = RankChecks()
+
+
+def told_to_all(reports: list[Any]) -> list[list[Any]]:
+    return [reports] * len(reports)
 
 
 @on_ranks
@@ -105,7 +109,7 @@ def groups_and_agreements_do_not_mix() -> None:
         several, ranks = [Agreement(group, "test") for _ in range(3)], dist.get_process_group_ranks(group)
         dist.all_reduce(torch.zeros(8), group=group)
         for agreement in reversed(several):
-            assert agreement.gather("asking", dist.get_rank) == ranks
+            assert agreement.step("asking", dist.get_rank, told_to_all) == ranks
     if dist.get_rank() == 1:
         with pytest.raises(UsageError, match="got one without rank 1"):
             Agreement(groups[0], "test")
@@ -144,7 +148,7 @@ def go_on_after_a_failure(fifo: Path) -> Any:
     links.send_bytes = send_slowly if agreement.rank else send_bytes
     with pytest.raises(CheckpointError, match="No space left"):
         agreement.step("failing", fail_or_wait)
-    return agreement.gather("going on", release)
+    return agreement.step("going on", release, told_to_all)
 
 
 def test_a_late_report_of_a_failed_step_does_not_count_for_the_next_step(tmp_path):
@@ -221,7 +225,7 @@ def die_unanswered(path: Path) -> None:
 
 
 def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(caller, "_GRACE", 60.0)  # time to wait for the other ranks
+    monkeypatch.setattr(supervisor, "_GRACE", 60.0)  # time to wait for the other ranks
     with pytest.raises(RankError):
         launch(die_unanswered, 3, tmp_path, timeout=20)
     for rank in (0, 1):
@@ -261,7 +265,7 @@ def agree_on_gpus(base: Path) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", init_method=f"file://{base}/store", rank=rank, world_size=size)
-    return Agreement(None, "test").gather("adding", lambda: rank)
+    return Agreement(None, "test").step("adding", lambda: rank, told_to_all)
 
 
 def test_ranks_agree_where_their_group_moves_tensors_of_gpus_only(tmp_path):

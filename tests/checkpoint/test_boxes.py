@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hwfsdp.checkpoint.boxes import (
     Box,
+    boxes_between,
     find_fault,
     intersection,
-    pieces_of,
+    halves_of,
     span_of,
     strides_of,
     whole,
@@ -123,8 +124,20 @@ def test_a_span_is_from_the_first_to_the_last_element(case):
 @given(cases(boxes=1), st.integers(1, 40))
 def test_pieces_make_up_the_box_and_keep_the_limit(case, limit):
     shape, (box,) = case
-    pieces = list(pieces_of(box, shape, limit))
+    pieces = list(halves_of(box, shape, limit))
     assert torch.equal(counts(shape, pieces), counts(shape, [box]))
     for piece in pieces:
         first, last = span_of(piece, shape)
         assert last - first <= limit or piece.numel == 1
+
+
+@given(st.data(), shapes)
+def test_a_range_of_elements_is_a_few_boxes(data, shape):
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    numbers, found = torch.arange(prod(shape)).view(shape), []
+    boxes = [*boxes_between(shape, start, stop)]
+    for first, box in boxes:
+        assert first == start + len(found)
+        found += numbers[box.slices].flatten().tolist()
+    assert found == [*range(start, stop)] and len(boxes) <= max(1, 2 * len(shape))

@@ -36,7 +36,6 @@ from hwfsdp.checkpoint import (
     inspect,
     load,
     parts,
-    plan,
     save,
     saving,
     verify,
@@ -191,9 +190,9 @@ def fail_otherwise(path: Path) -> list[Outcome]:
     save(state_dict_of(0), path)
     faults: list[tuple[str, Callable[[], Any]]] = [
         *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 63, 64, 200, 300)),
-        ("planning", lambda: broken(plan, "identity_of", RuntimeError("one\ntwo"))),
-        ("writing out of memory", lambda: broken(saving.blocks, "checksums_of", MemoryError())),
-        ("an error of its own kind", lambda: broken(saving.blocks, "checksums_of", UnicodeError("ä\ud800"))),
+        ("planning", lambda: broken(saving, "identity_of", RuntimeError("one\ntwo"))),
+        ("writing out of memory", lambda: broken(saving.commit, "checksums_of", MemoryError())),
+        ("an error of its own kind", lambda: broken(saving.commit, "checksums_of", UnicodeError("ä\ud800"))),
     ]
     points = [(rank, *fault) for fault in faults for rank in range(dist.get_world_size())]
     return [save_with(path, rank, name, fault(), 2 * i + 1) for i, (rank, name, fault) in enumerate(points)]
@@ -268,7 +267,7 @@ def surface(path: Path) -> list[str]:
     """On a rank: return the errors of calls after a save failed in the background; "" for a call without an error."""
 
     def fail() -> Any:
-        with mock.patch.object(saving.blocks, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+        with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
             handle = async_save(state_dict_of(5), path, overwrite=True)
             handle._thread.join()
         return handle
@@ -310,7 +309,7 @@ def test_the_next_call_raises_a_failure_of_the_background(tmp_path: Path) -> Non
 
 
 def fail_and_leave(path: Path) -> int:
-    with mock.patch.object(saving.blocks, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+    with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
         handle = async_save(state_dict_of(5), path, overwrite=True)
         handle._thread.join()
     return 1
@@ -369,13 +368,13 @@ def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path)
 def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_path: Path) -> None:
     """The first save stops before it writes, and the tensor changes. Then the save goes on while the second call waits."""
     value = torch.zeros(1000)
-    may_write, write = threading.Event(), saving.blocks.write_file
+    may_write, write = threading.Event(), saving.commit.write_file
 
     def waiting(*args: Any) -> Any:
         assert may_write.wait(60)
         return write(*args)
 
-    with mock.patch.object(saving.blocks, "write_file", waiting):
+    with mock.patch.object(saving.commit, "write_file", waiting):
         first = async_save({"x": value}, tmp_path / "c", keep=2)
         value.fill_(1)
         assert not first.done()

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.optim import AdamW
 
 from hwfsdp import checkpoint, fully_shard, launch
-from hwfsdp.checkpoint.blocks import checksums_of
+from hwfsdp.checkpoint.commit import checksums_of
 from hwfsdp.compat import StridedShard
 
 NAMES = ("float32", "bfloat16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn")

@@ -7,7 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from rank_checks import RankChecks
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extent
 
-from hwfsdp import layout
+from hwfsdp import UsageError, layout
 from hwfsdp.checkpoint import StateDictStager, dcp, load, save
 from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
 from hwfsdp.checkpoint.meta import init_state_dict
@@ -88,6 +90,18 @@ def stripes_are_saved_and_loaded_from_and_into_any_sharding(path: Path) -> None:
             warnings.simplefilter("ignore")
             torch_dcp.load(plain, checkpoint_id=path / "dcp")
         assert torch.equal(plain["w"], whole)
+
+
+@on_ranks
+def replicas_of_stripes_that_differ_are_not_saved(path: Path) -> None:
+    striped, _ = cut(3)
+    if dist.get_rank() == 0:
+        striped.to_local().detach()[0] += 1
+    with pytest.raises(
+        UsageError, match=r"expected the same values \[.*\] on ranks 0 and 2, as both have them"
+    ):
+        save({"w": striped}, path / "differ")
+    assert not (path / "differ").exists()
 
 
 def test_stripes(tmp_path: Path) -> None:

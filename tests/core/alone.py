@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-OF_HWFSDP = ("doors", "releases")  # modules that `import hwfsdp` loads
+OF_HWFSDP = ("lazy_imports", "torch_releases")  # modules that `import hwfsdp` loads
 
 
 class OnlyTheHeart(MetaPathFinder):

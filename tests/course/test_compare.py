@@ -74,7 +74,7 @@ def test_a_run_with_a_reference_prints_the_table_and_names_the_page(tmp_path: Pa
         text=True,
     )
     assert "open runs/check/my_fsdp.html in a browser" in ended.stdout, ended.stdout
-    assert re.search(r"gathers of the forward travel alone +69.0 ms +14.0 ms", ended.stdout)
+    assert re.search(r"gathers of the forward travel alone +69.1 ms +14.0 ms", ended.stdout)
     assert (tmp_path / "runs" / "check" / "my_fsdp.html").exists()
 
 

@@ -38,7 +38,6 @@ HONEST = {
 DIGGING = {
     "imports hwfsdp.fully_shard": "from hwfsdp import fully_shard",
     "imports torch.distributed.fsdp.fully_shard": "from torch.distributed.fsdp import fully_shard",
-    "imports hwfsdp.collectives.ring_all_gather": "from hwfsdp.collectives import ring_all_gather",
     "uses torch.distributed.fsdp": "import torch.distributed as dist\ndist.fsdp.fully_shard(model)",
     "uses torch.nn.parallel": "import torch.nn as nn\nnn.parallel.DistributedDataParallel(model)",
     "imports ctypes": "import ctypes",

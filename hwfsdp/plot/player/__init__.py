@@ -1,8 +1,7 @@
 """The step player: a log as one page that plays a training step. It opens in any browser, without a network.
 
-    packing     a log as columns of numbers, for the page
     sources     the functions that issued events, with their text
-    meanings    colors and hatches: one for each meaning
+    page_data   a log as columns of numbers, for the page
     page        the page: template, style, scripts and data in one text
 
 The page itself is `page.html`, `style.css`, and the scripts, which the browser runs one after the other, as they stand here:
@@ -22,7 +21,6 @@ The page itself is `page.html`, `style.css`, and the scripts, which the browser 
     main        puts them together
 """
 
-SCRIPTS = (
-    *("format", "looks", "events", "reasons", "state", "chart"),
-    *("timeline", "memory", "parameters", "code", "summary", "controls", "main"),
-)
+from hwfsdp.plot.player.page import make_page as make_page
+
+__all__ = ["make_page"]

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hwfsdp.extras import needed_by
+from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.player import SCRIPTS
-from hwfsdp.plot.player.packing import Start, pack
+from hwfsdp.plot.player.page_data import Start, pack
 
 with needed_by("the step player"):
     from jinja2 import StrictUndefined, Template
 
+SCRIPTS = (
+    *("format", "looks", "events", "reasons", "state", "chart"),
+    *("timeline", "memory", "parameters", "code", "summary", "controls", "main"),
+)
 _FOLDER = Path(__file__).parent
 FRAME = 1040  # pixels, in a notebook: all panes of one log, if the page is wide
 _NO_FRAME = (
@@ -59,7 +62,7 @@ def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) 
         logs: one or two pairs of a name and a log. start: where the page opens; None: the page chooses.
 
     Raises:
-        UsageError: as `packing.pack`.
+        UsageError: as `page_data.pack`.
     """
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
     data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)

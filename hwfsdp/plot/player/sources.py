@@ -1,6 +1,6 @@
 """The functions that issued a log's events, with their text on this machine.
 
-A log has the file, line and function of each place (`observe.places`), and a checksum of each file. If a file is missing here or has
+A log has the file, line and function of each place (`observe.call_sites`), and a checksum of each file. If a file is missing here or has
 changed, the page does not show it, because the line number would point at the wrong line. The page then names the place and says why
 there is no text.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.places import INSIDE, path_of
+from hwfsdp.observe.call_sites import INSIDE, path_of
 
 _PLACE = re.compile(r"(.+):(\d+) (\S+)")
 

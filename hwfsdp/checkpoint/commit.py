@@ -1,0 +1,538 @@
+"""Files and directories of checkpoints: written, brought to the disk, put in place in one step, and read with checks.
+
+Every format writes in the same three moves: write under another name (`write_file`), bring it to the disk (fsync), and give it its
+name with one rename. Until the rename, what was there before is not changed.
+
+    path/CURRENT                    our store: which save is loaded, and the hash of its manifest
+    path/000002-5e0c9f1a/           one save: a number that grows, and eight random hexadecimal digits
+        manifest.json               written last: a save without it was never finished
+        00000.bin, 00001.bin, …     the bytes that each rank wrote
+
+A save of the store is written into its own directory, and changes nothing in the directories of other saves. When everything is on
+the disk, `CURRENT` is replaced by a file that names the new save. For every reader this is one step: before it, a load finds the old
+save; after it, the new one. Old saves are removed afterwards.
+
+A checkpoint of another format is a directory of files of `torch.save`, which is replaced as a whole (`replaced`). So a directory with the
+checkpoint's name is always complete. On Linux, the old and the new directory exchange their names in one step. On other systems,
+there is a moment without any directory of this name. A killed save leaves a directory behind; the next save removes it.
+
+Note [Who is still writing]
+    The files of a killed save look like a save that is under way. So the leader of a save holds a lock on the checkpoint's
+    directory. The lock ends with its process, however the process ends. A leader that gets the lock knows that no other save is
+    writing, and removes leftovers. If the file system has no locks, the user must prevent two saves at the same time.
+
+Note [Removing a save]
+    The manifest is removed first. If the removal is interrupted, it leaves an unfinished save, which does not count and is
+    removed later. It never leaves a save that looks complete and has no data.
+
+Note [Checksums]
+    CRC-32 finds every error of a single bit and every burst of up to 32 bits. It misses about one of four billion other errors. Its
+    speed is a good part of the speed of memory, and every Python has it. It does not protect against an attacker, who can change the
+    checksums together with the files. The protection against attackers is that no code in the files ever runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, PICKLES, SAVE_ID, VERSION, Manifest
+from hwfsdp.checkpoint.manifest import from_bytes, name_of, parse_json
+from hwfsdp.checkpoint.messages import damaged, refusal, refuse
+from hwfsdp.errors import CheckpointError, StateError, UsageError
+
+# a range of bytes of a file: the byte at which it begins, and the function that returns its data
+Extent = tuple[int, Callable[[], memoryview]]
+_WRITE_BYTES = 8 * BLOCK_BYTES  # per call; between two calls, `check` may stop the writing
+
+
+def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
+    """Return the CRC-32 of each block."""
+    return [zlib.crc32(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
+
+
+def write_file(
+    path: Path, header: bytes, extents: Iterable[Extent], check: Callable[[], None]
+) -> list[list[int]]:
+    """Write a new file and bring it to the disk. Return the checksums of each extent.
+
+    Args:
+        extents: in the order of the file. Gaps between them are filled with zeros.
+        check: called now and then; may raise an error to stop the writing.
+
+    Raises:
+        OSError: the bytes could not be brought to the disk.
+    """
+    checksums = []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(fd, memoryview(header))
+        end = len(header)
+        for at, data_of in extents:
+            _write_all(fd, memoryview(bytes(at - end)))
+            data = data_of()
+            crc32 = []
+            for start in range(0, len(data), _WRITE_BYTES):
+                check()
+                part = data[start : start + _WRITE_BYTES]
+                crc32 += checksums_of(part)
+                _write_all(fd, part)
+            checksums.append(crc32)
+            end = at + len(data)
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # an error of a descriptor names no file
+        raise
+    finally:
+        os.close(fd)
+    return checksums
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to the disk."""
+    write_file(path, data, (), lambda: None)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_file(path: Path, nbytes: int | None = None) -> int:
+    """Return a descriptor of a regular file. The path must not be a symbolic link.
+
+    Raises:
+        CheckpointError: the file is missing, is not a regular file, or does not have `nbytes` bytes (None: any size).
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise damaged(path, "a file of the checkpoint", "none: it is missing") from None
+    except OSError as error:
+        got = "a symbolic link" if path.is_symlink() else error.strerror or type(error).__name__
+        raise damaged(path, "a file that can be read", got) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or (nbytes is not None and found.st_size != nbytes):
+        os.close(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(path, "a regular file", stat.filemode(found.st_mode))
+        raise damaged(path, f"{nbytes} bytes", f"{found.st_size}", min(nbytes or 0, found.st_size))
+    return fd
+
+
+def read_small_file(path: Path, limit: int) -> bytes:
+    """Return all bytes of a file of at most `limit` bytes.
+
+    Raises:
+        CheckpointError: the file is missing, too large, or cannot be read.
+    """
+    fd = open_file(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise damaged(path, f"at most {limit} bytes", f"{size}", limit)
+        data = bytearray(size)
+        read_exactly(fd, memoryview(data), 0, path)
+        return bytes(data)
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None = None) -> None:
+    """Fill the memory `into` from the file, beginning at byte `at` of the file.
+
+    Raises:
+        CheckpointError: the file is too short, or the disk fails.
+    """
+    done = 0
+    while done < len(into):
+        try:
+            n = os.preadv(fd, [into[done:]], at + done)
+        except OSError as error:
+            raise damaged(path, "bytes", error.strerror or str(error), at + done, key) from error
+        if n == 0:
+            raise damaged(path, f"{len(into) - done} bytes more", "the end of the file", at + done, key)
+        done += n
+
+
+class BlockReader(NamedTuple):
+    """A reader for the blocks of one chunk. It compares each block with its checksum.
+
+    Attributes:
+        fd, path: the file. at: the byte of the file at which the chunk begins. nbytes: the size of the chunk.
+        crc32: the checksum of each block. key: the entry that an error names.
+    """
+
+    fd: int
+    path: Path
+    at: int
+    nbytes: int
+    crc32: tuple[int, ...]
+    block_bytes: int
+    key: str
+
+    def covering(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range [from, to) of whole blocks that holds the bytes `start` to `stop` of the chunk."""
+        blocks = start // self.block_bytes, -(-stop // self.block_bytes)
+        return blocks[0] * self.block_bytes, min(blocks[1] * self.block_bytes, self.nbytes)
+
+    def read(self, into: memoryview, start: int) -> None:
+        """Fill the memory with whole blocks. The first block begins at byte `start` of the chunk.
+
+        Raises:
+            CheckpointError: a block differs from what was written. The message names file, key and offset.
+        """
+        read_exactly(self.fd, into, self.at + start, self.path, self.key)
+        for done in range(0, len(into), self.block_bytes):
+            block = (start + done) // self.block_bytes
+            crc = zlib.crc32(into[done : done + self.block_bytes])
+            if crc != self.crc32[block]:
+                expected = f"a block with the checksum {self.crc32[block]:08x}"
+                got = f"{crc:08x}: it is damaged"
+                raise damaged(self.path, expected, got, self.at + start + done, self.key)
+
+
+def check_header(fd: int, path: Path, header: bytes) -> None:
+    """Raise `CheckpointError` unless the file begins with this header."""
+    found = bytearray(len(header))
+    read_exactly(fd, memoryview(found), 0, path)
+    if found != header:
+        got = found.decode(errors="replace").strip()
+        if bytes(found[:2]) in PICKLES:
+            got = "a pickle, which is never opened"
+        raise damaged(path, f"a file that begins with {header.decode().strip()!r}", f"{got!r}", 0)
+
+
+# --- The directory of a checkpoint -------------------------------------------------------------------------
+
+CURRENT, MANIFEST, _NEW = "CURRENT", "manifest.json", "CURRENT.new"
+_LARGEST_CURRENT = 4096  # bytes
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class Current(NamedTuple):
+    """The save that counts: its directory, the SHA-256 of its manifest, and its id. None: accept what the manifest says."""
+
+    folder: Path
+    digest: str | None
+    save_id: str | None = None
+
+
+def find_saves(path: Path) -> list[str]:
+    """Return the ids of the finished saves, oldest first."""
+    if not path.is_dir():
+        return []
+    saves = [entry for entry in path.iterdir() if SAVE_ID.fullmatch(entry.name)]
+    finished = [entry.name for entry in saves if (entry / MANIFEST).is_file()]
+    return sorted(finished, key=lambda save_id: (int(save_id.split("-")[0]), save_id))
+
+
+def newest(path: Path) -> Path | None:
+    """Return the path to load from: `path` if one of its saves counts, else its newest finished save; None if it has no finished save.
+
+    If no save counts although one is finished, a save was killed in its last moment, or somebody has deleted `CURRENT`.
+    """
+    if os.path.lexists(path / CURRENT):
+        return path
+    finished = find_saves(path)
+    return path / finished[-1] if finished else None
+
+
+def find_current(path: Path) -> Current:
+    """Find the save that counts. `path` may also be the directory of one save, under any name, or a link to it.
+
+    Raises:
+        UsageError: there is no checkpoint. CheckpointError: `CURRENT` is damaged.
+    """
+    file = path / CURRENT
+    if not os.path.lexists(file):
+        if (path / MANIFEST).exists():
+            return Current(path, None)
+        saves = find_saves(path)
+        remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
+        got = "one without the file CURRENT" if path.is_dir() else "a file" if path.exists() else "nothing"
+        refuse(path, "the directory of a checkpoint", got, f"{remedy}.")
+    data = read_small_file(file, _LARGEST_CURRENT)
+    tree = parse_json(data, file)
+    try:
+        save_id, digest = tree["save"], tree["manifest_sha256"]
+        if SAVE_ID.fullmatch(save_id) and _DIGEST.fullmatch(digest):
+            if data == _current_bytes(save_id, digest):
+                return Current(path / save_id, digest, save_id)
+    except (KeyError, TypeError):
+        pass
+    raise damaged(file, "what a save writes", "something else", 0)
+
+
+def _current_bytes(save_id: str, digest: str) -> bytes:
+    """Return what `CURRENT` holds: the id of the save that counts, and the SHA-256 of its manifest."""
+    tree = {"format": FORMAT, "version": VERSION, "save": save_id, "manifest_sha256": digest}
+    text = json.dumps(tree)[:-1]
+    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def read_manifest(current: Current) -> Manifest:
+    """Read the manifest of a save.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged, or is not the one whose hash is in `CURRENT`.
+    """
+    if not current.folder.is_dir():
+        expected = "the directory of the save that CURRENT names"
+        raise damaged(current.folder, expected, "none: it is missing")
+    file = current.folder / MANIFEST
+    manifest = from_bytes(read_small_file(file, LARGEST), file)
+    if current.digest is not None and manifest.digest != current.digest:
+        got = f"one with SHA-256 {manifest.digest[:12]}…"
+        raise damaged(file, f"the manifest that CURRENT names, with {current.digest[:12]}…", got)
+    if current.save_id is not None and manifest.save_id != current.save_id:
+        raise damaged(file, f"the manifest of save {current.save_id}", f"that of {manifest.save_id}")
+    return manifest
+
+
+def find_complete(path: Path) -> tuple[Path, Manifest]:
+    """Find the save that counts, and check that it has the files of its manifest. Return its directory and its manifest.
+
+    Raises:
+        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing.
+    """
+    current = find_current(path)
+    folder, manifest = current.folder, read_manifest(current)
+    for name in sorted(files_of(manifest) - set(os.listdir(folder))):
+        raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
+    return folder, manifest
+
+
+def files_of(manifest: Manifest) -> set[str]:
+    """Return the names of the files of a save."""
+    return {MANIFEST, *map(name_of, range(len(manifest.files)))}
+
+
+# --- Writing -----------------------------------------------------------------------------------------------
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raise `UsageError` if a save may not write to this path."""
+    within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
+    if within is not None:
+        remedy = "Give the directory above it."
+        refuse(path, "the directory of a checkpoint", f"one save, {within.name}", remedy)
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        got = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        refuse(path, "a directory, or nothing", got, "Choose another path.")
+    if overwrite:
+        return
+    saves = find_saves(path)
+    others = [e.name for e in path.iterdir() if not SAVE_ID.fullmatch(e.name) and e.name != _NEW]
+    if saves or others:
+        got = f"the checkpoint {saves[-1]}" if saves else f"a directory with {sorted(others)[0]!r} in it"
+        remedy = "Pass overwrite=True, keep=N to have several, or choose another path."
+        refuse(path, "no checkpoint, or overwrite=True", got, remedy)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a checkpoint's directory (Note [Who is still writing]).
+
+    Raises:
+        StateError: another save holds the lock.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                got, remedy = "another process that is saving there", "Wait for it, or choose another path."
+                raise refusal(path, "one save at a time", got, remedy, StateError) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                # To close the descriptor is not enough, because a forked child may have it, too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def begin(path: Path) -> str:
+    """Make the directory of a new save. Its number is higher than all others. Return its id."""
+    numbers = [int(e.name.split("-")[0]) for e in path.iterdir() if SAVE_ID.fullmatch(e.name)]
+    save_id = f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}"
+    (path / save_id).mkdir()
+    return save_id
+
+
+def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
+    """Commit the save: write its manifest, then let `CURRENT` name it. The data files are in `path / save_id`; their names may be lost.
+
+    At every moment, also after a power cut, a load must find the whole old save or the whole new one; on return, the new one. A
+    power cut may undo everything except the bytes of a file and the names in a folder at their last fsync.
+
+    Raises:
+        OSError: the disk failed. Then the save from before still counts; if there was none, none counts.
+    """
+    folder = path / save_id
+    write_small_file(folder / f"{MANIFEST}.new", manifest)
+    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # a manifest with this name is complete
+    sync_directory(folder)
+    (path / _NEW).unlink(missing_ok=True)
+    write_small_file(path / _NEW, _current_bytes(save_id, digest))
+    sync_directory(path)
+    before = (path / CURRENT).read_bytes() if (path / CURRENT).is_file() else None
+    os.replace(path / _NEW, path / CURRENT)
+    try:
+        sync_directory(path)
+    except OSError:
+        _put_back(path, before)
+        raise
+
+
+def _put_back(path: Path, before: bytes | None) -> None:
+    """Undo the last step of a save, as far as possible on a disk that has just failed."""
+    with suppress(OSError):
+        if before is None:
+            (path / CURRENT).unlink()
+        else:
+            (path / _NEW).write_bytes(before)
+            os.replace(path / _NEW, path / CURRENT)
+
+
+def sweep(path: Path, current: str | None, keep: int) -> None:
+    """Remove everything that killed saves left. Of the finished saves, keep the newest `keep`, which include `current`.
+
+    Args:
+        current: the save that has just finished. None: a save is about to begin. Then keep all finished saves, except those newer
+            than the save that counts: they never counted.
+    """
+    finished, counting = find_saves(path), newest_of(path)
+    others = [save_id for save_id in finished if save_id != current]
+    if current:
+        kept = {current, *others[max(0, len(others) - (keep - 1)) :]}
+    else:
+        kept = set(finished[: finished.index(counting) + 1] if counting in finished else finished)
+    for entry in list(path.iterdir()):
+        if SAVE_ID.fullmatch(entry.name) and entry.name not in kept and not entry.is_symlink():
+            remove(entry)
+    (path / _NEW).unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a save (Note [Removing a save])."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_of(path: Path) -> str | None:
+    """Return the id of the save that `CURRENT` names; None if `CURRENT` cannot be read."""
+    try:
+        return find_current(path).folder.name
+    except (UsageError, CheckpointError):
+        return None
+
+
+# --- Directories -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(
+    target: Path,
+    agreement: Agreement,
+    check: Callable[[], None],
+    complete: Callable[[Path], None] = lambda _: None,
+) -> Iterator[tuple[Path, str]]:
+    """Provide a new directory beside `target`, and the id of the save. When all ranks have written there, the directory is renamed.
+
+    It then has the name `target`. If a rank raises an error, `target` stays as it was, and the new directory is removed.
+
+    Args:
+        check: called on the first rank before the directory is made; raises if `target` must not be replaced.
+        complete: called on the first rank with the new directory, just before it gets its name.
+    """
+
+    def begin(_: list[Any]) -> list[str]:
+        save_id = secrets.token_hex(16)
+        check()
+        name_beside(target, save_id).mkdir(parents=True)
+        return [save_id] * agreement.size
+
+    def publish(_: list[Any]) -> None:
+        complete(draft)
+        put_in_place(draft, target)
+
+    save_id = agreement.step("beginning", lambda: None, begin)
+    draft = name_beside(target, save_id)
+    try:
+        yield draft, save_id
+        agreement.step("publishing", lambda: None, publish)
+    finally:
+        if agreement.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def name_beside(target: Path, save_id: str) -> Path:
+    """Return the path of the directory that a save writes before it renames it to `target`; `save_id` has 32 hexadecimal digits."""
+    return target.with_name(f".{target.name}.{save_id}.saving")
+
+
+def left_beside(target: Path) -> list[str]:
+    """Return the names of the directories that killed saves left beside `target`."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
+    there = os.listdir(target.parent) if target.parent.is_dir() else []
+    return [name for name in there if pattern.fullmatch(name)]
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Rename a complete directory to `target`, and remove the old `target`."""
+    sync_directory(new)
+    _rename(new, target, aside=new.with_suffix(".previous"))
+    with suppress(OSError):  # the directory has its name even if this fails
+        sync_directory(target.parent)
+    for name in left_beside(target):
+        shutil.rmtree(target.parent / name, ignore_errors=True)
+
+
+def _rename(new: Path, target: Path, aside: Path) -> None:
+    """Rename `new` to `target`. The old `target` is then called `new` or `aside`."""
+    if not target.exists():
+        os.rename(new, target)
+        return
+    if _exchange(new, target):
+        return
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step. Return False, without any change, if the system cannot do this."""
+    at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)

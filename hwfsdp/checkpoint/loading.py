@@ -1,0 +1,621 @@
+"""A load, from a path to a state dict that is filled.
+
+    load(state_dict, "runs/checkpoint")         # into the tensors of state_dict, however they are sharded
+
+A load promises this: every value is the saved value. Otherwise it raises an error that says what is wrong and where, and has
+changed no value of the target. All ranks agree at each arrow (see `agreement`):
+
+    [leader: which save] → match the state dict with the manifest → read into new memory → fill the state dict
+
+`match` compares keys, shapes and dtypes, and changes nothing. `needs_of` lists the part of each chunk that this rank needs, and
+`read_tensors` reads these parts into new memory. `fill` puts the values in place. All checks have been done before `fill`.
+A `Source` stands for the files. Checkpoints of the store, of DCP and of PART are loaded by the same steps, from three sources.
+
+Note [Read first, then write]
+    The last block that is read may be damaged. So a rank reads all values into new memory, as much as its part of the state dict.
+    It copies them into the target when all ranks have read all of theirs. This memory is the price of a load that happens
+    completely or not at all. A tensor on the meta device has no values that could be lost. So it gets memory, and is read
+    directly into it. If the load fails, the tensor goes back to the meta device.
+
+    Some files can be checked as a whole before anything is read to stay. If the source has a `check`, the first reading only checks,
+    and the second reads directly into the targets, chunk by chunk. Then a load needs memory for a few chunks, but reads twice. Only
+    tensors that are cast, or that share memory with others, still need memory of their own.
+
+Note [From boxes to bytes]
+    A chunk lies in its file row by row. A rank needs a box of it, which may be scattered over the chunk, as columns are. So a
+    box is halved along its outermost dim until each piece spans few bytes. Then the blocks that hold the span are read and
+    checked, and the piece is cut out of them. If a whole chunk goes to one place in memory, for example with the same world
+    size as in the save, it is read directly into this place.
+
+Note [A save that goes while it is read]
+    Another job may save into the same directory, and remove the save that is being read. Then a file is missing, and another
+    save counts. So after an error about a file, the leader looks again. If another save counts now, all ranks load that one. If
+    it is still the same save, the error is raised.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from operator import add
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hwfsdp.checkpoint import commit
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.boxes import Box, bytes_of, cast, check_data, check_kind, check_writable, halves_of
+from hwfsdp.checkpoint.boxes import identity_of, intersection, part_of, pieces_of, span_of, strides_of, within
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode, header_of
+from hwfsdp.checkpoint.manifest import name_of
+from hwfsdp.checkpoint.messages import KeyPath, check_in_common, on_one_side, path_of, refuse, show
+from hwfsdp.checkpoint.messages import said_once, warn_left_out
+from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.staging import overlaps_itself, view_of
+from hwfsdp.checkpoint.traverse import child_of, container_kind, containers_in, find_per_rank, is_within
+from hwfsdp.checkpoint.traverse import items_of, leaves_of, put
+from hwfsdp.errors import CheckpointError
+
+S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
+
+
+def load(
+    state_dict: S,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    allow_cast: bool = False,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> S:
+    """Fill a state dict, in place, with the values that were saved under the same keys. A collective over the group.
+
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
+        load(state, "runs/checkpoint")
+        optimizer.load_state_dict(state["optimizer"])
+        load(model, "runs/weights")
+
+    Each rank reads what it needs. Of a DTensor, it reads its own part. The world size and the sharding may differ from the save.
+    Values that are not tensors are replaced.
+
+    Tensors on the meta device get memory, as in `meta.init_state_dict`: for a DTensor, only for this rank's part; for tensors that
+    share memory, once; and in place, so that they are loaded wherever they are referred to. If the load fails, they go back to the
+    meta device.
+
+    Args:
+        state_dict: take it right before the load. If an optimizer has made no step yet, call `meta.init_optimizer_state` first.
+            After the load, `optimizer.load_state_dict` applies values that are not tensors, for example the learning rate.
+            It may also be a module, which stands for its state dict.
+        path: the path that `save` got, or the path of one save in it, of a copy of one, or of a link to any of them.
+        strict: the keys must be the same. Otherwise, keys on only one side are left out, and a warning counts and names them.
+        allow_cast: tensors may have another dtype, of the same or a wider kind. Values may lose precision, but no value becomes
+            infinite, and no fraction or imaginary part is dropped.
+        device, model: for tensors on the meta device; see `meta.init_state_dict`.
+
+    Returns:
+        `state_dict`.
+
+    Raises:
+        UsageError: there is no checkpoint, or the state dict does not fit: a key, shape, rank or dtype differs, another kind of
+            value was saved for a tensor, a tensor has no memory, no key is in common, or another number of ranks has saved a
+            `PerRank`.
+        CheckpointError: something in the checkpoint is missing or damaged; it has file, key and offset. All ranks raise the same
+            error, and the target is not changed.
+    """
+    agreement = Agreement(process_group, "load")
+    options = {"strict": strict, "allow_cast": allow_cast, "rank": agreement.rank, "size": agreement.size}
+    with NewMemory(state_dict, device, model) as target:
+        left_out = _load_current(agreement, target, path_of(path, "load").absolute(), options)
+    warn_left_out(left_out, path)
+    return state_dict
+
+
+# --- One load, step by step --------------------------------------------------------------------------------
+
+
+def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, Any]) -> str:
+    """Load the save that counts. Return which keys were left out, in words."""
+    within, digest = _find(agreement, path)
+    while True:
+        try:
+            return _load_save(agreement, target, commit.Current(path / within, digest), options)
+        except CheckpointError as error:
+            if error.file is None:  # for example, a rank is lost
+                raise
+            before, (within, digest) = within, _find(agreement, path)
+            if within == before:
+                raise
+
+
+def _find(agreement: Agreement, path: Path) -> list[Any]:
+    """Return where in `path` the save that counts is, and the hash of its manifest, as the leader sees them."""
+
+    def choose(_: list[Any]) -> list[Any]:
+        folder, manifest = commit.find_complete(path)
+        return [[str(folder.relative_to(path)), manifest.digest]] * agreement.size
+
+    found: list[Any] = agreement.step("finding", lambda: None, choose)
+    return found
+
+
+def _load_save(
+    agreement: Agreement, target: NewMemory, current: commit.Current, options: dict[str, Any]
+) -> str:
+    found: list[tuple[Match, Source]] = []
+
+    def match_mine() -> list[Any]:
+        source = Blocks(commit.read_manifest(current), current.folder, opened)
+        target.give()
+        matched = match(target.state_dict, source, **options)
+        target.check_loaded(source.manifest.entries)
+        matched.fresh.update(target.paths)
+        found.append((matched, source))
+        return [matched.left_out, bool(matched.tensors or matched.values)]
+
+    def compare(reports: list[Any]) -> list[str]:
+        """Return, for each rank, what to warn it of."""
+        first, common = reports[0][0], any(common for _, common in reports)
+        check_in_common("load", first, common and options["strict"], common, COMPARE)
+        return said_once([left_out for left_out, _ in reports])
+
+    with ExitStack() as opened:
+        left_out: str = agreement.step("matching", match_mine, compare)
+        read_and_fill(agreement, target.state_dict, *found[0])
+    return left_out
+
+
+# --- What is loaded ----------------------------------------------------------------------------------------
+
+
+class Source:
+    """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `parts.Parts`.
+
+    Attributes:
+        check: reads a chunk and raises an error if it is damaged. None: the functions of `jobs` check what they read (Note [Read
+            first, then write]).
+    """
+
+    manifest: Manifest
+    check: Callable[[TensorEntry, Chunk], None] | None = None
+
+    def value(self, entry: ValueEntry) -> Any:
+        """Return a value that is not a tensor."""
+        raise NotImplementedError
+
+    def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
+        """Yield functions that read the needed elements and put them into `part` (see `Need`). They may run in any order."""
+        raise NotImplementedError
+
+
+@dataclass
+class Match:
+    """The entries to read, and their places.
+
+    Attributes:
+        manifest: its `entries` are listed by the paths of the state dict to fill.
+        tensors: by path, each target tensor of which this rank has a part.
+        values: by path, the new value of each entry that is not a tensor.
+        fresh: paths of targets that hold no values yet, because they were on the meta device.
+        left_out: the keys that only one side has, in words.
+    """
+
+    manifest: Manifest
+    tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
+    values: dict[KeyPath, Any] = field(default_factory=dict)
+    fresh: set[KeyPath] = field(default_factory=set)
+    left_out: str = ""
+
+
+# --- Matching ----------------------------------------------------------------------------------------------
+
+
+def match(
+    state_dict: Any, source: Source, *, strict: bool, allow_cast: bool, rank: int = 0, size: int = 1
+) -> Match:
+    """Compare the state dict with a save of the store, and list what a load has to do.
+
+    Args:
+        rank, size: of the ranks that load. Each loads its own value of a `PerRank`.
+
+    Raises:
+        UsageError: the state dict and the save do not fit; see `load`.
+    """
+    if items_of(state_dict) is None or isinstance(state_dict, tuple):
+        refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
+    manifest, leaves = source.manifest, dict(leaves_of(state_dict))
+    others, apart = _of_ranks(state_dict, manifest, rank, size, strict)
+    containers = {
+        path: tree for path, tree in containers_in(state_dict).items() if not is_within(path, apart)
+    }
+    _check_containers({p: v for p, v in leaves.items() if not is_within(p, apart)}, containers, manifest)
+    missing, unexpected = _on_one_side(leaves, manifest, others)
+    missing += [path for path in leaves if is_within(path, apart) and path not in missing]
+    left_out = on_one_side(list(map(show, missing)), list(map(show, unexpected)))
+    check_in_common("load", left_out, strict, len(missing) < len(leaves) or not strict, COMPARE)
+    common = {path: target for path, target in leaves.items() if path not in {*missing}}
+    found = match_entries(state_dict, common, source, allow_cast)
+    found.left_out = left_out
+    return found
+
+
+def match_entries(state_dict: Any, leaves: Mapping[KeyPath, Any], source: Source, allow_cast: bool) -> Match:
+    """Compare leaves of the state dict with the entries at the same paths, in a checkpoint of any format.
+
+    Raises:
+        UsageError, UnsupportedError: a leaf and its entry do not fit; see `load`.
+    """
+    found = Match(source.manifest)
+    for path, target in leaves.items():
+        entry = found.manifest.entries.get(path)
+        if isinstance(entry, TensorEntry):
+            _check_tensor(path, target, entry, allow_cast)
+            if pieces_of(target):
+                found.tensors[path] = target
+        elif isinstance(entry, ValueEntry):
+            if isinstance(target, Tensor):
+                refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
+            check_can_change(path, state_dict)
+            found.values[path] = source.value(entry)
+    _check_ties(found)
+    return found
+
+
+def _check_containers(leaves: dict[KeyPath, Any], containers: dict[KeyPath, Any], manifest: Manifest) -> None:
+    """Raise an error if a dict meets a sequence, or a container meets a leaf."""
+    for path, tree in containers.items():
+        saved = manifest.containers.get(path)
+        if path in manifest.entries:
+            refuse(path, f"a {type(tree).__name__}, as in the state dict", str(manifest.entries[path]))
+        if saved is not None and (saved == "dict") != (container_kind(tree) == "dict"):
+            refuse(path, f"a {type(tree).__name__}, as in the state dict", f"a {saved}")
+    for path, leaf in leaves.items():
+        if items_of(leaf) is None and path in manifest.containers:
+            refuse(path, f"a {type(leaf).__name__}, as in the state dict", f"a {manifest.containers[path]}")
+
+
+COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
+
+
+def _on_one_side(
+    leaves: dict[KeyPath, Any], manifest: Manifest, others: set[KeyPath]
+) -> tuple[list[KeyPath], list[KeyPath]]:
+    """List the keys that only the state dict has, and those that only the save has. `others` are paths to values of other ranks."""
+
+    def is_saved(path: KeyPath, leaf: Any) -> bool:
+        return path in (manifest.entries if items_of(leaf) is None else manifest.containers)
+
+    parents = {path[:-1] for path in [*manifest.entries, *manifest.containers] if path}
+    empty = [path for path in manifest.containers if path and path not in parents]
+    above = {path[:n] for path in leaves for n in range(len(path))}
+    missing = [path for path, leaf in leaves.items() if path and not is_saved(path, leaf)]
+    unexpected = [p for p in (*manifest.entries, *empty) if p not in leaves and p not in above]
+    return missing, [p for p in unexpected if p not in others and not is_within(p, others)]
+
+
+def _of_ranks(
+    state_dict: Any, manifest: Manifest, rank: int, size: int, strict: bool
+) -> tuple[set[KeyPath], list[KeyPath]]:
+    """Return the paths to other ranks' values, and the paths of `PerRank`s that another number of ranks has saved.
+
+    Raises UsageError for the latter if `strict` is set.
+    """
+    others, apart = set[KeyPath](), list[KeyPath]()
+    for path in find_per_rank(state_dict, rank):
+        n = len(path)
+        saved = {p[n] for p in (*manifest.entries, *manifest.containers) if len(p) > n and p[:n] == path}
+        if saved == set(range(size)):
+            others |= {(*path, other) for other in saved - {rank}}
+        elif saved:
+            apart.append(path)
+            if strict:
+                expected, got = f"values of {size} ranks, as many as load", f"those of {len(saved)}"
+                remedy = "Leave it out with strict=False, or load a dict {rank: value} and choose."
+                refuse(path, expected, got, remedy)
+    return others, apart
+
+
+def check_can_change(path: KeyPath, state_dict: Any) -> None:
+    """Raise an error if no container can take a new value at `path`. A tuple is made again, and the container above takes the new one."""
+    above, holder, at = state_dict, state_dict, ()
+    for n, key in enumerate(path):
+        if not isinstance(above, tuple):
+            holder, at = above, path[:n]
+        above = child_of(above, key)
+    if isinstance(holder, Mapping) and not hasattr(holder, "__setitem__"):
+        got = f"the read-only {type(holder).__name__}"
+        refuse(at, "a mapping that items can be assigned to", got, "Make it a dict.")
+
+
+def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bool) -> None:
+    if not isinstance(target, Tensor):
+        array = type(target).__name__ == "ndarray"
+        remedy = "Load into torch.from_numpy(array), which shares the array's memory." if array else COMPARE
+        refuse(path, f"a {type(target).__name__}, as in the state dict", str(entry), remedy)
+    check_kind(path, target)
+    check_data(path, target)
+    if tuple(target.shape) != entry.shape:
+        expected = f"shape {tuple(target.shape)}, as in the state dict"
+        refuse(path, expected, f"shape {entry.shape} in the checkpoint")
+    check_writable(path, target)
+    if target.dtype != entry.dtype:
+        expected, got = f"{target.dtype}, as in the state dict", f"{entry.dtype} in the checkpoint"
+        if not allow_cast:
+            refuse(path, expected, got, "Pass allow_cast=True if precision may be lost.")
+        if _kind_of(entry.dtype) > _kind_of(target.dtype):
+            refuse(path, expected, got, "No cast keeps such values; load into a tensor of the saved dtype.")
+
+
+def _kind_of(dtype: torch.dtype) -> int:
+    """Return 0 for bool, 1 for int, 2 for float, 3 for complex. Each kind can hold the values of lower kinds, with limited precision."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+
+
+def _check_ties(found: Match) -> None:
+    """Raise an error if one target tensor would get two different contents."""
+    first: dict[Any, KeyPath] = {}
+    for path, target in found.tensors.items():
+        other = first.setdefault(identity_of(target), path)
+        if other != path and _contents(found.manifest, path) != _contents(found.manifest, other):
+            expected = f"the same values as for {show(other)}, as both are one tensor in the state dict"
+            refuse(path, expected, "others in the checkpoint", "Untie them before loading.")
+
+
+def _contents(manifest: Manifest, path: KeyPath) -> Any:
+    entry = manifest.tensor(path)
+    chunks = sorted((chunk.box, chunk.crc32) for chunk in manifest.chunks_of(entry))
+    return entry.dtype, entry.shape, chunks
+
+
+# --- What is needed ----------------------------------------------------------------------------------------
+
+
+class Need(NamedTuple):
+    """The part of one saved chunk that this rank needs.
+
+    Attributes:
+        entry: the tensor, as the manifest lists it at the path of the target. chunk: one of its chunks.
+        shared: what this rank and the chunk both have, counted from the first element of the whole tensor; never empty.
+        place: the same elements, counted from the first element of this rank's part.
+    """
+
+    entry: TensorEntry
+    chunk: Chunk
+    shared: Box
+    place: Box
+
+
+def needs_of(matched: Match) -> Iterator[Need]:
+    """List what this rank reads: a part of a chunk for each target and chunk of the same path that have elements in common.
+
+    Together, the places for one target make up this rank's part of it.
+    """
+    for path, target in matched.tensors.items():
+        entry = matched.manifest.tensor(path)
+        for box, own in pieces_of(target):
+            for chunk in matched.manifest.chunks_of(entry):
+                shared = intersection(box, chunk.box)
+                if shared:
+                    start = map(add, within(shared, box).offset, own.offset)
+                    yield Need(entry, chunk, shared, Box(tuple(start), shared.shape))
+
+
+# --- Reading -----------------------------------------------------------------------------------------------
+
+_PIECE_BYTES = 4 << 20  # most bytes of one read
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+def read_tensors(
+    match: Match, source: Source, check: Callable[[], None], directly: Collection[KeyPath] = ()
+) -> dict[KeyPath, Tensor]:
+    """Read this rank's part of every tensor: dense, on the CPU, in the dtype of its target.
+
+    Args:
+        check: called before each piece; may raise an error to stop the reading.
+        directly: targets that `fill` will read into. Their chunks are only checked.
+
+    Raises:
+        CheckpointError: a file is missing, of another save, cut short, damaged, or cannot be read.
+        UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
+    """
+    if source.check is not None:
+        chunks = {(need.entry.path, need.chunk): need.entry for need in needs_of(match)}
+        _run((partial(source.check, entry, chunk) for (_, chunk), entry in chunks.items()), check)
+    parts = _rooms_for(match, directly)
+    _run(_jobs(match, source, parts), check)
+    for path in parts:  # one after the other, so that the memory of each is freed before the next cast
+        parts[path] = cast(path, parts[path], match.tensors[path].dtype)
+    _check_overlaps(match, parts)
+    return parts
+
+
+def _jobs(match: Match, source: Source, parts: Mapping[KeyPath, Tensor]) -> Iterator[Callable[[], None]]:
+    """Yield the jobs that fill these parts."""
+    for need in needs_of(match):
+        if need.entry.path in parts:
+            yield from source.jobs(need, parts[need.entry.path])
+
+
+def _run(jobs: Iterable[Callable[[], None]], check: Callable[[], None] = lambda: None) -> None:
+    """Run the jobs in a few threads. Call `check` before each."""
+
+    def run(job: Callable[[], None]) -> None:
+        check()
+        job()
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(run, jobs):
+            pass
+
+
+def _rooms_for(match: Match, directly: Collection[KeyPath]) -> dict[KeyPath, Tensor]:
+    """Allocate memory for every part that is not read `directly` into its target, in the dtype that was saved.
+
+    All parts share one piece of memory, in large pages if the system has them: allocating 64 MiB in small pages takes as long as
+    reading and checking 64 MiB. Parts that will be cast get memory of their own, so that each can be freed after its cast. Targets
+    that hold no values yet need no new memory: the values are read directly into them.
+    """
+    fresh = _simple(match, match.fresh & match.tensors.keys()) if match.fresh else {}
+    rooms = {path: part for path, part in fresh.items() if part.is_cpu and part.is_contiguous()}
+    together: dict[KeyPath, tuple[int, Tensor]] = {}
+    end = 0
+    for path, target in match.tensors.items():
+        if path in rooms or path in directly:
+            continue
+        dtype, part = match.manifest.tensor(path).dtype, part_of(target)
+        if dtype != target.dtype:
+            rooms[path] = torch.empty(part.shape, dtype=dtype)
+            continue
+        together[path] = end, part
+        end += -(-part.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    if together:
+        memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        every = torch.frombuffer(memory, dtype=torch.uint8)
+        for path, (start, part) in together.items():
+            rooms[path] = every[start : start + part.nbytes].view(part.dtype).view(part.shape)
+    return {path: room for path, room in rooms.items() if path not in directly}
+
+
+def _simple(match: Match, paths: Iterable[KeyPath]) -> dict[KeyPath, Tensor]:
+    """Return this rank's parts of the targets that have the saved dtype, and share memory with no other target, or all of it."""
+    parts = {path: part_of(match.tensors[path]) for path in paths}
+    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(match, parts)}
+    return {
+        path: part
+        for path, part in parts.items()
+        if part.dtype == match.manifest.tensor(path).dtype and _storage_of(part) not in shared
+    }
+
+
+class Blocks(Source):
+    """A save of the store as a source. Each file is opened and its header checked once. `opened` closes them."""
+
+    def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
+        self.manifest, self.folder, self.opened = manifest, folder, opened
+        self.fds: dict[int, int] = {}
+
+    def value(self, entry: ValueEntry) -> Any:
+        return decode(entry.json_value)
+
+    def open(self, index: int) -> int:
+        """Return a descriptor of the file with this index."""
+        if index not in self.fds:
+            path = self.folder / name_of(index)
+            fd = commit.open_file(path, self.manifest.files[index])
+            self.opened.callback(os.close, fd)
+            commit.check_header(fd, path, header_of(self.manifest.save_id, index))
+            self.fds[index] = fd
+        return self.fds[index]
+
+    def reader(self, entry: TensorEntry, chunk: Chunk) -> commit.BlockReader:
+        fd, path = self.open(chunk.file), self.folder / name_of(chunk.file)
+        nbytes, key = chunk.box.numel * entry.dtype.itemsize, show(entry.path)
+        return commit.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
+
+    def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
+        """See `Source` and Note [From boxes to bytes]."""
+        reader, chunk, itemsize = self.reader(need.entry, need.chunk), need.chunk.box, part.dtype.itemsize
+        first, last = span_of(need.place, part.shape)
+        if need.shared == chunk and last - first == chunk.numel:
+            memory = _memory(part)[first * itemsize : last * itemsize]
+            step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
+            for start in range(0, len(memory), step):
+                yield partial(reader.read, memory[start : start + step], start)
+            return
+        needed = within(need.shared, chunk)
+        for piece in halves_of(needed, chunk.shape, max(1, _PIECE_BYTES // itemsize)):
+            place = part[need.place.slices][within(piece, needed).slices]
+            yield partial(_read_piece, reader, piece, chunk.shape, place)
+
+
+def _read_piece(reader: commit.BlockReader, piece: Box, shape: Sequence[int], place: Tensor) -> None:
+    """Read one piece of a chunk of this shape, and copy it into its place."""
+    itemsize = place.dtype.itemsize
+    first, last = span_of(piece, shape)
+    start, stop = reader.covering(first * itemsize, last * itemsize)
+    buffer = torch.empty(stop - start, dtype=torch.uint8)
+    reader.read(_memory(buffer), start)
+    values = buffer.view(place.dtype)
+    place.copy_(values.as_strided(piece.shape, strides_of(shape), first - start // itemsize))
+
+
+def _memory(dense: Tensor) -> memoryview:
+    return dense.view(-1).view(torch.uint8).numpy().data
+
+
+def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
+    """Raise an error if targets that share memory would get different values. Try this on a copy of the memory."""
+    for paths in _overlapping(found, parts):
+        targets = {path: part_of(found.tensors[path]) for path in paths}
+        copy = targets[paths[0]].untyped_storage().clone()
+        trial = {}
+        for path, local in targets.items():
+            view = torch.empty(0, dtype=local.dtype, device=local.device)
+            view.set_(copy, local.storage_offset(), local.shape, local.stride())
+            trial[path] = view.conj() if local.is_conj() else view
+            trial[path].copy_(parts[path])
+        for path, view in trial.items():
+            if not torch.equal(bytes_of(view.cpu()), bytes_of(parts[path])):
+                got = "values for the same memory, which differ"
+                refuse(path, "memory of its own, or the values of what shares it", got, "Pass a clone of it.")
+
+
+def _overlapping(match: Match, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
+    """List the distinct targets of each storage in which two elements, of one target or of two, may be in the same place."""
+    by_storage: dict[int, dict[Any, KeyPath]] = {}
+    for path in paths:
+        local = part_of(match.tensors[path])
+        by_storage.setdefault(_storage_of(local), {}).setdefault(identity_of(local), path)
+    found = []
+    for distinct in by_storage.values():
+        views = [view_of(part_of(match.tensors[path])) for path in distinct.values()]
+        views.sort(key=lambda view: view[:2])
+        neighbors = zip(views, views[1:])
+        if any(map(overlaps_itself, views)) or any(one.end > other.begin for one, other in neighbors):
+            found.append(list(distinct.values()))
+    return found
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# --- Filling -----------------------------------------------------------------------------------------------
+
+
+def read_and_fill(agreement: Agreement, state_dict: Any, match: Match, source: Source) -> None:
+    """Read all values, and put them into the state dict when all ranks have read theirs (Note [Read first, then write])."""
+    directly = {} if source.check is None else _simple(match, match.tensors)
+    parts: dict[KeyPath, Tensor] = {}
+    agreement.step(
+        "reading", lambda: parts.update(read_tensors(match, source, agreement.check, directly.keys()))
+    )
+    agreement.step("filling", lambda: fill(state_dict, match, source, parts, directly))
+
+
+@torch.no_grad()
+def fill(
+    state_dict: Any,
+    match: Match,
+    source: Source,
+    parts: Mapping[KeyPath, Tensor],
+    directly: Mapping[KeyPath, Tensor],
+) -> None:
+    """Put the parts into the tensors of the state dict, read the others `directly`, and put the values into their containers."""
+    for path, part in parts.items():
+        if identity_of(part_of(match.tensors[path])) != identity_of(part):  # equal: it was read in place
+            part_of(match.tensors[path]).copy_(part)
+    _run(_jobs(match, source, directly))
+    put(state_dict, (), match.values)

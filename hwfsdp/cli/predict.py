@@ -1,0 +1,130 @@
+"""`hwfsdp explain` and `hwfsdp simulate`: predict shards and steps on ranks and GPUs that you do not have."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hwfsdp.cli.terminal import answer
+from hwfsdp.errors import UsageError
+from hwfsdp.layout.shard_on_meta import Blueprint, explain_on_paper
+from hwfsdp.train.builders import find_builder, find_function, in_one_line
+from hwfsdp.virtual import run
+from hwfsdp.virtual.devices import device_named
+from hwfsdp.virtual.fitting import Choice, describe_misfit
+from hwfsdp.virtual.run import report, sweep_report
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print the table. With `--png`, draw it, too."""
+    found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
+    if args.png is not None:
+        from hwfsdp.plot.parameters import plot_parameters
+
+        plot_parameters(found.explanation).savefig(args.png, format="png")
+    about = {"model": args.model, "ranks": args.ranks, "rank": args.rank, "wrapped": found.wrapped}
+    return answer(args, {**about, **found.explanation.as_dict()}, _report(found, args))
+
+
+def _report(found: Blueprint, args: argparse.Namespace) -> str:
+    ranks = f"{args.ranks} rank{'s' if args.ranks > 1 else ''}"
+    explanation = found.explanation
+    head = f"{args.model} over {ranks}, as rank {args.rank} has it; {_groups(found.wrapped)}"
+    table = str(explanation) if args.all else explanation.folded_text()
+    return "\n".join([head, "", table, *([f"Picture: {args.png}"] if args.png else [])])
+
+
+def _groups(wrapped: list[str]) -> str:
+    if not wrapped:
+        return "one group, the root (name classes to shard one by one with --wrap)"
+    return f"{len(wrapped)} group{'s' if len(wrapped) > 1 else ''} and the root"
+
+
+# --- simulate ----------------------------------------------------------------------------------------------
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Simulate a step, or one for each number of GPUs in a sweep."""
+    if args.sweep:
+        _check_sweep(args)
+    found = [*_simulations(args)]
+    if args.png:
+        _draw(found, args)
+    if args.trace:
+        found[-1].log.save(args.trace)
+    if args.sweep:
+        fits = any(each.fits for each in found)
+        return answer(args, [each.as_dict() for each in found], sweep_report(found), fits)
+    status = answer(args, found[0].as_dict(), report(found[0]), found[0].fits)
+    if status:
+        _explain_misfit(args, found[0])
+    return status
+
+
+def _simulations(args: argparse.Namespace) -> Iterator[run.Simulation]:
+    """Simulate. On a terminal, show the progress of a sweep."""
+    shown = args.sweep and sys.stderr.isatty()
+    for gpus in args.sweep or [args.gpus]:
+        yield _once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp))
+        if shown:
+            print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
+    if shown:
+        print("\r", end="", file=sys.stderr)
+
+
+def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
+    settings: dict[str, Any] = {"wrap": args.wrap, "reshard_after_forward": args.reshard_after_forward}
+    given = {"batch": choice.batch, "checkpoint": choice.checkpoint, "seq": args.seq}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if args.dtype is not None:
+        settings["param_dtype"] = getattr(torch, args.dtype)
+    target = find_function(args.model) if ":" in args.model else args.model
+    nodes = args.nodes if choice.gpus == args.gpus else None
+    # Otherwise torch prints all arguments of an operator that raises.
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
+    of_the_user = in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
+    # The user's step may print, or raise.
+    with redirect_stdout(sys.stderr), of_the_user if ":" in args.model else nullcontext():
+        found = run.simulate(target, choice.gpus, args.device, nodes=nodes, hsdp=choice.hsdp, **settings)
+    return replace(found, target=args.model)
+
+
+def _explain_misfit(args: argparse.Namespace, found: run.Simulation) -> None:
+    chosen = Choice(args.gpus, args.batch, args.checkpoint, args.hsdp)
+    if found.is_step:
+        chosen = Choice(args.gpus, None, None)
+    if sys.stderr.isatty():
+        print("It does not fit. Simulating what would …", file=sys.stderr)
+    said = describe_misfit(found, chosen, lambda choice: _once(args, choice))
+    print(f"hwfsdp: {said}", file=sys.stderr)
+
+
+def _check_sweep(args: argparse.Namespace) -> None:
+    """Raise an error for a wrong option before anything is simulated."""
+    if args.nodes is not None:
+        raise UsageError(
+            "simulate --sweep",
+            expected="no --nodes: a sweep takes as few nodes as possible",
+            got=f"--nodes {args.nodes}",
+            remedy="Leave out --nodes, or simulate each number of GPUs by itself.",
+        )
+    for gpus in args.sweep:
+        run.placed(device_named(args.device), gpus, None)
+
+
+def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:
+    """Draw the curve of a sweep, or the streams of a step."""
+    from hwfsdp.plot.scaling import plot_scaling, points_of
+    from hwfsdp.plot.timeline import plot_timeline
+
+    title, caption = f"{found[0].target} on {found[0].device.name}", f"Predicted: {run.LIMITS}."
+    sweep = args.sweep and plot_scaling(points_of(found), title=title, caption=caption)
+    (sweep or plot_timeline(found[0].log)).savefig(args.png, format="png")

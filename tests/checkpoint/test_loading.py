@@ -1,0 +1,196 @@
+"""What a load promises in every format: the store, DCP and PART are read by the same steps, from three sources."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from faults import emptied, error_of, exactly
+from samples import assert_same, numbered
+from torch import Tensor
+
+from hwfsdp import checkpoint
+from hwfsdp.checkpoint import dcp, loading, parts
+from hwfsdp.errors import CheckpointError, UsageError
+
+
+class Format(NamedTuple):
+    """A format: its functions, and the file that holds the values that one rank has saved."""
+
+    save: Callable[..., Any]
+    load: Callable[..., Any]
+    file: str
+
+
+def load_part(target: Any, path: Path, **options: Any) -> Any:
+    return parts.load_into(path, target, **options)
+
+
+FORMATS = {
+    "store": Format(checkpoint.save, checkpoint.load, "0*/00000.bin"),
+    "dcp": Format(dcp.save, dcp.load, "__0_0.distcp"),
+    "part": Format(lambda state, path: parts.save(path, state), load_part, "PART_000.pt"),
+}
+formats = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+
+
+@formats
+def test_keys_of_one_side_are_left_out_and_named_only_on_request(format_: Format, tmp_path: Path) -> None:
+    format_.save({"a": numbered(40), "b": 1}, tmp_path / "c")
+    target = {"a": torch.zeros(40), "d": torch.ones(1)}
+    said = r"1 missing in the checkpoint: \S*'d'\S*; 1 only in the checkpoint: \S*'b'"
+    with pytest.raises(UsageError, match=said):
+        format_.load(target, tmp_path / "c")
+    assert_same(target["a"], torch.zeros(40))
+    with pytest.warns(UserWarning, match=said):
+        format_.load(target, tmp_path / "c", strict=False)
+    assert_same(target, {"a": numbered(40), "d": torch.ones(1)})
+    meta = {"a": torch.zeros(40), "d": torch.ones(1, device="meta")}
+    with pytest.raises(
+        UsageError, match="expected values for everything in the state dict that is on the meta"
+    ):
+        format_.load(meta, tmp_path / "c", strict=False)
+    assert meta["d"].is_meta and not meta["a"].any()
+    with pytest.raises(UsageError, match="a key in common"):
+        format_.load({"typo": torch.zeros(1)}, tmp_path / "c", strict=False)
+
+
+@formats
+def test_dtypes_and_shapes_are_compared_and_values_cast_only_on_request(
+    format_: Format, tmp_path: Path
+) -> None:
+    format_.save({"a": numbered(4, 3)}, tmp_path / "c")
+    for target, allow_cast, words in (
+        (torch.zeros(4, 3, dtype=torch.float64), False, "allow_cast=True"),
+        (torch.zeros(4, 3, dtype=torch.int32), True, "No cast keeps"),
+        (torch.zeros(3, 4), True, r"expected shape \(3, 4\)"),
+        (torch.zeros(1, 3).expand(4, 3), False, "expected memory for every element"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            format_.load({"a": target}, tmp_path / "c", allow_cast=allow_cast)
+        assert not target.any()
+    wide = {"a": torch.zeros(4, 3, dtype=torch.float64)}
+    format_.load(wide, tmp_path / "c", allow_cast=True)
+    assert_same(wide["a"], numbered(4, 3).double())
+
+
+@formats
+def test_damage_in_the_last_values_is_found_before_the_first_are_put_in_place(
+    format_: Format, tmp_path: Path
+) -> None:
+    format_.save({"a": numbered(40), "b": torch.full((9,), 123456.0)}, tmp_path / "c")
+    (file,) = (tmp_path / "c").glob(format_.file)
+    data = file.read_bytes()
+    at = data.index(torch.full((9,), 123456.0).numpy().tobytes()) + 20
+    file.write_bytes(data[:at] + b"?" + data[at + 1 :])
+    target = {"a": torch.zeros(40), "b": torch.zeros(9)}
+    with pytest.raises(CheckpointError) as info:
+        format_.load(target, tmp_path / "c")
+    assert info.value.file == str(file) and not target["a"].any() and not target["b"].any()
+
+
+LOSSES: list[tuple[torch.dtype, Any, torch.dtype, str]] = [
+    (torch.float32, 70000.0, torch.float16, "70000"),
+    (torch.float64, -1e300, torch.bfloat16, "1e+300"),
+    (torch.float32, 1000.0, torch.float8_e4m3fn, "1000"),
+    (torch.complex128, complex(1, 1e300), torch.complex64, "1e+300"),
+    (torch.float64, 1e300, torch.complex64, "1e+300"),
+    (torch.int64, 70000, torch.float16, "70000"),
+    (torch.float32, -1.0, torch.float8_e8m0fnu, "-1"),
+    (torch.int64, 300, torch.int8, "300"),
+    (torch.int8, -1, torch.uint8, "-1"),
+    (torch.int64, -1, torch.uint64, "-1"),
+    (torch.uint64, 1 << 63, torch.int64, str(1 << 63)),
+    (torch.uint32, 1 << 31, torch.int32, str(1 << 31)),
+]
+
+
+@formats
+@pytest.mark.parametrize("saved, value, dtype, word", LOSSES)
+def test_a_value_that_the_target_cannot_hold_is_refused(
+    format_: Format, saved: torch.dtype, value: Any, dtype: torch.dtype, word: str, tmp_path: Path
+) -> None:
+    format_.save({"x": torch.tensor([1, value, 2], dtype=saved)}, tmp_path / "c")
+    target = {"x": torch.ones(3, dtype=dtype)}
+    error = error_of(lambda: format_.load(target, tmp_path / "c", allow_cast=True))
+    assert isinstance(error, UsageError) and all(each in str(error) for each in ("['x']", str(dtype), word))
+    assert exactly(target) == exactly({"x": torch.ones(3, dtype=dtype)})
+
+
+@formats
+def test_rounding_and_values_that_were_not_finite_before_are_cast(format_: Format, tmp_path: Path) -> None:
+    values = torch.tensor([float("inf"), float("-inf"), float("nan"), 1 / 3, 65504.0, -0.0, 1e-30])
+    format_.save({"x": values, "n": torch.tensor([127, -128])}, tmp_path / "c")
+    target = {"x": torch.zeros(7, dtype=torch.float16), "n": torch.zeros(2, dtype=torch.int8)}
+    format_.load(target, tmp_path / "c", allow_cast=True)
+    assert exactly(target) == exactly({"x": values.half(), "n": torch.tensor([127, -128], dtype=torch.int8)})
+
+
+def overlapping() -> dict[str, Tensor]:
+    base, columns = torch.zeros(12), torch.zeros(3, 4)
+    return {
+        "x": base[:8],
+        "y": base[4:],
+        "w": torch.zeros(8).unfold(0, 4, 2),
+        "left": columns[:, :2],
+        "right": columns[:, 2:],
+        "z": torch.zeros(6),
+    }
+
+
+@formats
+@pytest.mark.parametrize("key", ["x", "y", "w", ""])
+def test_memory_that_targets_share_has_to_hold_the_values_of_all(
+    format_: Format, key: str, tmp_path: Path
+) -> None:
+    saved, target = overlapping(), overlapping()
+    for values in (saved["x"], saved["y"], saved["w"], saved["left"], saved["right"], saved["z"]):
+        values += torch.arange(values.numel()).view(values.shape) if values is not saved["w"] else 3
+    spoiled = {name: value.clone() for name, value in saved.items()}
+    if key:
+        spoiled[key].view(-1)[2 if key == "y" else 5] += 1  # so that it equals another one
+    format_.save(spoiled, tmp_path / "c")
+    before = exactly(target)
+    error = error_of(lambda: format_.load(target, tmp_path / "c"))
+    if key:
+        assert isinstance(error, UsageError) and "memory" in str(error) and exactly(target) == before
+        assert any(f"['{name}']" in str(error) for name in (["w"] if key == "w" else ["x", "y"]))
+    else:
+        assert error is None and exactly(target) == exactly(saved)
+
+
+@formats
+def test_a_tensor_and_its_conjugate_share_memory_and_load(format_: Format, tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    format_.save({"z": values, "conjugate": values.conj()}, tmp_path / "c")
+    one = torch.zeros(2, dtype=torch.complex64)
+    format_.load({"z": one, "conjugate": one.conj()}, tmp_path / "c")
+    assert one.equal(values)
+
+
+def test_a_load_holds_a_few_chunks_at_a_time(tmp_path: Path) -> None:
+    """Its memory does not grow with the state dict: chunks are read into their targets, when all have been checked."""
+    state = {f"w{i}": torch.rand(8) for i in range(20)}
+    dcp.save(state, tmp_path / "c")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most, read = 0, torch.load
+
+    def reading(*args: Any, **options: Any) -> Any:
+        nonlocal most
+        found = read(*args, **options)
+        alive.append(weakref.ref(found))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return found
+
+    target = emptied(state)
+    with mock.patch.object(torch, "load", reading), mock.patch.object(loading.mmap, "mmap", None):
+        dcp.load(target, tmp_path / "c")
+    assert_same(target, state)
+    assert (
+        len(alive) == 40 and most <= 2 * loading._THREADS
+    )  # twice; a thread may still refer to its last chunk

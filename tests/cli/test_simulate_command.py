@@ -1,0 +1,272 @@
+"""`hwfsdp simulate`: its output, its refusals, and its exit status."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import Run, assert_refused
+
+from hwfsdp import EventLog
+from hwfsdp.virtual import DEVICES
+from hwfsdp.virtual.devices import GIB
+
+VERB = "simulate"  # the command that the fixture `run` runs
+TINY = ("--model", "gpt-tiny", "--gpus", "2")
+PNG = b"\x89PNG"
+
+MINE = """
+    import torch
+    from torch import nn
+    from hwfsdp import fully_shard
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 24), nn.Linear(24, 8)
+        def forward(self, x):
+            return x + self.outer(self.inner(x))
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+            self.layers = nn.ModuleList([Layer(), Layer()])
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    def sharded():
+        model = nn.Sequential(Layer(), Layer())
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    def trains():
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def step():
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        return step
+
+    def reads():
+        model = sharded()
+        def step():
+            print(model(torch.ones(4, 8)).sum().item())
+        return step
+
+    def formats():
+        model = sharded()
+        return lambda: print(f"{model(torch.ones(4, 8)).sum():.3f}")
+
+    def misfits():
+        model = sharded()
+        return lambda: model(torch.ones(4, 9))
+
+    def fails():
+        raise KeyError("no weights")
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in a folder with a user's module."""
+    (tmp_path / "mine_to_simulate.py").write_text(textwrap.dedent(MINE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("mine_to_simulate", None)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that adds the device `small`, an H100 with so many bytes of memory."""
+    return lambda memory: monkeypatch.setitem(
+        DEVICES, "small", replace(DEVICES["h100"], name="small", memory=memory)
+    )
+
+
+# --- Output ------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_keys_that_others_read(run: Run) -> None:
+    said = run(*TINY, "--json")
+    assert (said.status, said.err) == (0, "")
+    for key in ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_comm_fraction"):
+        assert said.found[key] > 0
+    assert said.found["fits"] is True
+    assert sum(said.found["peak_by_kind"].values()) == said.found["peak_allocated_gib"] * GIB
+    assert said.found["peak_memory_gib"] >= said.found["peak_allocated_gib"]
+    assert (said.found["target"], said.found["gpus"], said.found["nodes"]) == ("gpt-tiny", 2, 1)
+    assert said.found["plan"]["param_dtype"] == "bfloat16"
+    assert said.found["device"]["name"] == "h100"
+
+
+@pytest.mark.long
+def test_the_text_has_the_same_figures_and_the_limits_of_the_model(run: Run) -> None:
+    text, found = run(*TINY).out, run(*TINY, "--json").found
+    assert "gpt-tiny on 2 × h100; per GPU 1 × 128 tokens, checkpointing: none" in text
+    assert f"{found['step_seconds']:.4g} s" in text
+    assert f"{found['tokens_per_second_per_gpu']:,.0f}" in text
+    for op, count in found["summary"]["count_by_op"].items():
+        assert re.search(rf"^{op} +{count} in a step, [1-9]", text, re.MULTILINE)
+    for kind in found["peak_by_kind"]:  # a small model has small figures, in units that fit
+        assert re.search(rf"^  {kind} +[1-9]", text, re.MULTILINE)
+    assert "Predicted, not measured" in text and "fitted on" in text
+    assert found["limits"] in " ".join(text.split())  # it is wrapped
+
+
+def test_flags_reach_the_plan(run: Run) -> None:
+    where = "--gpus 4 --nodes 2 --device a100-40gb --json"
+    what = "--batch 3 --seq 32 --checkpoint full --reshard-after-forward 2 --wrap Block,Attention --dtype float16"
+    found = run("--model", "gpt-tiny", *where.split(), *what.split()).found
+    plan = {"batch": 3, "seq": 32, "checkpoint": "full", "reshard_after_forward": 2, "shards": None}
+    assert found["plan"] == plan | {"wrap": ["Block", "Attention"], "param_dtype": "float16"}
+    assert (found["gpus"], found["nodes"], found["device"]["name"]) == (4, 2, "a100-40gb")
+
+
+@pytest.mark.parametrize(("word", "value", "gathers"), [("yes", True, 9), ("no", False, 5)])
+def test_the_flag_for_resharding_takes_yes_or_no(run: Run, word: str, value: bool, gathers: int) -> None:
+    found = run(*TINY, "--reshard-after-forward", word, "--json").found
+    assert found["plan"]["reshard_after_forward"] is value
+    assert found["summary"]["count_by_op"]["all_gather"] == gathers
+
+
+@pytest.mark.long
+def test_a_sweep_doubles_the_gpus(run: Run) -> None:
+    args = ("--model", "gpt-tiny", "--sweep", "gpus=2..5")
+    found = run(*args, "--json", "--png", "curve.png").found
+    assert Path("curve.png").read_bytes().startswith(PNG)
+    assert [(one["gpus"], one["fits"]) for one in found] == [(2, True), (4, True)]
+    lines = run(*args).out.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [(row[0], row[-1]) for row in rows] == [("2", "yes"), ("4", "yes")]
+    rates = [one["tokens_per_second_per_gpu"] for one in found]
+    assert [float(row[2].replace(",", "")) for row in rows] == pytest.approx(rates, abs=0.5)
+
+
+def test_a_trace_loads_back_and_a_picture_is_drawn(run: Run, tmp_path: Path) -> None:
+    found = run(*TINY, "--trace", "trace.json.gz", "--png", "picture.png", "--json").found["summary"]
+    summary = EventLog.load(tmp_path / "trace.json.gz").summary()
+    assert summary["count_by_op"] == found["count_by_op"]
+    assert summary["bytes_by_op"] == found["bytes_by_op"]
+    assert summary["step_us"] == pytest.approx(found["step_us"])
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
+
+
+# --- Programs of the user ----------------------------------------------------------------------------------
+
+
+def test_a_function_may_return_a_model(run: Run) -> None:
+    said = run("--model", "mine_to_simulate:Words", "--seq", "4", "--batch", "2", "--json")
+    assert (said.status, said.found["target"]) == (0, "mine_to_simulate:Words")
+    assert said.found["tokens_per_second_per_gpu"] == pytest.approx(8 / said.found["step_seconds"])
+    assert said.found["summary"]["count_by_op"]["reduce_scatter"] == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "place"),
+    [("formats", "TypeError", "in <lambda>"), ("misfits", "RuntimeError", "in forward")],
+)
+def test_a_step_that_raises_is_one_line_that_says_where(
+    run: Run, function: str, kind: str, place: str
+) -> None:
+    said = run("--model", f"mine_to_simulate:{function}")
+    assert_refused(said, kind)
+    assert re.search(rf"mine_to_simulate\.py:\d+, {place}", said.err)
+
+
+@pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
+def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(
+    run: Run, seq: tuple[str, ...]
+) -> None:
+    said = run("--model", "mine_to_simulate:trains", *seq, "--json")
+    assert said.status == 0
+    rate = 6 / said.found["step_seconds"] if seq else None
+    assert said.found["tokens_per_second_per_gpu"] == (pytest.approx(rate) if seq else None)
+    assert ("unknown" in run("--model", "mine_to_simulate:trains", *seq).out) == (not seq)
+
+
+def test_the_error_of_a_step_that_needs_values_names_the_line(run: Run) -> None:
+    said = run("--model", "mine_to_simulate:reads")
+    number = 1 + [text.strip() for text in textwrap.dedent(MINE).splitlines()].index(
+        "print(model(torch.ones(4, 8)).sum().item())"
+    )
+    assert_refused(said, "_local_scalar_dense", "mine_to_simulate.py", str(number), ".item()")
+
+
+# --- Refusals ----------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "--model gpt-5": ("gpt-5", "llama3-8b", "module:function"),
+    "--model mine_to_simulate:nothing": ("nothing", "trains"),
+    "--model mine_to_simulate:fails": ("KeyError", "no weights", "mine_to_simulate.py"),
+    "--model no_such_module:f": ("no_such_module",),
+    "--gpus 12": ("12 GPUs, 4 more than 8", "Take 8 or 16"),
+    "--model gpt-tiny --sweep gpus=2..4 --nodes 2": ("--nodes 2", "Leave out --nodes"),
+    "--model gpt-tiny --gpus 2 --trace nowhere/trace.json": ("nowhere/trace.json",),
+    "--device h10": ("got 'h10'", "Did you mean: h100"),
+}
+
+
+@pytest.mark.parametrize("args", REFUSED)
+def test_a_run_that_cannot_be_simulated_is_refused_in_one_line(run: Run, args: str) -> None:
+    assert_refused(run(*args.split()), *REFUSED[args])
+
+
+UNUSABLE = {
+    "--gpus 0": "1 to 65536",
+    "--gpus 65537": "1 to 65536",
+    "--batch two": "whole number",
+    "--sweep 8..16": "gpus=A..B",
+    "--sweep gpus=16..8": "gpus=A..B",
+    "--checkpoint some": "selective",
+    "--reshard-after-forward maybe": "whole number",
+    "--dtype int8": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("args", UNUSABLE)
+def test_unusable_arguments_are_refused_before_anything_runs(run: Run, args: str) -> None:
+    said = run(*args.split())
+    assert (said.status, said.out) == (2, "")
+    assert UNUSABLE[args] in said.err
+
+
+# --- Out of memory -----------------------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(
+    run: Run, small_gpu: Callable[[float], None]
+) -> None:
+    need = run(*TINY, "--batch", "4", "--json").found["peak_allocated_gib"]
+    small_gpu(0.6 * need * GIB)
+    own = ("--model", "gpt-tiny", "--device", "small", "--json")
+    said = run(*own, "--gpus", "2", "--batch", "4")
+    assert (said.status, said.found["fits"]) == (1, False)
+    assert said.err.count("\n") == 1
+    advice = re.search(r"; (--gpus .*) would fit, with", said.err)
+    assert advice
+    again = run(*own, *advice[1].split())
+    assert (again.status, again.found["fits"], again.err) == (0, True, "")
+
+
+@pytest.mark.long
+def test_a_sweep_succeeds_if_one_of_its_runs_fits(run: Run, small_gpu: Callable[[float], None]) -> None:
+    sweep = ("--model", "gpt-tiny", "--sweep", "gpus=1..2", "--json")
+    needs = [one["peak_allocated_gib"] for one in run(*sweep).found]
+    statuses = []
+    for memory in (sum(needs) / 2, min(needs) / 2):
+        small_gpu(memory * GIB)
+        said = run(*sweep, "--device", "small")
+        statuses.append((said.status, [one["fits"] for one in said.found]))
+    assert statuses == [(0, [needs[0] < needs[1], needs[0] >= needs[1]]), (1, [False, False])]

@@ -1,0 +1,121 @@
+"""The loop and the two commands, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import assert_refused, said_by
+
+from hwfsdp import EventLog, UsageError
+from hwfsdp.cli import main
+from hwfsdp.train import loop
+from hwfsdp.train.loop import TrainConfig
+
+TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"batch": 0}, {"param_dtype": "int8"}])
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="TrainConfig"):
+        TrainConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_train_prints_json_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.json"
+    assert main(["train", "--steps", "3", "--json", "--trace", str(trace), *TINY]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert len(out["losses"]) == 3
+    assert json.loads(json.dumps(EventLog.load(trace).summary())) == out["trace"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["train", "--text", "/no/such/file"], "No such file"),
+        (["train", "--dim", "33", "--heads", "2"], "a width that the heads divide"),
+        (["train", "--seq-len", "10000000"], "more than 10000000 bytes"),
+        (["train", "--lr", "nan"], "learning rate nan"),
+        (["train", "--trace", "/no/such/folder/t.json"], "cannot write '/no/such/folder/t.json'"),
+        (["demo", "--out", f"{__file__}/inside"], "Not a directory"),
+    ],
+)
+def test_unusable_arguments_are_one_line_and_status_2(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(said_by(capsys, *argv), complaint)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["train", "--fly"], "unrecognized arguments: --fly. See: hwfsdp train --help\n"),
+        (["demo", "--implementaton", "x.py"], "--implementaton x.py. Did you mean: --implementation\n"),
+        (["train", "--implementaton=x.py"], "--implementaton=x.py. Did you mean: --implementation\n"),
+        (["trace", "expor"], "Did you mean: hwfsdp trace export\n"),
+        (["simulate", "--checkpoint", "ful"], "Did you mean: hwfsdp simulate --checkpoint full\n"),
+        (["check", "1", "2"], "unrecognized arguments: 2"),
+        (["demo", "--ranks", "0"], "expected a whole number, 1 "),
+        (["train", "--ranks", "x"], "got 'x'"),
+    ],
+)
+def test_a_verb_refuses_an_unknown_argument_in_one_line(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by(capsys, *argv)
+    assert said.status == 2 and said.err.startswith(f"hwfsdp {argv[0]}") and complaint in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "device"),
+    [
+        (0, [], "cpu"),
+        (0, ["--ranks", "1", "--device", "cuda"], "a GPU; got no GPU"),
+        (1, [], "cpu"),  # two ranks
+        (1, ["--ranks", "1"], "cuda"),
+        (2, [], "cuda"),
+        (2, ["--device", "cpu"], "cpu"),
+        (1, ["--device", "cuda"], "a GPU for each of 2 ranks; got 1 GPU"),
+    ],
+)
+def test_ranks_train_on_gpus_if_each_has_its_own(
+    gpus: int,
+    options: list[str],
+    device: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(loop, "launch_blaming", lambda *args, device: pytest.fail(f"it trains on {device}"))
+    if device not in ("cpu", "cuda"):
+        assert_refused(said_by(capsys, "train", *options), device)
+    else:
+        with pytest.raises(pytest.fail.Exception, match=f"it trains on {device}"):
+            main(["train", *options])
+
+
+def test_a_folder_for_saves_that_cannot_be_is_said_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwfsdp.launcher.launch.launch", lambda *args, **kwargs: pytest.fail("it trains"))
+    (tmp_path / "file").touch()
+    assert main(["train", "--save-every", "1", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
+    assert capsys.readouterr().err == f"hwfsdp: cannot write '{tmp_path / 'file' / 'run'}': Not a directory\n"
+
+
+@pytest.mark.long
+def test_train_runs_under_torchrun_and_prints_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "hwfsdp", "train", "--steps", "2", "--json", *TINY],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["losses"]) == 2

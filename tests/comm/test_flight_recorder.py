@@ -1,0 +1,312 @@
+"""The notes of ranks about their collectives, against the event log of the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import fully_shard, launch, record
+from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
+from hwfsdp.comm import flight_recorder
+from hwfsdp.comm.flight_recorder import SIZE, SLOT, SLOTS, State
+from hwfsdp.comm.transport import Call
+from hwfsdp.streams import streams_for
+from hwfsdp.errors import CollectiveError
+
+
+class Group:
+    group_name = "0"
+
+
+GROUP: Any = Group()
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[flight_recorder.Call]]:
+    """Return a function that reads the notes of this process. They are in their own ring in a file."""
+    file = tmp_path / "history"
+    file.write_bytes(bytes(SIZE))
+    monkeypatch.setenv(flight_recorder.PATH, str(file))
+    monkeypatch.setattr(flight_recorder, "_ring", None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    return lambda: flight_recorder.read(file.read_bytes())
+
+
+def begin(number: int = 0) -> flight_recorder.Note:
+    return flight_recorder.begin("all_gather", f"blocks.{number}", GROUP, torch.bfloat16, 4096)
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_note_names_the_collective_its_owner_and_its_group(ring: Any) -> None:
+    begin(3)
+    assert [tuple(call) for call in ring()] == [
+        (1, 1, False, "0:0-1/1", "all_gather", "bfloat16", 4096, "blocks.3", State.WAIT)
+    ]
+
+
+def test_a_full_ring_keeps_the_last_calls_in_order(ring: Any) -> None:
+    for number in range(2 * SLOTS + 7):
+        begin(number)
+    assert [call.owner for call in ring()] == [f"blocks.{n}" for n in range(SLOTS + 7, 2 * SLOTS + 7)]
+
+
+@pytest.mark.parametrize(
+    ("work", "async_op", "issued", "waited"),
+    [
+        (Done(), True, State.OPEN, State.DONE),
+        (Broken(), True, State.OPEN, State.FAILED),
+        (None, True, State.DONE, State.DONE),  # it kept the host until it was done
+        (None, False, State.OPEN, State.OPEN),  # a device does it some time
+    ],
+)
+def test_the_state_follows_the_work(ring, work, async_op, issued, waited):
+    note = begin()
+    assert ring()[0].state is State.WAIT
+    followed = Call("all_gather", "group", note).follow(work, async_op)
+    assert ring()[0].state is issued
+    if followed is not None:
+        with mock.patch.object(dist, "get_rank", lambda: 0), contextlib.suppress(CollectiveError):
+            followed.wait()
+    assert ring()[0].state is waited
+
+
+def test_a_collective_that_cannot_be_issued_has_failed(ring: Any) -> None:
+    with pytest.raises(ValueError, match="no"), Call("all_gather", "group", begin()):
+        raise ValueError("no")
+    assert ring()[0].state is State.FAILED
+
+
+def test_an_old_note_does_not_touch_the_one_that_took_its_slot(ring: Any) -> None:
+    old = begin()
+    for number in range(SLOTS):
+        begin(number)
+    old.mark(State.FAILED)
+    assert {call.state for call in ring()} == {State.WAIT}
+
+
+def test_a_long_name_is_cut_and_leaves_the_neighbors_alone(ring: Any) -> None:
+    for owner in ("first", "é" * 2 * SLOT, "last"):
+        flight_recorder.begin("all_gather", owner, GROUP, torch.float32, 1)
+    first, long, last = ring()
+    assert (first.owner, last.owner) == ("first", "last")
+    assert set(long.owner) <= {"é", "\N{REPLACEMENT CHARACTER}"}
+
+
+@given(st.binary(max_size=2 * SIZE))
+def test_reading_any_bytes_as_a_history_never_raises(memory: bytes) -> None:
+    flight_recorder.read(memory)
+
+
+@given(st.integers(0, SLOT - 1), st.binary(min_size=1, max_size=8))
+def test_a_damaged_note_is_left_out_or_read_and_its_neighbors_stay(at: int, damage: bytes) -> None:
+    notes = [f"d{n} {n} 0 0:0-1/1 all_gather float32 8 b.{n}".encode().ljust(SLOT, b"\0") for n in (1, 2)]
+    damaged = (notes[0][:at] + damage)[:SLOT].ljust(SLOT, b"\0")
+    assert any(call.owner == "b.2" for call in flight_recorder.read(damaged + notes[1]))
+
+
+@pytest.mark.parametrize("ranks", [[3], [0, 1, 2], [0, 4, 8, 12], [5, 1], [0, 1, 5, 6], [2, 2]])
+def test_the_ranks_of_a_group_are_read_out_of_its_name(ranks: list[int]) -> None:
+    assert flight_recorder.members_of(f"any:name:{flight_recorder._as_text(ranks)}") == ranks
+
+
+# --- On ranks ----------------------------------------------------------------------------------------------
+
+
+def own_calls() -> list[flight_recorder.Call]:
+    return flight_recorder.read(Path(os.environ[flight_recorder.PATH]).read_bytes())
+
+
+def shard(mesh: Any = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def users_collectives() -> list[tuple[str, int, int]]:
+    odd = dist.new_group([0, 2])
+    dist.all_reduce(torch.ones(1))
+    with record():
+        dist.all_reduce(torch.ones(3))
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), 0)
+        elif dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+        if dist.get_rank() in (0, 2):
+            work = dist.broadcast(torch.ones(5), 0, group=odd, async_op=True)
+            work.wait()
+            work.get_future().wait()
+        fully_shard(nn.Linear(4, 4))(torch.ones(1, 4))
+    return [
+        (f"{c.op} of {flight_recorder.members_of(c.group)}", c.number, c.is_users, c.state)
+        for c in own_calls()
+    ]
+
+
+def steps_logged_and_noted(mesh: Any) -> tuple[list[Any], list[Any], set[State]]:
+    model = shard(mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    before = len(own_calls())
+    with record() as log:
+        model(torch.ones(2, 4)).sum().backward()
+    logged = log.select("all_gather", "reduce_scatter", "all_reduce")
+    noted = own_calls()[before:]
+    return (
+        [(e.op, e.owner, e.dtype, e.bytes) for e in logged],
+        [(c.op, c.owner, c.dtype, c.nbytes) for c in noted],
+        {call.state for call in noted},
+    )
+
+
+def flat_collectives() -> list[tuple[str, str, str, int]]:
+    before, streams = len(own_calls()), streams_for("cpu")
+    part, whole = torch.ones(2, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    streams.compute.wait(all_gather_flat(whole, part, None, streams.all_gather, "unit"))
+    streams.compute.wait(reduce_scatter_flat(part, whole, None, streams.reduce_scatter, "unit"))
+    return [(c.op, c.owner, c.dtype, c.nbytes) for c in own_calls()[before:]]
+
+
+def on_a_rank() -> dict[str, Any]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s"))["s"]
+    return {
+        "of the user": users_collectives(),
+        "all": steps_logged_and_noted(None),
+        "hybrid": steps_logged_and_noted(grid),
+        "alone": steps_logged_and_noted(alone),
+        "flat": flat_collectives(),
+    }
+
+
+@functools.cache
+def noted() -> list[dict[str, Any]]:
+    with mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG="OFF"):
+        return launch(on_a_rank, 4, timeout=60)
+
+
+@pytest.mark.parametrize("mesh", ["all", "hybrid"])
+def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are_done(mesh: str) -> None:
+    for rank in noted():
+        logged, found, states = rank[mesh]
+        assert found == logged and len(found) > 4
+        assert states == {State.DONE}
+
+
+def test_a_world_of_one_rank_has_nothing_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(flight_recorder.PATH, raising=False)
+    monkeypatch.setattr(flight_recorder, "_ring", None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        flight_recorder.begin("all_gather", "blocks.0", None, torch.float32, 4096)
+        assert flight_recorder.exchange() == {}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_alone_notes_nothing() -> None:
+    assert [rank["alone"] for rank in noted()] == [([], [], set())] * 4
+
+
+def test_the_users_collectives_are_noted_once_while_recording_or_not_and_numbered_with_fsdps() -> None:
+    for rank, found in enumerate(noted()):
+        broadcast = [("broadcast of [0, 2]", 1, True, State.DONE)] if rank in (0, 2) else []
+        all_reduce, connect, all_gather = (
+            f"{op} of [0, 1, 2, 3]" for op in ("all_reduce", "connect", "all_gather")
+        )
+        assert found["of the user"] == [
+            (all_reduce, 1, True, State.DONE),
+            (all_reduce, 2, True, State.DONE),
+            *broadcast,
+            (connect, 1, False, State.DONE),
+            (all_gather, 3, False, State.DONE),
+        ]
+
+
+def test_the_flat_collectives_are_noted_with_their_owner_dtype_and_bytes_of_the_whole() -> None:
+    for rank in noted():
+        assert rank["flat"] == [
+            ("all_gather", "unit", "float64", 64),
+            ("reduce_scatter", "unit", "float64", 64),
+        ]
+
+
+SCRIPT = """
+    import sys, threading, torch, torch.distributed as dist
+    from datetime import timedelta
+    from pathlib import Path
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from hwfsdp import CollectiveError, fully_shard
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+
+    def shard(seconds):
+        mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=seconds)), "cpu")
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 4))
+        return model
+
+    def note(name, call):
+        try:
+            call()
+        except CollectiveError as error:
+            (Path(sys.argv[1]) / f"{name}-{rank}").write_text(str(error))
+
+    model = shard(seconds=60)
+    note("skip", lambda: (model[rank])(torch.ones(1, 4 + 2 * rank)))
+    model = shard(seconds=2)
+
+    def hang():
+        if rank == 1:
+            threading.Event().wait()  # here
+        model(torch.ones(1, 4))
+
+    note("hang", hang)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.long
+def test_under_torchrun_the_error_of_each_rank_has_the_table_of_all_even_of_one_that_hangs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, timeout=120, env=environ)
+    first, second = ((tmp_path / f"skip-{rank}").read_text() for rank in (0, 1))
+    assert "\n\nrank 1 called all_gather of '1' where rank 0 called all_gather of '0': " in first
+    assert first.split("\n\n")[1] == second.split("\n\n")[1]
+    line = 1 + next(n for n, text in enumerate(script.read_text().splitlines()) if "# here" in text)
+    hang = (tmp_path / "hang-0").read_text()
+    assert "rank 0 waits in collective " in hang
+    assert f"; rank 1 has not called it; rank 1 is in {script}:{line}, in hang.\n" in hang

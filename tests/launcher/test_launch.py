@@ -1,0 +1,474 @@
+"""Launch ranks: results come back, failures are named, no process stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
+from hwfsdp.errors import CollectiveError
+from hwfsdp.launcher import launch as launching
+from hwfsdp.launcher import worker
+from hwfsdp.launcher.supervisor import read_message
+from hwfsdp.launcher.launch import run_ranks
+
+
+def all_end(pids: list[int], seconds: float = 20) -> bool:
+    """Return True if all these processes end within some seconds."""
+    for pid in pids:
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([process], [], [], seconds)[0]:
+                return False
+        finally:
+            os.close(process)
+    return True
+
+
+def test_ranks_get_arguments_print_through_the_caller_and_return_results_in_rank_order(capsys):
+    sizes = [0, 1, 1 << 16, 5 << 20]
+
+    def describe(greeting: str, *, mark: str) -> tuple[str, int, list[bytes]]:
+        print(f"rank {dist.get_rank()} speaks")
+        return greeting + mark, dist.get_rank(), [b"x" * size for size in sizes]
+
+    everything = [b"x" * size for size in sizes]
+    assert launch(describe, 2, "hi", mark="!", timeout=60) == [("hi!", rank, everything) for rank in range(2)]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+
+
+def test_ranks_are_new_processes_and_see_the_environment_of_the_call_not_that_of_the_server(monkeypatch):
+    def look() -> tuple[int, int, str | None]:
+        dist.calls = getattr(dist, "calls", 0) + 1  # type: ignore[attr-defined]
+        return dist.calls, os.getpid(), os.getenv("HWFSDP_TEST_VARIABLE")  # type: ignore[attr-defined]
+
+    [first] = launch(look, 1, timeout=60)
+    monkeypatch.setenv("HWFSDP_TEST_VARIABLE", "late")
+    [second] = launch(look, 1, timeout=60)
+    assert (first[0], first[2], second[0], second[2]) == (1, None, 1, "late")
+    assert first[1] != second[1]
+
+
+def gloo_threads() -> list[int]:
+    """Return the number of threads that run the collectives of the default group, and of a group that the rank makes."""
+    groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=77))]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    assert options[1]._timeout == timedelta(seconds=77)
+    return [each._threads for each in options]
+
+
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_no_gloo_group_of_a_rank_runs_two_collectives_at_once(monkeypatch, interface: str) -> None:
+    """Torch's two threads free the same memory if gathers of DTensors end at the same time."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.delenv("HWFSDP_GLOO_THREADS", raising=False)
+    assert launch(gloo_threads, 2) == [[1, 1], [1, 1]]
+
+
+def test_an_environment_variable_leaves_the_two_threads_of_torch(monkeypatch) -> None:
+    monkeypatch.setenv("HWFSDP_GLOO_THREADS", "2")
+    assert launch(gloo_threads, 1) == [[2, 2]]
+
+
+def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> None:
+    def fail_on_one() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("lost")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1.*KeyError: 'lost'") as caught:
+        launch(fail_on_one, 3, timeout=60)
+    assert caught.value.rank == 1
+    assert "in fail_on_one" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value, FSDPError)
+
+
+@pytest.mark.parametrize(
+    ("leave", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "death by signal SIGKILL"),
+        (lambda: os._exit(0), "exit with status 0 before the function returned"),
+        (lambda: sys.exit(3), "SystemExit: 3"),
+    ],
+)
+def test_a_rank_that_leaves_is_named_and_not_its_neighbors(leave: object, how: str) -> None:
+    def leave_from_one() -> int:
+        if dist.get_rank() == 1:
+            leave()  # type: ignore[operator]
+        dist.all_reduce(torch.ones(1))
+        return os.getpid()
+
+    with pytest.raises(RankError, match=how) as caught:
+        launch(leave_from_one, 2, timeout=60)
+    assert caught.value.rank == 1
+
+
+def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tmp_path: Path) -> None:
+    def hang() -> None:
+        (tmp_path / str(dist.get_rank())).write_text(str(os.getpid()))
+        model = fully_shard(nn.Linear(4, 4))
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+        model(torch.ones(1, 4))
+
+    with pytest.raises(RankError) as caught:
+        launch(hang, 2, timeout=4)
+    assert caught.value.rank == 1
+    assert "rank 0 waiting in all_gather of parameter group 'Linear'" in caught.value.got
+    assert re.match("rank 0 waits in collective .*; rank 1 has not called it; ", str(caught.value))
+    assert "rank 1 in no collective" in caught.value.got
+    assert "in hang" in caught.value.traceback
+    assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
+
+
+def in_calls_of_its_own(folder: Path) -> None:
+    """Wait in a call of torch.distributed that no other rank makes. Rank 3 raises when all others wait."""
+    rank, pair = dist.get_rank(), dist.new_group([2, 3])
+
+    def announce() -> None:
+        while not worker.describe_wait():
+            threading.Event().wait(0.01)
+        (folder / str(rank)).touch()
+
+    threading.Thread(target=announce, daemon=True).start()
+    if rank == 0:
+        dist.all_reduce(torch.ones(2, 3))  # here 0
+    if rank == 1:
+        dist.broadcast_object_list([None], 0)  # here 1
+    if rank == 2:
+        work = dist.all_reduce(torch.ones(4), group=pair, async_op=True)
+        work.wait()  # here 2
+    if rank == 4:
+        operation = dist.P2POp(dist.irecv, torch.ones(5), 0)
+        dist.batch_isend_irecv([operation])[0].wait()  # here 4
+    if rank == 5:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()  # here 5
+    while len(list(folder.iterdir())) < 5:
+        threading.Event().wait(0.01)
+    worker.destroy_process_group = lambda: threading.Event().wait()  # type: ignore[assignment]  # keep connections
+    raise KeyError("lost")
+
+
+def test_the_table_names_the_users_own_call_in_which_each_rank_waits_its_shape_and_its_line(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RankError, match="rank 3 raised KeyError") as caught:
+        launch(in_calls_of_its_own, 6, tmp_path, timeout=90)
+    waits = {
+        0: "all_reduce (yours) of float32 [2, 3]",
+        1: "broadcast (yours) of int64 [1] (broadcast_object_list)",
+        2: "all_reduce (yours) of float32 [4] in ranks [2, 3]",
+        4: "recv (yours) of float32 [5] from 0 (batch_isend_irecv)",
+        5: "barrier (yours)",
+    }
+    text, lines = caught.value.table, Path(__file__).read_text().splitlines()
+    for rank, wait in waits.items():
+        line = 1 + next(number for number, line in enumerate(lines) if line.endswith(f"# here {rank}"))
+        assert f"test_launch.py:{line}, in in_calls_of_its_own, waiting in {wait}\n" in f"{text}\n"
+    rows = [line.split()[-6:] for line in text.splitlines() if "all_reduce  (yours)  float32" in line]
+    assert ["–", "–", "–", "–", "–", "open"] in rows  # nobody waited for it, and it holds the barrier up
+
+
+def test_a_deadlock_is_reported_with_the_place_where_each_rank_waits() -> None:
+    def wait_for_the_other() -> None:
+        other = 1 - dist.get_rank()
+        worker.describe_wait = lambda: f"recv from {other}"
+        dist.recv(torch.ones(1), other)
+
+    with pytest.raises(RankError, match="rank 0 waiting in recv from 1.*; rank 1 waiting in recv from 0"):
+        launch(wait_for_the_other, 2, timeout=2)
+
+
+def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) -> None:
+    def part() -> None:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
+        if dist.get_rank() == 1:
+            os._exit(7)
+        try:
+            model(torch.ones(1, 4))
+        except CollectiveError as error:
+            (tmp_path / "seen").write_text(f"{error.collective} of {error.owner} on {error.rank}")
+            raise
+
+    with pytest.raises(RankError, match="status 7") as caught:
+        launch(part, 2, timeout=60)
+    assert caught.value.rank == 1
+    assert (tmp_path / "seen").read_text() == "all_gather of 0 on 0"
+
+
+def test_the_error_of_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
+    class Broken:
+        def __reduce__(self) -> object:
+            return int, ("not a number",)
+
+    def give_back() -> object:
+        return Broken() if dist.get_rank() == 1 else None
+
+    with pytest.raises(RankError, match="rank 1.*cannot be unpickled"):
+        launch(give_back, 2, timeout=60)
+
+
+def generate() -> Any:
+    yield 1
+
+
+async def wait_for_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fn", "world_size", "options", "says", "kind"),
+    [
+        (2, os.getpid, {}, "a function; got 2 .int.. Pass the function first", TypeError),
+        (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
+        (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
+        (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
+        (os.getpid, 2.0, {}, "an int; got 2.0 .float.. Convert it", TypeError),
+        (os.getpid, True, {}, "an int; got True", TypeError),
+        (os.getpid, None, {}, "an int; got None", TypeError),
+        (os.getpid, 0, {}, "1 or more; got 0", ValueError),
+        (os.getpid, -2, {}, "1 or more; got -2", ValueError),
+        (os.getpid, 1, {"timeout": "5"}, "a number of seconds, or None; got '5'", TypeError),
+        (os.getpid, 1, {"timeout": True}, "a number of seconds, or None; got True", TypeError),
+        (os.getpid, 1, {"timeout": 0}, "above 0 seconds; got 0", ValueError),
+        (os.getpid, 1, {"timeout": -1.5}, "above 0 seconds; got -1.5", ValueError),
+        (os.getpid, 1, {"timeout": float("inf")}, "a finite number .*Leave it out for no limit", ValueError),
+        (os.getpid, 1, {"timeout": float("nan")}, "a finite number", ValueError),
+        (os.getpid, 1, {"device": "abacus"}, "'cpu' or 'cuda'; got 'abacus'", ValueError),
+        (os.getpid, 1, {"device": "cuda:0"}, "Pass 'cuda' for GPUs .rank i runs on GPU i.", ValueError),
+        (os.getpid, 1, {"device": "cpu:0"}, "Pass 'cpu'", ValueError),
+        (os.getpid, 1, {"device": None}, "'cpu' or 'cuda'; got None", ValueError),
+        (
+            lambda lock: None,
+            1,
+            {"lock": threading.Lock()},
+            "argument lock of fn: .* can be pickled.*lock",
+            TypeError,
+        ),
+    ],
+)
+def test_unusable_arguments_are_refused_before_a_process_starts(
+    fn, world_size, options, says, kind, monkeypatch
+):
+    monkeypatch.setattr(launching, "run_ranks", None)
+    with pytest.raises(UsageError, match=says) as caught:
+        launch(fn, world_size, **options)
+    assert isinstance(caught.value, kind)
+
+
+def test_cuda_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(UsageError, match="built without it. Install such a torch, or pass device='cpu'"):
+        launch(os.getpid, 1, device="cuda")
+
+
+def test_an_unusable_result_is_named() -> None:
+    with pytest.raises(
+        RankError, match="the result of the function: expected a value that can be pickled.*lock"
+    ):
+        launch(threading.Lock, 1, timeout=60)
+
+
+NO_DRIVER = """
+    import torch
+
+    def asked(*_):
+        raise AssertionError("a driver was asked for GPUs")
+
+    torch.cuda.is_available = torch.cuda.device_count = asked
+    if torch.version.cuda:
+        torch._C._cuda_getDeviceCount = asked
+    import hwfsdp.launcher.preload
+"""
+
+
+def test_ranks_can_use_a_gpu_because_their_server_never_counts_gpus() -> None:
+    """CUDA refuses to start in a process whose parent asked for the number of GPUs before the fork."""
+    command = [sys.executable, "-c", textwrap.dedent(NO_DRIVER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert launch(lambda: getattr(torch._C, "_cuda_isInBadFork", bool)(), 1, timeout=60) == [False]
+
+
+def test_ranks_collect_garbage_but_not_among_what_their_server_has_made() -> None:
+    [(is_enabled, frozen)] = launch(lambda: (gc.isenabled(), gc.get_freeze_count()), 1, timeout=60)
+    assert is_enabled and frozen > 100_000
+
+
+SCRIPT = """
+    import os, sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from hwfsdp import fully_shard, launch
+
+    print("top level")
+
+    class Net(nn.Linear):
+        pass
+
+    def step(scale):
+        model = fully_shard(Net(4, 4))
+        model(torch.full((2, 4), scale)).sum().backward()
+        return os.getpid(), float(model.weight.grad.full_tensor().sum())
+
+    for _ in range(8 if "RANK" in os.environ else 1):
+        results = launch(step, int(os.environ.get("WORLD_SIZE", 2)), 2.0, timeout=90)
+        assert [total for _, total in results] == [64.0, 64.0], results
+    print("pids", *(pid for pid, _ in results), flush=True)
+"""
+
+
+STAY = """
+    def stay():
+        if dist.get_rank() == 0:
+            print("ranks", os.getpid(), os.getppid(), flush=True)
+        dist.barrier()
+        import threading
+        threading.Event().wait()
+
+    launch(stay, 2)
+"""
+
+
+def script(tmp_path: Path, text: str = SCRIPT) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_a_plain_script_without_a_main_guard_runs_once_and_leaves_no_process_even_when_it_is_killed(tmp_path):
+    command = [sys.executable, script(tmp_path, SCRIPT + STAY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        first, second, third = (started.stdout.readline().split() for _ in range(3))
+        assert (first, second[0], third[0]) == (["top", "level"], "pids", "ranks")
+        of_the_first_launch = [int(pid) for pid in second[1:]]
+        assert len(of_the_first_launch) == 2
+        assert all_end(of_the_first_launch, seconds=1)
+        started.kill()
+    assert all_end([int(pid) for pid in third[1:]])  # a rank, and the server
+
+
+@pytest.mark.long
+def test_the_same_script_runs_on_two_nodes(tmp_path: Path) -> None:
+    """Two agents with one rank each meet on loopback. The first one chooses the port."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = script(tmp_path)
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    command, pipe = [sys.executable, "-m", "torch.distributed.run", *common, "--node-rank"], subprocess.PIPE
+    nodes = [
+        subprocess.Popen([*command, str(node), path], stdout=pipe, stderr=pipe, text=True)
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=180) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert all("pids" in out for out, _ in outputs)
+
+
+def test_under_torchrun_another_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="4; got world_size=2"):
+        launch(os.getpid, 2)
+
+
+# --- Ranks that are not trusted ----------------------------------------------------------------------------
+
+
+class Evil:
+    """An object that would write a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def untrusted(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+    call = cloudpickle.dumps((fn, args, {}))
+    return run_ranks(call, 1, timeout, "cpu", write=lambda text: None, unpickle=None)
+
+
+def test_the_result_of_an_untrusted_rank_stays_bytes(tmp_path: Path) -> None:
+    (returned,) = untrusted(lambda path: Evil(path), tmp_path / "evil")
+    assert isinstance(returned, bytes)
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(pickle.UnpicklingError):
+        read_message(returned)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_the_error_of_an_untrusted_rank_is_text(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        error = ValueError("no")
+        error.evil = Evil(path)  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RankError, match="ValueError: no") as caught:
+        untrusted(fail, tmp_path / "evil")
+    assert caught.value.__cause__ is None and caught.value.reason == "raised"
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_forged_message_is_not_run(tmp_path: Path) -> None:
+    def forge(path: Path) -> None:
+        gc.unfreeze()
+        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+        connection.send_bytes(pickle.dumps(("return", Evil(path))))
+
+    with pytest.raises(RankError, match="a message that cannot be read") as caught:
+        untrusted(forge, tmp_path / "evil")
+    assert caught.value.reason == "died"
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.long
+def test_a_rank_that_never_stops_printing_is_out_of_time_as_any_other() -> None:
+    def chatter() -> None:
+        while True:
+            print("hello")
+
+    with pytest.raises(RankError, match="no return within 3 s") as caught:
+        untrusted(chatter, timeout=3.0)
+    assert caught.value.reason == "late"
+
+
+def test_half_a_message_does_not_keep_the_caller_waiting() -> None:
+    def begin() -> None:
+        gc.unfreeze()
+        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+        os.write(connection.fileno(), b"\0\0\1\0half")
+        threading.Event().wait()
+
+    with pytest.raises(RankError, match="no return within 3 s") as caught:
+        untrusted(begin, timeout=3.0)
+    assert caught.value.reason == "late"

@@ -1,0 +1,213 @@
+"""The cost of a step in closed form. The oracle is the recording and the ledger of real ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
+from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.observe.accounting import (
+    GroupSizes,
+    MeshShape,
+    StateBytes,
+    Strategy,
+    bytes_sent,
+    gathers_per_step,
+    mesh_shape,
+    model_state_bytes,
+    peak_unsharded_bytes,
+    step_traffic,
+    strategy_traffic,
+    unsharded_bytes,
+)
+from hwfsdp.observe.ledger import Ledger
+from models import Convolution, Model, even, stem, uneven
+from oracles import fresh, objective, shapes_by_group, wrap
+
+BF16_IN_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+ALL_BF16 = MixedPrecisionPolicy(torch.bfloat16)
+FP16_GRADIENTS = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its bytes per element on the wire, and the number of ranks that share one copy (None: all)."""
+
+    build: Callable[[], Model]
+    gathered: int = 4
+    reduced: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    how: str = "blocks"
+    shards: int | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        return {None: Strategy.ZERO3, 1: Strategy.DDP}.get(self.shards, Strategy.HSDP)
+
+
+CASES = {
+    "uneven": Case(uneven),
+    "stem": Case(stem),
+    "uneven, gathered in bf16, reduced in fp32": Case(uneven, 2, 4, {"mp_policy": BF16_IN_FP32}),
+    "stem, reduced in fp16": Case(stem, 4, 2, {"mp_policy": FP16_GRADIENTS}),
+    # since 2.15, gradients are reduced in the dtype of the parameters, fp32
+    "convolution in bf16": Case(Convolution, 2, 4 if REDUCES_IN_GRAD_DTYPE else 2, {"mp_policy": ALL_BF16}),
+    "stem, the root resharded too": Case(stem, options={"reshard_after_forward": True}),
+    "uneven, nothing resharded after forward": Case(uneven, options={"reshard_after_forward": False}),
+    "stem, one group": Case(stem, how="root"),
+}
+REPLICATED = {
+    "DDP": Case(uneven, shards=1),
+    "HSDP": Case(uneven, shards=2),
+    "HSDP, even": Case(even, shards=2),
+    "HSDP in bf16": Case(stem, 2, 4, {"mp_policy": BF16_IN_FP32}, shards=2),
+}
+CASES_OF = {1: {"stem": CASES["stem"]}, 3: CASES, 4: REPLICATED}  # by world size
+
+
+def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
+    """Return the groups of the blocks, and the root's group if it has parameters, from the plain model."""
+    below, root = shapes_by_group(case.build(), case.how)
+    reshard = case.options.get("reshard_after_forward")
+    sizes = functools.partial(GroupSizes, gather_itemsize=case.gathered, reduce_itemsize=case.reduced)
+    of_blocks = [sizes(shapes, resharded_after_forward=reshard is not False) for shapes in below]
+    return of_blocks, [sizes(root, resharded_after_forward=reshard is True)] if root else []
+
+
+def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
+    """Take a training step on this rank. Return its recording, and the bytes of the states while the gradients exist."""
+    shards = case.shards or dist.get_world_size()
+    grid = (dist.get_world_size() // shards, shards)
+    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+    model = wrap(fresh(case.build), fully_shard, case.how, mesh=mesh, **case.options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with record() as log:
+        objective(model(*model.inputs(2, seed=0))).backward()
+    optimizer.step()
+    ledger = Ledger()
+    ledger.visit(model)
+    ledger.visit_state(optimizer.state.values())
+    alive, left = ledger.bytes_by_kind(), log.samples[dist.get_rank()][-1].bytes_by_kind
+    params = alive["sharded_param"] + left["unsharded_param"]
+    return log.summary(), StateBytes(params, alive["sharded_grad"], alive["optimizer_state"])
+
+
+@functools.cache
+def measured(world_size: int) -> list[dict[str, tuple[dict[str, Any], StateBytes]]]:
+    """Return case → measurements, for every rank."""
+    return launch(lambda: {n: step(case) for n, case in CASES_OF[world_size].items()}, world_size, timeout=60)
+
+
+def there(by_op: dict[str, int]) -> dict[str, int]:
+    return {op: number for op, number in by_op.items() if number}
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(n, name) for n in CASES_OF for name in CASES_OF[n]])
+def test_a_step_moves_the_predicted_bytes(world_size: int, name: str) -> None:
+    case = CASES_OF[world_size][name]
+    of_blocks, of_root = predicted_groups(case)
+    groups = of_blocks + of_root
+    traffic = strategy_traffic(groups, case.strategy, world_size, case.shards)
+    mesh = mesh_shape(case.strategy, world_size, case.shards)
+    counts = {
+        "all_gather": sum(map(gathers_per_step, groups)) * (mesh.shard > 1),
+        "reduce_scatter": len(groups) * (mesh.shard > 1),
+        "all_reduce": len(groups) * (mesh.replicate > 1),
+    }
+    # the root is whole around its blocks, resharded in between or not
+    kept = [*of_root, *(group for group in of_blocks if not group.resharded_after_forward)]
+    passing = [group for group in of_blocks if group.resharded_after_forward]
+    shapes = [shape for group in groups for shape in group.shapes]
+    for rank, found in enumerate(measured(world_size)):
+        summary, states = found[name]
+        assert summary["bytes_by_op"] == there(traffic)
+        assert summary["count_by_op"] == there(counts)
+        assert summary["peak_unsharded_bytes"] == peak_unsharded_bytes(kept, passing, mesh.shard)
+        expected = model_state_bytes(shapes, case.strategy, world_size, case.shards, rank)
+        # and counts of steps
+        assert states == expected._replace(optimizer=expected.optimizer + 4 * len(shapes))
+
+
+# --- By hand -----------------------------------------------------------------------------------------------
+
+WEIGHT_AND_BIAS = GroupSizes([(5, 3), (1,)], gather_itemsize=2, reduce_itemsize=4)
+
+
+@pytest.mark.parametrize(("world_size", "padded"), [(1, 15 + 1), (2, 18 + 2), (4, 24 + 4), (8, 24 + 8)])
+def test_parameters_are_padded_one_by_one(world_size: int, padded: int) -> None:
+    assert WEIGHT_AND_BIAS.padded_numel(world_size) == padded
+    assert unsharded_bytes(WEIGHT_AND_BIAS, world_size) == 2 * padded
+    traffic = step_traffic([WEIGHT_AND_BIAS], world_size)
+    moves = world_size > 1
+    assert traffic == {"all_gather": 2 * 2 * padded * moves, "reduce_scatter": 4 * padded * moves}
+
+
+# --- Strategies, by hand and by the paper ------------------------------------------------------------------
+
+PAPER = StateBytes(params=2, grads=2, optimizer=12)  # fp16 training with Adam: K = 12
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gigabytes"),
+    [(Strategy.DDP, "120"), (Strategy.ZERO1, "31.4"), (Strategy.ZERO2, "16.6"), (Strategy.ZERO3, "1.88")],
+)
+def test_bytes_of_model_states_equal_the_zero_papers(strategy: Strategy, gigabytes: str) -> None:
+    """Figure 1 and table 1 of arXiv:1910.02054: 7.5 B parameters on 64 devices."""
+    states = model_state_bytes([(7_500_000_000,)], strategy, 64, per_element=PAPER)
+    decimals = len(gigabytes.partition(".")[2])
+    assert round(sum(states) / 1e9, decimals) == float(gigabytes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "psi"), [(Strategy.DDP, 2), (Strategy.ZERO1, 2), (Strategy.ZERO2, 2), (Strategy.ZERO3, 3)]
+)
+def test_a_rank_sends_twice_the_model_or_three_times_as_in_the_zero_paper(strategy, psi):
+    """Section 7 of the paper, which leaves out the factor (W - 1) / W."""
+    groups = [GroupSizes([(64, 10), (64,)], 2, 2), GroupSizes([(128, 5)], 2, 2)]
+    sent = bytes_sent(strategy_traffic(groups, strategy, 64), mesh_shape(strategy, 64))
+    assert sum(sent.values()) * 64 == psi * 2 * (640 + 64 + 640) * 63
+
+
+def test_bytes_of_model_states_equal_counts_made_by_hand() -> None:
+    def states(strategy: Strategy, rank: int) -> StateBytes:
+        return model_state_bytes([(5, 3), (1,)], strategy, 4, 2, rank, StateBytes(2, 4, 12))
+
+    assert [states(Strategy.DDP, rank) for rank in range(4)] == [(2 * 16, 4 * 16, 12 * 16)] * 4
+    for rank, rows in enumerate([6 + 1, 6, 3, 0]):
+        assert states(Strategy.ZERO1, rank) == (2 * 28, 4 * 28, 12 * rows)
+        assert states(Strategy.ZERO2, rank) == (2 * 28, 4 * 7, 12 * rows)
+        assert states(Strategy.ZERO3, rank) == (2 * 7, 4 * 7, 12 * rows)
+    for rank, rows in enumerate([9 + 1, 6, 9 + 1, 6]):
+        assert states(Strategy.HSDP, rank) == (2 * 10, 4 * 10, 12 * rows)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4))
+def test_every_strategy_costs_the_same_on_one_rank(shapes: list[list[int]]) -> None:
+    n = sum(map(prod, shapes))
+    for strategy in Strategy:
+        assert model_state_bytes(shapes, strategy, 1, 1) == (4 * n, 4 * n, 8 * n)
+        assert set(strategy_traffic([GroupSizes(shapes)], strategy, 1, 1).values()) == {0}
+
+
+@pytest.mark.parametrize("shards", [None, 0, -2, 3, 8])
+def test_hybrid_sharding_needs_a_factor_of_the_ranks(shards: int | None) -> None:
+    with pytest.raises(UsageError, match="a factor of the 4 ranks"):
+        mesh_shape(Strategy.HSDP, 4, shards)
+
+
+def test_gathers_are_sent_within_shards_and_all_reduces_across_replicas() -> None:
+    traffic = {"all_gather": 80, "reduce_scatter": 40, "all_reduce": 30}
+    sent = {"all_gather": 70, "reduce_scatter": 35, "all_reduce": 40}
+    assert bytes_sent(traffic, MeshShape(3, 8)) == sent
+    assert bytes_sent(traffic, MeshShape(1, 1)) == dict.fromkeys(traffic, 0)

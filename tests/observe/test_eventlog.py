@@ -1,0 +1,394 @@
+"""A finished log: its arithmetic on intervals, its answers about logs made by hand, and its file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from figures import events_of
+from hwfsdp import UsageError
+from hwfsdp.observe.clocks import RankClock
+from hwfsdp.observe.eventlog import EventLog, clocks_about
+from hwfsdp.observe.events import Event, Sample
+from hwfsdp.observe.step_times import Interval, intersect, length, subtract, union
+from hwfsdp.observe.perfetto import to_trace
+
+# --- Intervals: the oracle is the set of the integers in them ----------------------------------------------
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=8,
+)
+
+
+def points(of: list[Interval]) -> set[int]:
+    """Return the integers i for which [i, i + 1] is covered."""
+    return {i for start, end in of for i in range(int(start), int(end))}
+
+
+@given(intervals, intervals)
+def test_intervals_are_sets_of_points(a: list[Interval], b: list[Interval]) -> None:
+    first, second = union(a), union(b)
+    assert points(first) == points(a) and union(first) == first
+    assert all(one[1] < other[0] for one, other in zip(first, first[1:], strict=False))
+    both, left = intersect(first, second), subtract(first, second)
+    assert points(both) == points(a) & points(b)
+    assert points(left) == points(a) - points(b)
+    for found in (first, both, left):
+        assert length(found) == len(points(found))
+
+
+# --- Selecting and merging ---------------------------------------------------------------------------------
+
+STEP = (
+    ("all_gather", "all_gather", 0, 10, {"bytes": 100, "owner": "a"}),
+    ("wait", "compute", 0, 10, {"after": (0,)}),
+    ("all_gather", "all_gather", 10, 30, {"bytes": 300, "owner": "b"}),
+    ("forward", "compute", 10, 20, {"owner": "a"}),
+    ("reduce_scatter", "reduce_scatter", 25, 35, {"bytes": 40, "owner": "b"}),
+    ("backward", "compute", 20, 40, {"owner": "b"}),
+    ("wait", "compute", 28, 30, {"after": (2,)}),
+    ("optimizer", "compute", 40, 50),
+)
+
+
+def test_events_are_selected_by_op_and_by_attributes() -> None:
+    log = EventLog(events_of(0, *STEP))
+    assert log.select() == log.events
+    assert [e.seq for e in log.select("all_gather")] == [0, 2]
+    assert [e.seq for e in log.select("all_gather", "backward", owner="b")] == [2, 5]
+    assert [e.seq for e in log.select(stream="compute", owner="a")] == [3]
+    assert [e.seq for e in log.collectives()] == [0, 2, 4]
+
+
+# --- The summary -------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
+    """Communication 0–35; compute is busy 10–50 except for the wait 28–30: 12 µs are exposed, 23 hidden."""
+    log = EventLog(
+        events_of(0, *STEP),
+        {0: [Sample(0, {"unsharded_param": 7, "x": 1}), Sample(5, {"unsharded_param": 3, "x": 2})]},
+    )
+    alone = {
+        "step_us": 50,
+        "exposed_comm_us": 12,
+        "overlap_fraction": pytest.approx(23 / 35),
+        "blocking": False,
+        "peak_bytes_by_kind": {"unsharded_param": 7, "x": 2},
+    }
+    assert log.summary() == alone | {
+        "bytes_by_op": {"all_gather": 400, "reduce_scatter": 40},
+        "count_by_op": {"all_gather": 2, "reduce_scatter": 1},
+        "peak_unsharded_bytes": 7,
+        "by_rank": {0: alone},
+        "skew_us": 0.0,
+        "skew_max_us": 0.0,
+        "slowest_rank": None,
+    }
+
+
+OUTER = ("forward", "compute", 0, 100)  # the module around the group, which is open all the time
+GATHERED = ("all_gather", "all_gather", 10, 20)
+WAITED = ("wait", "compute", 14, 20, {"after": (1,)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocking", "exposed"),
+    [
+        ([OUTER, GATHERED, WAITED, ("forward", "compute", 20, 30)], True, 10),
+        ([OUTER, GATHERED, ("forward", "compute", 12, 13), WAITED], False, 6),
+        ([OUTER, GATHERED, ("forward", "compute", 5, 12), WAITED], False, 6),
+        ([OUTER, GATHERED, ("copy_in", "copy", 12, 13), WAITED], True, 10),
+        ([OUTER, GATHERED], False, 0),  # nothing waits for it
+        ([OUTER, ("broadcast", "compute", 10, 20)], True, 10),
+        ([OUTER, GATHERED, ("all_gather", "all_gather", 20, 30), WAITED], False, 10),  # one more
+        ([OUTER], False, 0),
+    ],
+)
+def test_nothing_is_hidden_by_a_rank_that_waits_for_a_collective_as_soon_as_it_has_issued_it(
+    rows: list[tuple[Any, ...]], blocking: bool, exposed: float
+) -> None:
+    summary = EventLog(events_of(0, *rows)).summary()
+    assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking)
+    assert summary["exposed_comm_us"] == exposed
+    assert not blocking or summary["overlap_fraction"] == 0
+
+
+GATHER = ("all_gather", "all_gather", 0, 10)
+SCATTER = ("reduce_scatter", "reduce_scatter", 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("rows", "exposed", "overlap"),
+    [
+        ([("forward", "compute", 0, 10)], 0, 0.0),
+        ([GATHER, ("copy_in", "copy", 0, 10)], 10, 0.0),
+        ([GATHER, ("copy_in", "compute", 0, 10)], 0, 1.0),
+        ([GATHER, ("alloc", "compute", 0, 10)], 10, 0.0),
+        ([GATHER, SCATTER, ("backward", "compute", 0, 5)], 5, 0.5),
+    ],
+)
+def test_communication_is_exposed_where_compute_does_nothing(
+    rows: list[tuple[Any, ...]], exposed: float, overlap: float
+) -> None:
+    summary = EventLog(events_of(0, *rows)).summary()
+    assert (summary["exposed_comm_us"], summary["overlap_fraction"]) == (exposed, pytest.approx(overlap))
+
+
+def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
+    again = {"step": 1}
+    twice = [
+        *STEP,
+        *((op, s, a + 50, b + 50, {**(rest[0] if rest else {}), **again}) for op, s, a, b, *rest in STEP),
+    ]
+    once, both = EventLog(events_of(0, *STEP)).summary(), EventLog(events_of(0, *twice)).summary()
+    for times in ("step_us", "exposed_comm_us", "overlap_fraction"):
+        assert both[times] == pytest.approx(once[times])
+    assert both["bytes_by_op"] == {op: 2 * n for op, n in once["bytes_by_op"].items()}
+
+
+def test_a_summary_of_several_ranks_has_mean_times_maximum_memory_and_one_ranks_bytes() -> None:
+    fast = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 0, 10)]
+    slow = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 10, 30)]
+    log = EventLog.merge(
+        EventLog(events_of(rank, *rows), {rank: [Sample(0, {"unsharded_param": peak})]})
+        for rank, rows, peak in ((0, fast, 5), (1, slow, 9))
+    )
+    found = log.summary()
+    assert (found["step_us"], found["exposed_comm_us"], found["overlap_fraction"]) == (20, 5, 0.5)
+    assert (found["bytes_by_op"], found["count_by_op"]) == ({"all_gather": 8}, {"all_gather": 1})
+    assert found["peak_unsharded_bytes"] == found["peak_bytes_by_kind"]["unsharded_param"] == 9
+    for rank, times in found["by_rank"].items():
+        alone = log.of_rank(rank).summary()
+        assert times == {name: alone[name] for name in times}
+    assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (0.0, 0.0, None)
+
+
+def test_ranks_in_lockstep_have_equal_steps_even_if_one_begins_or_ends_late() -> None:
+    def rank_log(rank: int, *rows: tuple[Any, ...]) -> EventLog:
+        clock = RankClock(1000.0 + 40 * rank, "here")
+        return EventLog(events_of(rank, *rows), about=clocks_about({rank: clock}))
+
+    steps = [("optimizer", "compute", at, at + 10, {"step": n}) for n, at in enumerate((90, 190))]
+    early = rank_log(
+        0, ("forward", "compute", 0, 90), *steps, ("all_reduce", "compute", 200, 280, {"step": 2})
+    )
+    late = rank_log(1, *((op, s, a - 40, b - 40, d) for op, s, a, b, d in steps))
+    by_rank = EventLog.merge([early, late]).summary()["by_rank"]
+    assert [by_rank[rank]["step_us"] for rank in (0, 1)] == [100, 100]
+
+
+def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
+    return events_of(rank, *(("all_gather", "all_gather", t, t + 1, {"owner": owner}) for t in begins))
+
+
+@pytest.mark.parametrize(
+    ("events", "skew", "most", "slowest"),
+    [
+        ([*gathers(0, 0, 10, 20), *gathers(1, 3, 10, 29), *gathers(2, 1, 4, 20)], (3 + 6 + 9) / 3, 9, 1),
+        ([*gathers(0, 1, 11, 21, 30), *gathers(1, 0, 10, 20, 90)], (1 + 1 + 1 + 60) / 4, 60, 1),
+        ([*gathers(0, 0, 50), *gathers(1, 2), *gathers(2, 90, owner="b")], 2, 2, 1),
+        ([*gathers(0, 0, 10, 20), *gathers(1, 5, 15, 20), *gathers(2, 0, 10, 28)], (5 + 5 + 8) / 3, 8, 1),
+    ],
+    ids=[
+        "at the same collective",
+        "late by the most, not the most often",
+        "what only one rank has is none",
+        "late twice, by more in all",
+    ],
+)
+def test_skew_measures_how_late_the_last_rank_is_and_names_it(
+    events: list[Event], skew: float, most: float, slowest: int
+) -> None:
+    found = EventLog(events).summary()
+    assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (skew, most, slowest)
+
+
+# --- One axis ----------------------------------------------------------------------------------------------
+
+
+def clocked(rank: int, origin: float, machine: str = "here") -> EventLog:
+    """Make a log with a gather 5 µs after the beginning, and a sample."""
+    clocks = clocks_about({rank: RankClock(origin, machine)})
+    return EventLog(gathers(rank, 5), {rank: [Sample(6, {"x": 1})]}, {"torch": "2", **clocks})
+
+
+def test_ranks_of_one_machine_are_put_on_one_axis_that_begins_with_the_first() -> None:
+    merged = EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
+    assert [(e.rank, e.start_us, e.dur_us) for e in merged.events] == [(0, 35, 1), (1, 5, 1)]
+    assert [merged.samples[rank][0].us for rank in (0, 1)] == [36, 6]
+    assert set(merged.clocks.values()) == {RankClock(1000.0, "here")}
+    assert merged.about["torch"] == "2"
+    assert merged.summary()["skew_us"] == 30
+
+
+def test_merging_again_moves_nothing() -> None:
+    once = EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
+    assert EventLog.merge([once]) == once
+    assert EventLog.merge([once.of_rank(1), once.of_rank(0)]) == once
+    later = EventLog.merge([once, clocked(2, 990.0)])
+    assert [e.start_us for e in later.events] == [45, 15, 5]
+
+
+def test_ranks_of_machines_that_were_not_compared_keep_their_own_time_and_have_no_skew() -> None:
+    merged = EventLog.merge([clocked(0, 1030.0), clocked(1, 7.0, "there")])
+    assert [e.start_us for e in merged.events] == [5, 5]
+    assert merged.clocks == {0: RankClock(1030.0, "here"), 1: RankClock(7.0, "there")}
+    assert merged.summary()["skew_us"] is None
+
+
+def test_an_empty_log_has_a_summary_of_zeros() -> None:
+    summary = EventLog().summary()
+    assert not any(value for value in summary.values())
+    assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
+
+
+# --- Order across ranks; for one rank, see test_races.py ----------------------------------------------------
+
+
+def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:
+    rows = [GATHER, ("wait", "compute", 0, 12, {"after": (0,)})]
+    log = EventLog(events_of(0, *rows) + events_of(1, *rows))
+    ordered = [
+        (a.rank, a.seq, b.rank, b.seq) for a in log.events for b in log.events if log.happens_before(a, b)
+    ]
+    assert ordered == [(0, 0, 0, 1), (1, 0, 1, 1)]
+    log.events += events_of(2, *rows)  # a log may grow
+    assert log.happens_before(*log.events[-2:])
+
+
+# --- The file ----------------------------------------------------------------------------------------------
+
+ABOUT: dict[str, Any] = {
+    "world_size": 2,
+    "torch": "2.13",
+    "device": "cpu",
+    "clocks": {"0": [1.5, "here"]},
+    "groups": [
+        {
+            "fqn": "",
+            "shards": 2,
+            "replicas": 1,
+            "gathered_again_from": 0,
+            "params": [
+                {
+                    **{"fqn": "weight", "shape": [3, 2], "dtype": "float32", "trained": True},
+                    **{"gather_dtype": "float32", "gather_itemsize": 4},
+                    **{"reduce_dtype": "float32", "reduce_itemsize": 4},
+                }
+            ],
+        }
+    ],
+}
+
+
+GONE = "this field is taken away"
+
+
+def forged(place: str, field: str, value: Any) -> str:
+    """Make a trace of one event and one sample with one value replaced. A string between @ is written without quotes."""
+    log = EventLog([Event(0, 0, "forward", "compute")], {0: [Sample(0, {"x": 1})]}, ABOUT)
+    trace = json.loads(json.dumps(to_trace(log.events, log.samples, log.about)))
+    counter = next(e for e in trace["traceEvents"] if e["ph"] == "C")
+    about = trace["otherData"]["hwfsdp"]
+    places = {
+        "event": next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"],
+        "sample": counter,
+        "sample's args": counter["args"],
+        "about": about,
+        "group": about["groups"][0],
+        "param": about["groups"][0]["params"][0],
+    }
+    places[place][field] = value
+    if value == GONE:
+        del places[place][field]
+    return re.sub('"@(.*?)@"', r"\1", json.dumps(trace))
+
+
+FORGED = [
+    *(("event", "dur_us", value) for value in ("@1e999@", -5.0, "long", True)),
+    ("event", "start_us", "@-1e999@"),
+    *(("event", "bytes", value) for value in (10**400, -5, 1.5)),
+    *(("event", "rank", value) for value in (-1, 10**18)),
+    *(("event", field, -1) for field in ("seq", "step")),
+    *(("event", field, GONE) for field in ("seq", "op", "after")),
+    *(("event", "after", value) for value in ([True], 7, ["first"], [10**30])),
+    ("event", "reads", [-1]),
+    *(("event", field, 3) for field in ("op", "owner", "dtype")),
+    *(("event", field, "unknown") for field in ("op", "stream", "color")),
+    *(("sample", "pid", value) for value in (1.5, None, 0, True)),
+    *(("sample", "ts", value) for value in ("x", "@1e999@")),
+    ("sample", "name", 7),
+    *(("sample's args", "bytes", value) for value in ("many", -1, GONE)),
+    *(("about", "clocks", value) for value in (7, {"0": [1]}, {"zero": [1, "m"]}, {"-1": [1, "m"]}, [])),
+    *(("about", "world_size", value) for value in (0, "2", 2.0, 10**30)),
+    *(("about", field, None) for field in ("torch", "device")),
+    *(("about", "groups", value) for value in (7, None, [3])),
+    *(("group", "fqn", value) for value in (["a"], None)),
+    *(("group", "shards", value) for value in (0, 10**30, "2")),
+    *(("group", "gathered_again_from", value) for value in (-1, True)),
+    ("group", "params", {}),
+    *(("param", "shape", value) for value in ([], [-3], [1.5], 3, [10**30])),
+    *(("param", field, value) for field in ("gather_itemsize", "reduce_itemsize") for value in (0, 10**9)),
+    *(("param", field, 1) for field in ("fqn", "dtype", "gather_dtype", "reduce_dtype", "trained")),
+]
+
+
+def test_the_file_that_the_forged_ones_are_made_from_loads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(forged("event", "bytes", 5))
+    loaded = EventLog.load(path)
+    assert loaded == EventLog([replace(loaded.events[0], bytes=5)], {0: [Sample(0, {"x": 1})]}, ABOUT)
+    assert loaded.clocks == {0: RankClock(1.5, "here")}
+
+
+@pytest.mark.parametrize(("place", "field", "value"), FORGED, ids=lambda value: str(value)[:20])
+def test_a_value_that_no_recording_writes_is_refused_in_one_line_that_names_its_field(
+    place: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(forged(place, field, value))
+    with pytest.raises(UsageError) as refusal:
+        EventLog.load(path)
+    said = str(refusal.value)
+    assert said.startswith(f"trace {str(path)!r}: ")
+    assert field in said and said.isprintable() and len(said) < 300 + len(str(path))
+
+
+TWO_OF_ONE_NUMBER = to_trace([Event(0, 0, "forward", "compute")] * 2, {})
+CORRUPT = {
+    "empty": "",
+    "no JSON": "not JSON\nat all\n",
+    "a list": "[]",
+    "no events": "{}",
+    "event: null": '{"traceEvents": [null]}',
+    "event: no phase": '{"traceEvents": [{"name": "no phase"}]}',
+    "event: arguments are a number": '{"traceEvents": [{"ph": "X", "args": 3}]}',
+    "event: twice": json.dumps(TWO_OF_ONE_NUMBER),
+    "nested without end": "[" * 100_000,
+    "a number without end": '{"traceEvents": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize(
+    "content", [*CORRUPT.values(), bytes(range(256)), None], ids=[*CORRUPT, "binary", "missing"]
+)
+def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(
+    content: str | bytes | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UsageError) as refusal:
+        EventLog.load(path)
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert "ValueError" not in str(refusal.value)

@@ -1,0 +1,175 @@
+"""Record events by hand: order, scopes, times. Without a recording, nothing happens at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hwfsdp.observe import events
+from hwfsdp.observe.events import Event, HostMark, Recorder
+from hwfsdp.observe.ledger import KINDS
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """Make an active recorder that counts times from 100 µs."""
+    recorder = Recorder(rank=3, origin=HostMark(100.0))
+    events.activate(recorder)
+    yield recorder
+    events.activate(None)
+
+
+class Clock:
+    """A clock that advances only when it is read: 101 µs, 102 µs, …"""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self, stream: str) -> HostMark:
+        self.now += 1
+        return HostMark(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(events, "_clock", clock)
+    return clock
+
+
+def finished(recorder: Recorder) -> list[Event]:
+    return recorder.finish()[0]
+
+
+# --- Without a recording -----------------------------------------------------------------------------------
+
+
+def test_without_a_recording_a_span_is_the_same_object_that_does_nothing_each_time() -> None:
+    assert events.active() is None
+    nothing = events.span("forward", "compute")
+    for other in (
+        events.span("copy_in", "copy", bytes=3),
+        events.scope("forward", "a"),
+        events.scope(owner="b"),
+    ):
+        assert other is nothing
+    with nothing, nothing:
+        assert events.active() is None
+
+
+# --- Order -------------------------------------------------------------------------------------------------
+
+
+def test_seq_counts_events_in_the_order_in_which_they_begin(recorder: Recorder) -> None:
+    with events.span("forward", "compute"):
+        recorder.instant("alloc", "copy")
+        with events.span("copy_in", "copy"):
+            recorder.begin("all_gather", "all_gather")
+    found = finished(recorder)
+    assert [e.op for e in found] == ["forward", "alloc", "copy_in", "all_gather"]
+    assert [e.seq for e in found] == [0, 1, 2, 3]
+    assert {e.rank for e in found} == {3}
+
+
+def test_a_wait_is_noted_only_at_the_next_event_of_its_stream(recorder: Recorder) -> None:
+    recorder.instant("copy_in", "copy")
+    recorder.instant("reduce_scatter", "reduce_scatter")
+    recorder.ordered_after("all_gather", 0)
+    recorder.ordered_after("all_gather", 1, -1)  # -1: a stream on which nothing happened
+    recorder.instant("forward", "compute")
+    recorder.instant("all_gather", "all_gather")
+    recorder.instant("all_gather", "all_gather")
+    assert [set(e.after) for e in finished(recorder)] == [set(), set(), set(), {0, 1}, set()]
+
+
+def test_a_wait_for_an_older_event_does_not_hide_the_newer_one(recorder: Recorder) -> None:
+    recorder.instant("copy_in", "compute")
+    recorder.instant("copy_out", "compute")
+    recorder.ordered_after("all_gather", 1)
+    recorder.ordered_after("all_gather", 0)
+    recorder.instant("all_gather", "all_gather")
+    assert finished(recorder)[-1].after == (1,)
+
+
+# --- Scopes ------------------------------------------------------------------------------------------------
+
+
+def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -> None:
+    recorder.instant("alloc", "compute")
+    with events.scope("forward", "root"):
+        recorder.instant("alloc", "compute")
+        with events.scope("backward", "root.0"), events.scope(owner="root.1"):
+            recorder.instant("alloc", "compute")
+        # an event with its own phase and owner
+        recorder.instant("optimizer", "compute", phase="optimizer", owner="")
+        recorder.instant("alloc", "compute")
+    recorder.instant("alloc", "compute")
+    assert [(e.phase, e.owner) for e in finished(recorder)] == [
+        ("", ""),
+        ("forward", "root"),
+        ("backward", "root.1"),
+        ("optimizer", ""),
+        ("forward", "root"),
+        ("", ""),
+    ]
+
+
+@pytest.mark.parametrize("block", [events.scope, events.span])
+def test_an_exception_leaves_the_scope_and_ends_the_span(
+    block: Any, recorder: Recorder, clock: Clock
+) -> None:
+    with pytest.raises(KeyError), block("forward", "compute"):
+        raise KeyError
+    assert (recorder.phase, recorder.owner) == ("", "")
+    assert all(draft.end is not None for draft in recorder.drafts)
+
+
+# --- Times -------------------------------------------------------------------------------------------------
+
+
+def test_times_count_from_the_beginning_of_the_recording(recorder: Recorder, clock: Clock) -> None:
+    with events.span("forward", "compute"):
+        recorder.instant("alloc", "compute")
+    forward, alloc = finished(recorder)
+    assert (forward.start_us, forward.end_us) == (1, 3)
+    assert (alloc.start_us, alloc.dur_us) == (2, 0)
+
+
+def test_asynchronous_work_begins_when_issued_or_when_its_predecessor_ends(
+    recorder: Recorder, clock: Clock
+) -> None:
+    works = [recorder.begin("all_gather", "all_gather", follows_stream=True) for _ in range(3)]
+    other = recorder.begin("reduce_scatter", "reduce_scatter", follows_stream=True)
+    for work, end in zip((*works, other), (110.0, 107.0, 130.0, 120.0), strict=True):
+        work.close(HostMark(end))
+    times = [(e.start_us, e.end_us) for e in finished(recorder)]
+    assert times == [(1, 10), (10, 10), (10, 30), (4, 20)]
+
+
+def test_an_event_that_never_ended_lasts_no_time(recorder: Recorder, clock: Clock) -> None:
+    recorder.begin("forward", "compute")
+    assert [(e.start_us, e.dur_us) for e in finished(recorder)] == [(1, 0)]
+
+
+def test_samples_have_the_ledgers_counts_and_the_clock_of_events() -> None:
+    recorder, two = Recorder(rank=0, origin=HostMark(100.0)), torch.zeros(2)
+    recorder.ledger.watch(two, "sharded_param")
+    recorder.sample()
+    (taken,) = recorder.samples
+    (sample,) = recorder.finish()[1]
+    assert sample.us == taken.us - 100.0
+    assert sample.bytes_by_kind == {**dict.fromkeys(KINDS, 0), "sharded_param": 8}
+
+
+def test_a_changed_event_is_a_copy_and_its_dict_has_all_fields() -> None:
+    event = Event(1, 2, "wait", "compute", owner="blocks.0", after=(0, 1), bytes=8)
+    assert event.changed(seq=5, after=()) == replace(event, seq=5, after=())
+    assert event.seq == 2 and event.as_dict() == asdict(event)
+    event.as_dict()["seq"] = 7
+    assert event.seq == 2  # the dict is the caller's own
+    with pytest.raises(TypeError):
+        event.changed(sequence=5)

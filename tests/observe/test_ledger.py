@@ -1,0 +1,114 @@
+"""The ledger counts the bytes of each storage once, for as long as the storage lives."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hwfsdp.observe.ledger import KINDS, Identities, Ledger
+
+
+def floats(n: int) -> Tensor:
+    """Make a tensor of 4 n bytes."""
+    return torch.zeros(n)
+
+
+def alive(ledger: Ledger) -> dict[str, int]:
+    """Return the kinds that have any bytes."""
+    return {kind: nbytes for kind, nbytes in ledger.bytes_by_kind().items() if nbytes}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_added_up_by_kind_and_every_kind_is_listed(kind: str) -> None:
+    ledger, tensors = Ledger(), [floats(3), torch.zeros(5, dtype=torch.bfloat16), floats(0)]
+    assert ledger.bytes_by_kind() == dict.fromkeys(KINDS, 0)
+    for tensor in tensors:
+        ledger.watch(tensor, kind)
+    assert alive(ledger) == {kind: 12 + 10}
+
+
+def test_a_storage_counts_once_with_its_whole_size_under_the_kind_watched_last() -> None:
+    ledger, whole = Ledger(), floats(10)
+    for kind in ("all_gather_buffer", "sharded_param"):
+        for view in (whole[:3], whole[5:], whole.view(2, 5), whole.data):
+            ledger.watch(view, kind)
+        assert alive(ledger) == {kind: 40}
+
+
+@pytest.mark.parametrize("dying", ["tensor", "view"])
+def test_a_storage_counts_until_the_last_tensor_of_it_has_died(dying: str) -> None:
+    ledger, tensors = Ledger(), {"tensor": floats(10)}
+    tensors["view"] = tensors["tensor"].detach()[:5]
+    for tensor in tensors.values():
+        ledger.watch(tensor, "sharded_param")
+    del tensors[dying], tensor
+    gc.collect()
+    assert alive(ledger) == {"sharded_param": 40}
+    tensors.clear()
+    gc.collect()
+    assert alive(ledger) == {}
+
+
+def test_a_new_tensor_at_the_address_of_a_dead_one_counts_as_a_new_storage() -> None:
+    ledger, kept = Ledger(), []
+    for _ in range(50):
+        ledger.watch(floats(10), "all_gather_buffer")
+        kept.append(floats(10))
+    gc.collect()
+    assert alive(ledger) == {}
+
+
+def test_a_gradient_counts_while_autograd_has_it_and_stays_usable() -> None:
+    ledger, param = Ledger(), nn.Parameter(floats(10))
+    module = nn.ParameterList([param])
+    (param * 2).sum().backward()
+    ledger.visit(module)
+    gc.collect()
+    assert alive(ledger) == {"unsharded_param": 40, "unsharded_grad": 40}
+    assert param.grad is not None and param.grad.tolist() == [2.0] * 10
+    param.grad = None
+    gc.collect()
+    assert alive(ledger) == {"unsharded_param": 40}
+
+
+def test_running_sums_by_kind_equal_sums_over_all_storages() -> None:
+    """Storages are watched, resized and released in any order, and another kind takes one over."""
+    ledger, tensors = Ledger(), [floats(n) for n in (3, 5, 7, 9)]
+    for tensor, kind in zip(tensors, KINDS, strict=False):
+        ledger.watch(tensor, kind)
+        assert ledger.sums() == ledger.bytes_by_kind()
+    for number, nbytes in ((1, 0), (2, 8), (1, 400), (1, 0)):
+        storage = tensors[number].untyped_storage()
+        storage.resize_(nbytes)
+        ledger.resized(storage, nbytes)
+        assert ledger.sums()[KINDS[number]] == nbytes
+    ledger.watch(tensors[0], "unsharded_grad")
+    del tensors[2], tensor, storage
+    gc.collect()
+    kept = ledger.sums()
+    assert kept == ledger.bytes_by_kind()
+    assert {kind: n for kind, n in kept.items() if n} == {"unsharded_grad": 12, KINDS[3]: 36}
+
+
+def test_an_unreported_resize_of_a_storage_is_noticed_when_it_is_watched_or_read() -> None:
+    ledger, tensor = Ledger(), floats(10)
+    ledger.watch(tensor, "sharded_param")
+    tensor.untyped_storage().resize_(80)
+    assert ledger.sums()["sharded_param"] == 40
+    ledger.watch(tensor, "sharded_param")
+    assert ledger.sums()["sharded_param"] == 80
+    tensor.untyped_storage().resize_(0)
+    assert ledger.bytes_by_kind()["sharded_param"] == ledger.sums()["sharded_param"] == 0
+
+
+def test_a_number_belongs_to_one_storage_while_its_address_may_go_to_another() -> None:
+    identities, given = Identities(), set()
+    for _ in range(50):
+        tensor = floats(10)
+        assert identities.of([tensor, tensor[2:], tensor.untyped_storage()]) == identities.of([tensor.data])
+        given |= set(identities.of([tensor]))
+        del tensor
+    assert given == set(range(1, 51))

@@ -1,0 +1,324 @@
+"""The trace file keeps the rules of ui.perfetto.dev (`trace_rules`), and shows the contents of the log.
+
+`Viewer` reads a trace as the viewer's importer does (v52). It takes entries in order of time, at the same time the longest first, and
+else in the order of the file. It has a stack of slices per track; an arrow ends at the top of its track's stack.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import even
+from oracles import ours, wrap
+from trace_rules import broken_rules
+
+from hwfsdp import launch, record
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
+from hwfsdp.observe.group_states import STATES, find_lifetimes
+from hwfsdp.observe.perfetto import draw, from_trace, to_trace
+
+Entry = dict[str, Any]
+Track = tuple[int, int]
+
+LOG = [
+    Event(0, 0, "copy_in", "copy", "a", start_us=0.0, dur_us=2.0, bytes=8),
+    Event(0, 1, "all_gather", "all_gather", "a", start_us=2.0, dur_us=5.0, bytes=16, after=(0,)),
+    Event(0, 2, "wait", "compute", "a", start_us=3.0, dur_us=4.5, after=(1,)),
+    Event(0, 3, "forward", "compute", "a", start_us=8.0, dur_us=4.0),
+    Event(0, 4, "alloc", "compute", "a", start_us=9.0, bytes=32),
+    Event(2, 0, "forward", "compute", "", start_us=1.0, dur_us=1.0, phase="forward"),
+    Event(2, 1, "reduce_scatter", "reduce_scatter", "b", start_us=2.0, dur_us=1.0, after=(0,)),
+]
+SAMPLES = {0: [Sample(1.0, {"sharded_param": 4, "unsharded_param": 0}), Sample(4.0, {"sharded_param": 8})]}
+
+
+def entries(phase: str, trace: dict[str, Any] | None = None) -> list[Entry]:
+    trace = trace or to_trace(LOG, SAMPLES)
+    return [entry for entry in trace["traceEvents"] if entry["ph"] == phase]
+
+
+def track(entry: Entry) -> Track:
+    return entry["pid"], entry["tid"]
+
+
+# --- The file ----------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_ends_in_gz_gives_a_compressed_file_and_both_read_alike(tmp_path: Path) -> None:
+    log = EventLog(LOG, SAMPLES, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []})
+    for name in ("trace.json", "trace.json.gz"):
+        log.save(tmp_path / name)
+        assert EventLog.load(tmp_path / name) == log
+    compressed = (tmp_path / "trace.json.gz").read_bytes()
+    assert gzip.decompress(compressed) == (tmp_path / "trace.json").read_bytes()
+    log.save(tmp_path / "again.json.gz")
+    assert (tmp_path / "again.json.gz").read_bytes() == compressed
+
+
+def described(kind: str, argument: str) -> dict[Track, Any]:
+    return {track(e): e["args"][argument] for e in entries("M") if e["name"] == kind}
+
+
+def test_processes_are_ranks_counted_from_one_and_tracks_are_streams_in_their_order() -> None:
+    number = {stream: number for number, stream in enumerate(STREAMS, start=1)}  # 0 is the process itself
+    assert [track(e) for e in entries("X")] == [(e.rank + 1, number[e.stream]) for e in LOG]
+    tracks = {(e.rank + 1, number[e.stream]): e.stream for e in LOG}
+    assert described("thread_name", "name") == tracks
+    assert described("thread_sort_index", "sort_index") == {place: place[1] for place in tracks}
+    assert described("process_name", "name") == {(1, 0): "rank 0", (3, 0): "rank 2"}
+    assert described("process_sort_index", "sort_index") == {(1, 0): 0, (3, 0): 2}
+
+
+# --- Slices ------------------------------------------------------------------------------------------------
+
+times = st.integers(0, 20).map(float)
+any_log = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(STREAMS[:2]), times, times), max_size=12).map(
+    lambda rows: [
+        Event(rank, seq, "forward", stream, start_us=start, dur_us=dur)
+        for seq, (rank, stream, start, dur) in enumerate(rows)
+    ]
+)
+
+
+def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arguments() -> None:
+    for event, entry in zip(LOG, entries("X"), strict=True):
+        assert (entry["ts"], entry["dur"]) == (event.start_us, event.dur_us)
+        assert entry["ts"] * 1000 == int(entry["ts"] * 1000)
+        assert entry["args"] == event.as_dict()
+        assert entry["cat"] == event.op
+        assert entry["name"] == f"{event.op} {event.owner}".strip()
+
+
+def intervals(log: list[Event]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return (rank, seq) → the interval in which the event is drawn."""
+    return {place: (each.start, each.end) for place, each in draw(log).items()}
+
+
+@given(any_log)
+def test_drawing_keeps_every_start_and_lengthens_no_event(log: list[Event]) -> None:
+    for event in log:
+        start, end = intervals(log)[event.rank, event.seq]
+        assert start == event.start_us <= end <= event.end_us
+
+
+def drawn(*rows: tuple[int, str, float, float]) -> list[tuple[float, float]]:
+    """Draw slices from rows (rank, stream, start, length)."""
+    log = [Event(row[0], n, "forward", row[1], start_us=row[2], dur_us=row[3]) for n, row in enumerate(rows)]
+    return [intervals(log)[e.rank, e.seq] for e in log]
+
+
+def test_slices_are_cut_only_where_they_cross_an_end_on_their_track() -> None:
+    for first, second in ((2.0, 5.0), (5.0, 2.0)):  # they begin together
+        assert drawn((0, "compute", 0, first), (0, "compute", 0, second)) == [(0, first), (0, second)]
+    assert drawn((0, "compute", 0, 9), (0, "compute", 5, 9)) == [(0, 9), (5, 9)]
+    others = (0, "copy", 5, 9), (1, "compute", 5, 9)
+    assert drawn((0, "compute", 0, 9), *others) == [(0, 9), (5, 14), (5, 14)]
+    rounded = drawn((0, "compute", 0.1, 0.2), (0, "compute", 0.3, 1.0))
+    assert rounded == [(0.1, 0.1 + 0.2), (0.3, 1.3)] and rounded[0][1] > rounded[1][0]
+
+
+def test_a_slice_that_ends_with_its_outer_slice_ends_with_it_in_the_viewer_too() -> None:
+    log = [
+        Event(0, 0, "forward", "compute", start_us=0.0009, dur_us=9.9995),
+        Event(0, 1, "forward", "compute", start_us=5.0, dur_us=7.0),
+    ]
+    assert broken_rules(to_trace(log, {})) == {}
+
+
+# --- Arrows ------------------------------------------------------------------------------------------------
+
+
+class Viewer:
+    """A model of the viewer. `connections` lists the (seq, seq) of the slices that arrows connect."""
+
+    def __init__(self, trace: dict[str, Any]) -> None:
+        self.stacks: dict[Track, list[Entry]] = {}
+        self.begun: dict[int, Entry] = {}
+        self.connections: list[tuple[int, int]] = []
+        timed = [e for e in trace["traceEvents"] if e["ph"] in "Xsf"]
+        for entry in sorted(timed, key=lambda e: (e["ts"], -e.get("dur", 0))):  # stable
+            {"X": self.slice, "s": self.begin, "f": self.end}[entry["ph"]](entry)
+
+    def slice(self, entry: Entry) -> None:
+        stack = self.stacks.setdefault(track(entry), [])
+        while stack and self.is_over(stack[-1], entry):
+            stack.pop()
+        stack.append(entry)
+
+    @staticmethod
+    def is_over(open_one: Entry, new: Entry) -> bool:
+        """Return True if a slice has ended. Slices are open on the right; instants at the same time lie on top of each other."""
+        end, both_instants = open_one["ts"] + open_one["dur"], open_one["dur"] == new["dur"] == 0
+        return end < new["ts"] or (end == new["ts"] and not both_instants)
+
+    def begin(self, entry: Entry) -> None:
+        if stack := self.stacks.get(track(entry)):
+            self.begun[entry["id"]] = stack[-1]
+
+    def end(self, entry: Entry) -> None:
+        stack = self.stacks.get(track(entry))
+        if stack and entry["id"] in self.begun:
+            source = self.begun[entry["id"]]
+            self.connections.append((source["args"]["seq"], stack[-1]["args"]["seq"]))
+
+
+GATHER = "all_gather"
+CONNECTED: dict[str, list[tuple[Any, ...]]] = {  # (op, start, length, events waited for)
+    "the next gather begins where this one ends": [(GATHER, 0, 5), (GATHER, 5, 5), ("wait", 2, 4, 0)],
+    "the gather begins later than the wait for it": [(GATHER, 0, 5), (GATHER, 5, 9), ("wait", 1, 14, 1)],
+    "the next begins where the target ends": [(GATHER, 0, 5), ("wait", 5, 1, 0), ("forward", 6, 1)],
+    "the news of the gather's end came after the wait": [(GATHER, 0, 7), ("wait", 2, 4, 0)],
+    "another is inside the target from the beginning": [
+        *((GATHER, 0, 5), ("forward", 6, 9, 0), ("copy_out", 6, 2)),
+    ],
+    "between two points of the grid": [(GATHER, 0, 5.06), (GATHER, 5.06, 4), ("wait", 2, 9, 0)],
+}
+
+
+@pytest.mark.parametrize("name", CONNECTED)
+def test_the_viewer_draws_each_arrow_between_the_two_slices_it_is_about(name: str) -> None:
+    log = [
+        Event(0, seq, op, op if op == GATHER else "compute", start_us=start, dur_us=dur, after=tuple(after))
+        for seq, (op, start, dur, *after) in enumerate(CONNECTED[name])
+    ]
+    expected = sorted((seq, e.seq) for e in log for seq in e.after)
+    assert sorted(Viewer(to_trace(log, {})).connections) == expected
+
+
+# --- Lifetimes and counters --------------------------------------------------------------------------------
+
+
+def on_rank_0(*rows: tuple[Any, ...]) -> list[Event]:
+    """Make events of group "a" from rows (op, stream, start, end[, keys])."""
+    return [
+        Event(0, seq, op, stream, "a", start_us=start, dur_us=end - start, writes=tuple(*keys))
+        for seq, (op, stream, start, end, *keys) in enumerate(rows)
+    ]
+
+
+GATHERED_TWICE = on_rank_0(
+    ("forward", "compute", 0.0, 1.0),
+    ("copy_in", "copy", 2.0, 3.0),
+    ("all_gather", "all_gather", 3.0, 6.0),
+    ("alloc", "compute", 6.0, 6.0, [1]),
+    ("alloc", "compute", 6.5, 6.5, [2]),
+    ("copy_out", "compute", 7.0, 8.0),
+    ("free", "compute", 10.0, 10.0, [1]),
+    ("free", "compute", 11.0, 11.0, [2]),
+    ("copy_in", "copy", 12.0, 13.0),
+    ("alloc", "compute", 14.0, 14.0, [1]),
+    ("copy_out", "compute", 14.0, 15.0),
+    ("copy_in", "compute", 16.0, 17.0),
+    ("free", "compute", 18.0, 18.0, [9]),
+    ("optimizer", "compute", 19.0, 20.0),
+)
+
+
+def test_a_group_is_sharded_then_gathering_until_the_copy_out_then_full_until_its_last_free() -> None:
+    assert [lifetime[2:] for lifetime in find_lifetimes(GATHERED_TWICE)] == [
+        ("sharded", 0.0, 2.0),
+        ("gathering", 2.0, 8.0),
+        ("full", 8.0, 11.0),
+        ("freed", 11.0, 12.0),
+        ("gathering", 12.0, 15.0),
+        ("full", 15.0, 20.0),
+    ]
+
+
+def test_a_group_freed_first_was_full_before_and_a_gather_lasts_until_its_copy() -> None:
+    log = on_rank_0(("forward", "compute", 1.0, 4.0), ("free", "compute", 4.0, 4.0, [7]))
+    log += [Event(0, 9, "optimizer", "compute", start_us=4.0, dur_us=2.0)]
+    assert [lifetime[2:] for lifetime in find_lifetimes(log)] == [("full", 1.0, 4.0), ("freed", 4.0, 6.0)]
+    log = on_rank_0(("all_gather", "all_gather", 0.0, 2.0), ("copy_in", "copy", 5.0, 6.0))
+    states = [lifetime[2:] for lifetime in find_lifetimes(log)]
+    assert states == [("gathering", 0.0, 5.0), ("gathering", 5.0, 6.0)]
+
+
+# --- The rules ---------------------------------------------------------------------------------------------
+
+
+def two_steps() -> EventLog:
+    """Train a small model for two steps."""
+    model = wrap(even(), ours)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with record() as log:
+        for step in range(2):
+            model(*model.inputs(4, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return log
+
+
+def test_the_trace_of_a_real_run_keeps_every_rule_and_has_the_documented_words() -> None:
+    log = EventLog.merge(launch(two_steps, 2, timeout=60))
+    trace = to_trace(log.events, log.samples, log.about)
+    assert broken_rules(trace) == {}
+    assert from_trace(trace).events == log.events  # all of its ops and streams are known
+    assert {e.phase for e in log.events} == {"forward", "backward", "optimizer"}
+    for rank in log.ranks:
+        assert [e.seq for e in log.of_rank(rank).events] == list(range(len(log.of_rank(rank).events)))
+    assert all(0 <= seq < e.seq for e in log.events for seq in e.after)
+    assert all(e.dur_us >= 0 for e in log.events)
+    states = {(e["pid"], e["args"]["group"], e["name"]) for e in entries("b", trace) if "args" in e}
+    groups = [group["fqn"] for group in log.about["groups"]]
+    assert len(groups) == 3
+    for group in groups[1:]:  # the root's stay whole from the forward to the backward
+        assert {(pid, group, state) for pid in (1, 2) for state in ("gathering", "full", "freed")} <= states
+    waits = sum(len(e.after) for e in log.events)
+    assert waits and len(entries("s", trace)) >= waits / 2
+
+
+any_group = st.sampled_from(["", "a", "b.c", 'größe "ß" \\ \n ☃'])
+any_times = st.floats(0, 1e7, allow_nan=False) | st.integers(0, 9).map(lambda n: n / 4)
+anything = st.lists(
+    st.builds(
+        Event,
+        rank=st.integers(0, 1),
+        seq=st.just(0),
+        op=st.sampled_from(OPS),
+        stream=st.sampled_from(STREAMS),
+        owner=any_group,
+        phase=st.sampled_from(["forward", "backward", "optimizer", ""]),
+        step=st.integers(0, 3),
+        dtype=st.sampled_from(["", "float32"]),
+        bytes=st.integers(0, 2**40),
+        start_us=any_times,
+        dur_us=any_times,
+        after=st.lists(st.integers(-1, 12), max_size=2, unique=True).map(tuple),
+        reads=st.lists(st.integers(0, 2**48), max_size=2).map(tuple),
+        writes=st.lists(st.integers(1, 3), max_size=2).map(tuple),
+    ),
+    max_size=14,
+).map(lambda events: [Event(**{**e.as_dict(), "seq": seq}) for seq, e in enumerate(events)])
+
+
+@given(anything, st.lists(any_times, max_size=3, unique=True))
+def test_the_trace_of_any_log_keeps_every_rule_and_can_be_read_back(
+    log: list[Event], at: list[float]
+) -> None:
+    samples = {rank: [Sample(us, {"a b": 3, "sharded_param": rank}) for us in at] for rank in (0, 3) if at}
+    trace = json.loads(json.dumps(to_trace(log, samples, {"world_size": 2})))
+    assert broken_rules(trace) == {}
+    assert from_trace(trace) == (sorted(log, key=lambda e: (e.rank, e.seq)), samples, {"world_size": 2})
+
+
+@given(anything)
+def test_states_of_a_group_follow_each_other_without_gaps_from_the_first_event_to_the_last(
+    log: list[Event],
+) -> None:
+    found = find_lifetimes(log)
+    for rank, owner in {(e.rank, e.owner) for e in found}:
+        states = [e for e in found if (e.rank, e.owner) == (rank, owner)]
+        events = [e for e in log if e.rank == rank]
+        assert states[0].start_us == min(e.start_us for e in events)
+        assert states[-1].end_us == max(e.end_us for e in events)
+        assert all(e.start_us < e.end_us and e.state in STATES for e in states)
+        assert all(a.end_us == b.start_us for a, b in zip(states, states[1:], strict=False))

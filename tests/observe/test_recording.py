@@ -1,0 +1,603 @@
+"""`record` sees all collectives, memory and optimizers from outside, and leaves no trace behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d, irecv, isend
+from torch.distributed.distributed_c10d import P2POp
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hwfsdp import EventLog, StateError, launch, record
+from hwfsdp.compat import functional_operators
+from hwfsdp.observe import collective_calls, events
+from hwfsdp.observe.collective_calls import watch_from_now_on
+from models import Stem, stem
+from oracles import Library, objective, ours, theirs, wrap
+
+N = 6  # elements of a block
+
+# --- Every collective, called in every way -----------------------------------------------------------------
+
+Arguments = dict[str, Any]  # by name, in order
+
+
+def block(dtype: torch.dtype) -> Tensor:
+    return torch.ones(N, dtype=dtype)
+
+
+def whole(dtype: torch.dtype) -> Tensor:
+    return torch.ones(N * dist.get_world_size(), dtype=dtype)
+
+
+def blocks(dtype: torch.dtype) -> list[Tensor]:
+    return [block(dtype) for _ in range(dist.get_world_size())]
+
+
+def gathers(dtype: torch.dtype) -> Arguments:
+    return {"output_tensor": whole(dtype), "input_tensor": block(dtype)}
+
+
+def scatters(dtype: torch.dtype) -> Arguments:
+    return {"output": block(dtype), "input": whole(dtype)}
+
+
+# op, bytes of the whole tensor in blocks, and the arguments
+CALLS: dict[str, tuple[str, int, Callable[[torch.dtype], Arguments]]] = {
+    "all_gather_single": ("all_gather", 2, gathers),
+    "all_gather_into_tensor": ("all_gather", 2, gathers),
+    "all_gather": ("all_gather", 2, lambda d: {"tensor_list": blocks(d), "tensor": block(d)}),
+    "reduce_scatter_single": ("reduce_scatter", 2, scatters),
+    "reduce_scatter_tensor": ("reduce_scatter", 2, scatters),
+    "reduce_scatter": ("reduce_scatter", 2, lambda d: {"output": block(d), "input_list": blocks(d)}),
+    "all_reduce": ("all_reduce", 1, lambda d: {"tensor": block(d)}),
+    "broadcast": ("broadcast", 1, lambda d: {"tensor": block(d), "src": 0}),
+    "all_to_all_single": ("all_to_all", 2, lambda d: {"output": whole(d), "input": whole(d)}),
+}
+NAMES = [name for name in CALLS if hasattr(dist, name)]  # the set depends on torch's version
+PLACES = (dist, distributed_c10d)
+
+
+class Way(NamedTuple):
+    """A way to call a collective. `positional`: number of positional arguments; the others are keywords."""
+
+    place: Any
+    positional: int
+    asynchronous: bool
+    dtype: torch.dtype
+
+
+WAYS = [  # every pair of place and waiting, of waiting and style
+    Way(dist, 9, False, torch.float32),
+    Way(dist, 0, True, torch.float64),
+    Way(dist, 1, False, torch.int64),
+    Way(distributed_c10d, 9, True, torch.int64),
+    Way(distributed_c10d, 0, False, torch.float64),
+    Way(distributed_c10d, 1, True, torch.float32),
+]
+
+
+def call(name: str, way: Way) -> None:
+    """Call a collective of two ranks, and return when it is done."""
+    arguments = list(CALLS[name][2](way.dtype).items())
+    values = [value for _, value in arguments[: way.positional]]
+    options = {"async_op": True} if way.asynchronous else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, at the older names
+        work = getattr(way.place, name)(*values, **dict(arguments[way.positional :]), **options)
+    if work is not None:
+        work.wait()
+
+
+def recorded(function: Callable[[], Any]) -> EventLog:
+    with record() as log:
+        function()
+    return log
+
+
+def called_each_way() -> dict[str, list[EventLog]]:
+    return {name: [recorded(functools.partial(call, name, way)) for way in WAYS] for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_collective_is_seen_once_with_its_bytes_and_its_memory_however_it_is_called(name: str) -> None:
+    op, blocks_in_whole, _ = CALLS[name]
+    for rank, found in enumerate(on_ranks(called_each_way)):
+        for way, log in zip(WAYS, found[name], strict=True):
+            (event,) = log.collectives()
+            assert (event.rank, event.op) == (rank, op)
+            others = "other" if way.asynchronous else "compute"
+            assert event.stream == (op if op in ("all_gather", "reduce_scatter", "all_reduce") else others)
+            assert event.dtype == str(way.dtype).removeprefix("torch.")
+            assert event.bytes == blocks_in_whole * N * way.dtype.itemsize
+            assert (event.reads == event.writes) == (name in ("all_reduce", "broadcast"))
+            assert len(event.reads) == (2 if name == "reduce_scatter" else 1)
+            assert len(event.writes) == (2 if name == "all_gather" else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compute_waits_while_a_call_blocks_the_host_or_when_somebody_waits_for_its_work(name: str) -> None:
+    for found in on_ranks(called_each_way):
+        for way, log in zip(WAYS, found[name], strict=True):
+            (event,), waits = log.collectives(), log.select("wait")
+            if event.stream == "compute" and not way.asynchronous:
+                assert waits == []
+                continue
+            (wait,) = waits
+            assert (wait.stream, wait.after) == ("compute", (event.seq,))
+            assert wait.end_us >= event.end_us or way.asynchronous
+            assert wait.start_us <= event.start_us or way.asynchronous
+
+
+# --- The rest of them --------------------------------------------------------------------------------------
+
+
+def parts(n: int) -> list[Tensor]:
+    return list(torch.ones(2 * n).split(n))
+
+
+def on_first(value: Any) -> Any:
+    return value if dist.get_rank() == 0 else None
+
+
+SELDOM: dict[str, Callable[[], Any]] = {
+    "reduce": lambda: dist.reduce(torch.ones(N), 0),
+    "gather": lambda: dist.gather(torch.ones(N), on_first(parts(N)), 0),
+    "scatter": lambda: dist.scatter(torch.ones(N), on_first(parts(N)), 0),
+    "barrier": lambda: dist.barrier(),
+    "monitored_barrier": lambda: dist.monitored_barrier(),
+}
+
+
+def called_seldom() -> dict[str, EventLog]:
+    return {name: recorded(function) for name, function in SELDOM.items()}
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_collectives_that_training_seldom_calls_are_seen_alike_by_all_ranks(name: str) -> None:
+    for found in on_ranks(called_seldom):
+        (event,) = found[name].collectives()
+        op = name.removeprefix("monitored_")
+        assert (event.op, event.bytes) == (op, 0 if op == "barrier" else 4 * N)
+
+
+FUNCTIONAL: dict[str, tuple[int, Callable[[Tensor], Any]]] = {  # op: blocks in the whole tensor, call
+    "all_reduce": (2, lambda x: funcol.all_reduce(x, "sum", [0, 1])),
+    "all_gather": (4, lambda x: funcol.all_gather_tensor(x, 0, [0, 1])),
+    "reduce_scatter": (2, lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, [0, 1])),
+    "all_to_all": (2, lambda x: funcol.all_to_all_single(x, None, None, [0, 1])),
+    "broadcast": (2, lambda x: funcol.broadcast(x, 0, [0, 1])),
+}
+
+
+def called_functionally() -> dict[str, tuple[EventLog, bool]]:
+    found, x = {}, torch.arange(2.0 * N)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, at the older names
+        for name, (_, function) in FUNCTIONAL.items():
+            expected = function(x) + 0
+            with record() as log:
+                got = function(x) + 0
+            found[name] = log, bool(torch.equal(got, expected))
+    return found
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+def test_functional_collectives_are_seen_and_over_when_their_result_was_waited_for(op: str) -> None:
+    for log, is_equal in (found[op] for found in on_ranks(called_functionally)):
+        (event,), (wait,) = log.collectives(), log.select("wait")
+        assert (event.op, event.dtype, event.bytes) == (op, "float32", FUNCTIONAL[op][0] * N * 4)
+        assert (wait.stream, wait.after) == ("compute", (event.seq,))
+        assert event.start_us < event.end_us <= wait.end_us
+        assert is_equal
+
+
+def called_by_dtensors() -> list[str]:
+    with record() as log:
+        sharded = distribute_tensor(torch.ones(4, 2), dist.init_device_mesh("cpu", (2,)), [Shard(0)])
+        sharded.full_tensor()
+        sharded.sum().full_tensor()
+    return [e.op for e in log.collectives()]
+
+
+def test_the_collectives_of_dtensors_are_seen() -> None:
+    for ops in on_ranks(called_by_dtensors):
+        assert ops[-2:] == ["all_gather", "all_reduce"]
+
+
+def test_operators_are_as_before_when_a_recording_is_over() -> None:
+    before = [dict(vars(namespace)) for namespace in functional_operators()]
+    with record():
+        overload = torch.ops._c10d_functional.all_reduce.default
+    assert overload is torch.ops._c10d_functional.all_reduce.default
+    after = [dict(vars(namespace)) for namespace in functional_operators()]
+    for old, new in zip(before, after, strict=True):
+        assert all(new[name] is value for name, value in old.items())
+
+
+def failing_calls() -> dict[str, Any]:
+    """Return the errors of wrong calls without and with a recording, and the last event of the recording."""
+
+    def message_of(call: Callable[[], Any]) -> str:
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as failure:
+            call()
+        return f"{failure.type.__name__}: {failure.value}"
+
+    wrong_calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce("no tensor"),
+        lambda: dist.all_gather([torch.zeros(1)] * 5, torch.zeros(1)),
+        lambda: dist.broadcast(torch.zeros(1), src=7),
+    ]
+    plain = [message_of(wrong) for wrong in wrong_calls]
+    with record() as log:
+        during = [message_of(wrong) for wrong in wrong_calls]
+        dist.barrier()
+    return {"plain": plain, "recorded": during, "last": log.collectives()[-1].op}
+
+
+def test_a_failing_collective_raises_the_same_error_as_without_a_recording() -> None:
+    for found in on_ranks(failing_calls):
+        assert found["recorded"] == found["plain"]
+        assert found["last"] == "barrier"  # the recording goes on
+
+
+def ranks_of_events() -> tuple[list[int], list[int]]:
+    with record() as own, events.span("forward", "compute"):
+        pass
+    with record(rank=7) as given, events.span("forward", "compute"):
+        pass
+    return own.ranks, given.ranks
+
+
+def test_the_rank_of_the_events_is_that_of_the_process_unless_it_is_given() -> None:
+    assert on_ranks(ranks_of_events) == [([0], [7]), ([1], [7])]
+    assert ranks_of_events() == ([0], [7])
+
+
+# --- Send and receive --------------------------------------------------------------------------------------
+
+
+def sent_in_all_ways() -> list[list[tuple[Any, ...]]]:
+    found = []
+    for place in PLACES:
+        with record() as log:
+            if dist.get_rank() == 0:
+                place.send(torch.zeros(N), 1)
+                dist.isend(tensor=torch.zeros(N, dtype=torch.int64), dst=1).wait()
+            else:
+                place.recv(tensor=torch.zeros(N), src=0)
+                dist.irecv(torch.zeros(N, dtype=torch.int64), 0).wait()
+        found.append([(e.op, e.dtype, e.bytes, e.stream) for e in log.collectives()])
+    return found
+
+
+def test_sends_and_receives_are_seen_once_each() -> None:
+    for op, found in zip(("send", "recv"), on_ranks(sent_in_all_ways), strict=True):
+        assert found == [[(op, "float32", 4 * N, "compute"), (op, "int64", 8 * N, "other")]] * 2
+
+
+def ring_ops(send: Any, receive: Any) -> tuple[list[P2POp], Tensor]:
+    """Return operations that send each rank's number to the next rank of the ring."""
+    rank, world_size, received = dist.get_rank(), dist.get_world_size(), torch.zeros(N)
+    sending = P2POp(send, torch.full((N,), float(rank)), (rank + 1) % world_size)
+    return [sending, P2POp(receive, received, (rank - 1) % world_size)], received
+
+
+def passed_around() -> list[tuple[float, list[str]]]:
+    """Use batches made in the recording, before it (from functions imported earlier), and in an earlier recording."""
+    found = []
+    for made_in in ("this recording", "no recording", "an earlier recording"):
+        with record() if made_in == "an earlier recording" else contextlib.nullcontext():
+            ops, received = ring_ops(dist.isend, dist.irecv)
+        if made_in == "no recording":
+            ops, received = ring_ops(isend, irecv)
+        with record() as log:
+            if made_in == "this recording":
+                ops, received = ring_ops(dist.isend, dist.irecv)
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        found.append((received[0].item(), [e.op for e in log.collectives()]))
+    return found
+
+
+def test_batches_of_sends_and_receives_work_and_are_seen_wherever_they_were_made() -> None:
+    for left, found in zip((2, 0, 1), on_ranks(passed_around), strict=True):
+        assert found == [(left, ["send", "recv"])] * 3
+
+
+# --- One recording at a time, and nothing left behind ------------------------------------------------------
+
+
+def in_place_now() -> dict[str, Any]:
+    """Return name → the current function, for all functions that a recording may replace."""
+    found = {f"{place.__name__}.{name}": f for place in PLACES for name, f in vars(place).items()}
+    return {**found, "P2POp": dist.P2POp.__init__, "resize_": torch.UntypedStorage.resize_}
+
+
+def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back() -> None:
+    before = in_place_now()
+    with record():
+        during = in_place_now()
+    after = in_place_now()
+    replaced = {name for name, function in before.items() if function is not during[name]}
+    everywhere = (*NAMES, *SELDOM, "all_to_all", "send", "recv", "batch_isend_irecv")
+    assert replaced >= {f"{place.__name__}.{name}" for place in PLACES for name in everywhere}
+    assert replaced >= {"torch.distributed.isend", "torch.distributed.irecv", "P2POp", "resize_"}
+    assert all(function is after[name] for name, function in before.items())
+    assert events.active() is None
+
+
+def resize() -> None:
+    """Free memory, which is an event."""
+    torch.zeros(4).untyped_storage().resize_(0)
+
+
+def test_an_exception_passes_through_and_everything_is_put_back() -> None:
+    before = in_place_now()
+    with pytest.raises(KeyError, match="of the user"), record() as log:
+        resize()
+        raise KeyError("of the user")
+    assert all(function is in_place_now()[name] for name, function in before.items())
+    assert events.active() is None
+    assert [e.op for e in log.events] == ["free"]
+
+
+def test_a_nested_recording_is_refused_and_the_outer_one_goes_on() -> None:
+    with record() as outer:
+        with pytest.raises(StateError, match="nested"), record():
+            pytest.fail("two recordings at a time")
+        resize()
+    assert [e.op for e in outer.events] == ["free"]
+    assert recorded(lambda: None).events == []
+
+
+def test_a_recording_begins_empty_is_filled_when_it_ends_and_then_stays_as_it_is() -> None:
+    with record() as log:
+        resize()
+        assert (log.events, log.samples) == ([], {})
+    resize()
+    assert len(log.events) == 1
+
+
+# --- Memory and optimizers ---------------------------------------------------------------------------------
+
+
+def test_resizing_a_storage_is_an_allocation_or_a_release_of_the_difference() -> None:
+    tensor = torch.zeros(10)
+    with record() as log:
+        for nbytes in (40, 0, 0, 24, 40, 8):
+            tensor.untyped_storage().resize_(nbytes)
+    changes = [(e.op, e.bytes) for e in log.events]
+    assert changes == [("free", 40), ("alloc", 24), ("alloc", 16), ("free", 32)]
+    assert {(e.stream, e.dur_us, e.writes) for e in log.events} == {("compute", 0, log.events[0].writes)}
+
+
+def optimizer(**options: Any) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.zeros(10))
+    weight.grad = torch.zeros(10)
+    return torch.optim.SGD([weight], **options)
+
+
+def test_memory_is_sampled_by_kind_and_state_that_was_there_counts_from_the_beginning() -> None:
+    with_state = optimizer(momentum=0.9)
+    with_state.step()
+    with record() as log:
+        resize()
+        with_state.step()
+    assert [sample.bytes_by_kind["optimizer_state"] for sample in log.samples[0]] == [40, 40]
+
+
+@pytest.mark.parametrize("beside", [1, 2])
+def test_a_step_is_over_when_every_optimizer_has_stepped_and_counts_from_the_first_that_is_given(
+    beside: int,
+) -> None:
+    found = [optimizer() for _ in range(beside)]
+    with record(first_step=7) as log:
+        for _ in range(3):
+            resize()
+            for each in found:
+                each.step()
+        resize()
+    spans = log.select("optimizer")
+    assert [e.step for e in spans] == [7] * beside + [8] * beside + [9] * beside
+    assert {(e.phase, e.owner) for e in spans} == {("optimizer", "")}
+    assert [e.step for e in log.select("free")] == [7, 8, 9, 10]
+    whole_time = spans[-1].end_us - log.events[0].start_us
+    assert EventLog(log.events).summary()["step_us"] * 3 == pytest.approx(whole_time)
+
+
+def test_an_optimizer_step_that_raises_is_no_step_and_the_next_one_is() -> None:
+    raising = optimizer()
+
+    def refuse() -> float:
+        raise ValueError("no")
+
+    with record() as log:
+        with pytest.raises(ValueError, match="no"):
+            raising.step(refuse)
+        resize()
+        raising.step()
+    assert [(e.op, e.step) for e in log.events] == [("free", 0), ("optimizer", 0)]
+
+
+def test_after_a_recording_optimizers_are_watched_no_more() -> None:
+    watched = optimizer()
+    log = recorded(lambda: None)
+    watched.step()
+    assert log.events == []
+    assert len(recorded(watched.step).events) == 1
+
+
+# --- Whole models, of any library --------------------------------------------------------------------------
+
+
+def step(library: Library) -> EventLog:
+    """Run forward and backward of four groups: three blocks, and the root, which stays unsharded in between."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of FSDP2
+        model: Stem = wrap(stem(), library)
+        return recorded(lambda: objective(model(*model.inputs(4, seed=0))).backward())
+
+
+def a_step_of_each() -> dict[str, EventLog]:
+    return {"ours": step(ours), "theirs": step(theirs)}
+
+
+@pytest.mark.parametrize("library", ["ours", "theirs"])
+def test_a_sharded_step_gathers_each_group_twice_but_the_root_and_reduces_each_once(library: str) -> None:
+    logs = [found[library] for found in on_ranks(a_step_of_each)]
+    for log in logs:
+        assert Counter(e.op for e in log.collectives()) == {"all_gather": 3 * 2 + 1, "reduce_scatter": 3 + 1}
+        # memory of unsharded parameters, seen by the recording
+        assert sum(e.bytes for e in log.select("alloc")) > 0
+        assert sum(e.bytes for e in log.select("free")) > 0
+    first, *others = ([(e.op, e.bytes) for e in log.collectives()] for log in logs)
+    assert others == [first] * 2
+
+
+def test_forwards_and_backwards_read_the_whole_parameters_that_copy_outs_wrote() -> None:
+    for logs in on_ranks(a_step_of_each):
+        log = logs["ours"]
+        written = {e.owner: set(e.writes) for e in log.select("copy_out")}
+        for span in log.select("forward", "backward"):
+            assert set(span.reads) == written[span.owner]
+
+
+def two_backwards() -> EventLog:
+    model: Stem = wrap(stem(), ours)
+    with record() as log:
+        for seed in range(2):
+            objective(model(*model.inputs(4, seed))).backward()
+    return log
+
+
+def test_memory_is_numbered_not_addressed_and_a_flat_buffer_that_is_let_go_is_freed() -> None:
+    """The second backward adds its results to the gradients, so they are released in the call that made them."""
+    for log in on_ranks(two_backwards):
+        let_go = [e for e in log.select("free") if e.bytes == 0]
+        assert {e.stream for e in let_go} == {"copy", "compute", "reduce_scatter"}
+        assert {e.owner for e in let_go} == {""}
+        gathered = {e.writes for e in log.select("all_gather")}
+        assert len(gathered) == len(log.select("all_gather"))  # each into a buffer of its own
+        assert {e.writes for e in let_go if e.stream == "copy"} <= gathered
+        numbers = {number for e in log.events for number in (*e.reads, *e.writes)}
+        assert numbers == set(range(1, len(numbers) + 1))
+
+
+def test_samples_count_whole_parameters_from_their_allocation_on_also_in_the_first_forward() -> None:
+    """The log's allocations and frees of the memory that forwards read say how many bytes are alive."""
+    for rank, log in enumerate(on_ranks(two_backwards)):
+        whole, alive = {number for span in log.select("forward") for number in span.reads}, Counter[int]()
+        for event in log.events:
+            if event.op == "forward":
+                sampled = [s for s in log.samples[rank] if s.us <= event.start_us][-1]
+                assert sampled.bytes_by_kind["unsharded_param"] == alive.total() > 0
+            for number in {*event.writes} & whole if event.op in ("alloc", "free") else ():
+                alive[number] = event.bytes if event.op == "alloc" else 0
+
+
+def gradients_differ_if_recorded() -> bool:
+    def gradients(recorded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Stem = wrap(stem(), ours)
+        for seed in range(3):
+            with record() if recorded else contextlib.nullcontext():
+                objective(model(*model.inputs(4, seed))).backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    return any(not torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+def test_recording_changes_no_number() -> None:
+    assert not any(on_ranks(gradients_differ_if_recorded))
+
+
+def backward_only() -> EventLog:
+    model: Stem = wrap(stem(), ours)
+    loss = objective(model(*model.inputs(4, seed=0)))
+    return recorded(loss.backward)
+
+
+def test_a_recording_may_begin_between_forward_and_backward() -> None:
+    for log in on_ranks(backward_only):
+        assert Counter(e.op for e in log.collectives()) == {"all_gather": 3, "reduce_scatter": 4}
+
+
+# --- Checks on ranks, in one launch of two and one of three ------------------------------------------------
+
+ON_TWO = (
+    *(called_each_way, called_seldom, called_functionally, called_by_dtensors),
+    *(ranks_of_events, sent_in_all_ways, failing_calls),
+)
+ON_THREE = (passed_around, a_step_of_each, two_backwards, gradients_differ_if_recorded, backward_only)
+
+
+@functools.cache
+def launched(functions: tuple[Callable[[], Any], ...], world_size: int) -> list[dict[str, Any]]:
+    return launch(lambda: {f.__name__: f() for f in functions}, world_size, timeout=100)
+
+
+def on_ranks(function: Callable[[], Any]) -> list[Any]:
+    """Return the function's result on each rank."""
+    found = launched(ON_TWO, 2) if function in ON_TWO else launched(ON_THREE, 3)
+    return [of_rank[function.__name__] for of_rank in found]
+
+
+def test_a_collective_that_is_watched_already_is_not_watched_twice() -> None:
+    plain = dist.all_reduce
+    with collective_calls.watch_collectives():
+        once = dist.all_reduce
+        with collective_calls.watch_collectives():
+            assert dist.all_reduce is once is not plain
+        assert dist.all_reduce is once
+    assert dist.all_reduce is plain
+
+
+def imported_before() -> list[str]:
+    watch_from_now_on()
+    gc.collect()
+    by_name = dist.all_reduce
+    with record() as log:
+        by_name(torch.ones(2))
+    by_name(torch.ones(2))
+    return [event.op for event in log.collectives()]
+
+
+def test_a_function_that_was_imported_by_name_between_recordings_is_logged() -> None:
+    assert launch(imported_before, 1) == [["all_reduce"]]
+
+
+# --- Memory while a block computes ---------------------------------------------------------------------------
+
+
+def buffers_while_blocks_compute() -> list[int]:
+    """Return, for each block's forward and backward in the second step, the bytes of gather buffers while it computes."""
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for each in (*model, model):
+        ours(each)
+    with record() as log:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    rank = dist.get_rank()
+    spans = [e for e in log.events if e.op in ("forward", "backward") and e.owner in "0123"][8:]
+    found = [[s for s in log.samples[rank] if s.us <= e.start_us][-1] for e in spans]
+    return [sample.bytes_by_kind["all_gather_buffer"] for sample in found]
+
+
+def test_a_recording_counts_one_buffer_of_a_gather_while_a_block_computes() -> None:
+    """The buffer of the next gather; the block's own is dropped when its parameters are whole."""
+    one = 4 * (8 * 8 + 8)
+    for found in launch(buffers_while_blocks_compute, 2):
+        assert len(found) == 8 and set(found) == {0, one}

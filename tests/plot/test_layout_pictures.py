@@ -1,0 +1,154 @@
+"""Pictures of layouts and models: the sharding grid and the table of parameters."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from figures import boxes
+from hwfsdp import explain, fully_shard, launch
+from hwfsdp.compat import strided_shard
+from hwfsdp.layout.explain import Explanation, ParamRow
+from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
+from hwfsdp.plot.parameters import plot_parameters
+
+ROWS = (Shard(0),)
+STRIDED = (strided_shard(0, 2), Shard(0))
+
+# grid
+
+
+def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
+    """Return the owned share and the padded share of a rank's full chunk."""
+    found = boxes(figure, f"cell {line} rank {rank} ")
+    widths = {name.split()[-1]: box.get_width() for name, box in found.items()}
+    total = sum(widths.values())
+    return widths.get("owned", 0.0) / total, widths.get("padding", 0.0) / total
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (2, 4), (5, 4), (7, 2), (8, 2)])
+def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: int, ranks: int) -> None:
+    figure = plot_sharding([LaidOut("w", (rows, 3), ROWS)], {"shard": ranks})
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
+    chunks += [0] * (ranks - len(chunks))
+    for rank, length in enumerate(chunks):
+        assert cells(figure, 0, rank) == pytest.approx((length / chunks[0], 1 - length / chunks[0]))
+
+
+def map_of(figure: Figure, line: int, length: int) -> list[int]:
+    """Read off the map which rank owns each row of the whole tensor."""
+    owners = [-1] * length
+    for name, box in boxes(figure, f"map {line} owner").items():
+        first, last = round(box.get_x() * length), round((box.get_x() + box.get_width()) * length)
+        owners[first:last] = [int(name.split()[-1])] * (last - first)
+    return owners
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_the_map_of_a_strided_placement_equals_two_cuts_with_tensor_parallelism_first(rows: int) -> None:
+    parts = [tp.chunk(3) for tp in torch.arange(rows).chunk(2)]
+    owner_of_row = {
+        int(row): (dp, tp) for tp, part in enumerate(parts) for dp, rows_ in enumerate(part) for row in rows_
+    }
+    figure = plot_sharding([LaidOut("w", (rows,), STRIDED)], {"dp": 3, "tp": 2})
+    owners = map_of(figure, 0, rows)
+    assert [owner_of_row[row] for row in range(rows)] == [divmod(owner, 2) for owner in owners]
+    plain = plot_sharding([LaidOut("w", (rows,), (Shard(0), Shard(0)))], {"dp": 3, "tp": 2})
+    assert map_of(plain, 0, rows) == sorted(map_of(plain, 0, rows)) != owners
+
+
+def test_replicas_share_a_color_and_other_shards_have_another() -> None:
+    figure = plot_sharding([LaidOut("w", (8,), (Replicate(), Shard(0)))], {"replicate": 2, "shard": 2})
+    colors = [to_rgb(boxes(figure)[f"cell 0 rank {rank} owned"].get_facecolor()) for rank in range(4)]
+    assert colors[0] == colors[2] != colors[1] == colors[3]
+    labels = {t.get_text() for t in figure.axes[0].texts}
+    assert labels == {"0, 2", "1, 3"}
+
+
+def test_a_parameter_cut_in_two_dimensions_is_a_map_of_boxes_that_tile_it() -> None:
+    figure = plot_sharding([LaidOut("w", (7, 4), (Shard(0), Shard(1)))], {"dp": 3, "tp": 2})
+    found = list(boxes(figure, "map 0 owner").values())
+    whole = boxes(figure, "map 0")["map 0"]
+    assert len(found) == 6
+    area = sum(box.get_width() * box.get_height() for box in found)
+    assert area == pytest.approx(whole.get_width() * whole.get_height())
+    for a, b in combinations(found, 2):
+        assert Bbox.intersection(a.get_bbox().padded(-1e-6), b.get_bbox().padded(-1e-6)) is None
+
+
+def table_and_placements() -> tuple[Explanation, list[LaidOut]]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    return explain(model), laid_out(model)
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[tuple[Explanation, list[LaidOut]]]:
+    return launch(table_and_placements, 2, timeout=60)
+
+
+def test_the_grid_of_a_sharded_model_agrees_with_its_table(on_ranks: Any) -> None:
+    parameters = on_ranks[0][1]
+    assert {p.name for p in parameters} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    figure = plot_sharding(parameters, {"shard": 2})
+    for rank, (table, _) in enumerate(on_ranks):
+        for row in table.rows:
+            owned, padding = cells(figure, [p.name for p in parameters].index(row.fqn), rank)
+            rows = row.rows[1] - row.rows[0]
+            padded = row.padding / (row.shape[1] if len(row.shape) > 1 else 1)
+            assert padding * (rows + padded) == pytest.approx(padded)
+            assert bool(owned) == bool(rows)
+
+
+# parameters
+
+
+def row(
+    fqn: str, group: str, shape: tuple[int, ...], rows: tuple[int, int], padding: int = 0, **details: str
+) -> ParamRow:
+    details = {"dtype": "float32", "placement": "S(0)", **details}
+    return ParamRow(fqn, group, shape, details["dtype"], details["placement"], rows, padding)
+
+
+def blocks_of(count: int, prefix: str = "layers") -> list[ParamRow]:
+    return [
+        row(f"{prefix}.{i}.{name}", f"{prefix}.{i}", shape, (0, shape[0] // 4))
+        for i in range(count)
+        for name, shape in (("w.weight", (16, 4)), ("w.bias", (16,)))
+    ]
+
+
+def test_groups_that_are_alike_are_drawn_once() -> None:
+    other = [row("layers.3.w.weight", "layers.3", (20, 4), (0, 5))]
+    figure = plot_parameters(Explanation([*blocks_of(3), *other], []))
+    assert boxes(figure, "layers.0.") and not boxes(figure, "layers.1.") and boxes(figure, "layers.3.")
+    assert any(t.get_text().startswith("layers.0 … layers.2") for t in figure.axes[0].texts)
+
+
+def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
+    rows = [row("w", "m", (10, 2), (4, 8)), row("b", "m", (6,), (5, 6), 2)]
+    found = boxes(plot_parameters(Explanation([*rows, row("empty", "m", (2,), (2, 2), 1)], [])))
+    whole, own = found["w all"], found["w own"]
+    assert (own.get_x() - whole.get_x()) / whole.get_width() == pytest.approx(0.4)
+    assert own.get_width() / whole.get_width() == pytest.approx(0.4)
+    unit = found["b all"].get_width() / 6
+    assert found["b own"].get_width() == pytest.approx(unit)
+    assert found["b padding"].get_width() == pytest.approx(2 * unit)
+    assert "w padding" not in found and "empty own" not in found and "empty padding" in found
+
+
+@pytest.mark.parametrize(
+    "placement", ["S(1)", "Shard(dim=1)", "R, _S(1, 2)", "_StridedShard(dim=1, sf=2), Replicate()"]
+)
+def test_the_strip_is_the_dimension_that_is_cut(placement: str) -> None:
+    found = boxes(plot_parameters(Explanation([row("w", "m", (100, 8), (4, 8), placement=placement)], [])))
+    assert found["w own"].get_width() / found["w all"].get_width() == pytest.approx(0.5)

@@ -1,0 +1,443 @@
+"""The step player: the packed data match the log, places lead to the right line, and the page loads nothing else.
+
+test_player_page tests the behavior of the page in a real browser.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_refused, said_by
+from figures import events_of, sampled, training_log
+
+from hwfsdp import Event, EventLog, UsageError, record
+from hwfsdp.observe.analysis import expect_peak, times_of_steps
+from hwfsdp.observe.group_states import Lifetime, find_lifetimes, find_reductions
+from hwfsdp.observe.call_sites import MOST, CallSites
+from hwfsdp.observe.run_info import GroupAbout, ParamAbout
+from hwfsdp.plot.player import page_data
+from hwfsdp.plot.player.page_data import pack
+from hwfsdp.plot.player.page import SCRIPTS, make_page
+from hwfsdp.plot.player.sources import Sources
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.virtual import simulate
+
+FOLDER = Path(page_data.__file__).parent
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="module")
+def log() -> EventLog:
+    """Simulate a step of a small GPT. Return rank 0 of four virtual GPUs."""
+    return simulate(GPTConfig(dim=64, layers=3, heads=2, seq_len=32), gpus=4, batch=2, seq=32).log
+
+
+def unpacked(packed: dict[str, Any], owners: list[str]) -> Iterator[Event]:
+    """Yield the events in a page, which have no accesses to memory."""
+    tables = packed["tables"]
+    for i, seq in enumerate(packed["seq"]):
+        yield Event(
+            *(packed["rank"][i], seq, tables["ops"][packed["op"][i]], tables["streams"][packed["stream"][i]]),
+            *(owners[packed["owner"][i]], tables["phases"][packed["phase"][i]], packed["step"][i]),
+            *(tables["dtypes"][packed["dtype"][i]], packed["bytes"][i]),
+            *(packed["start"][i], packed["dur"][i], tuple(packed["after"].get(str(i), ()))),
+        )
+
+
+# --- Packing -----------------------------------------------------------------------------------------------
+
+
+def test_columns_give_back_every_event_from_the_first_on_to_a_tenth_of_a_microsecond(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    begin = min(e.start_us for e in log.events)
+    for event, found in zip(log.events, unpacked(packed["events"], packed["owners"]), strict=True):
+        assert found.start_us == pytest.approx(event.start_us - begin, abs=0.051)
+        assert found.dur_us == pytest.approx(event.dur_us, abs=0.051)
+        times = {"start_us": 0.0, "dur_us": 0.0}
+        assert replace(found, **times) == replace(event, **times, reads=(), writes=(), code="")
+
+
+def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
+    log = sampled(*({"sharded_param": n} for n in (5, 5, 7, 7, 7, 3, 3)))
+    log.events = events_of(0, ("forward", "compute", 0, 9))
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
+
+
+def test_times_of_steps_equal_each_step_alone_and_have_the_means_of_the_summary() -> None:
+    log = training_log(2, 3)
+    found, summary = times_of_steps(log), log.summary()
+    alone = [EventLog(log.select(step=step)).summary()["exposed_comm_us"] for step in (0, 1)]
+    assert found.exposed_comm_us == pytest.approx(alone)
+    ends = [max(e.end_us for e in log.select("optimizer", step=step)) for step in (0, 1)]
+    assert found.step_us == pytest.approx([ends[0], ends[1] - ends[0]])
+    for which in ("step_us", "exposed_comm_us"):
+        assert fmean(getattr(found, which)) == pytest.approx(summary[which])
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["times"] == found._asdict()
+
+
+def test_states_of_groups_in_the_player_equal_the_lifetimes(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    states, begin = packed["states"], min(e.start_us for e in log.events)
+    found = [
+        (packed["owners"][owner], states["names"][state], start, end)
+        for owner, state, start, end in zip(
+            *(states[name] for name in ("owner", "state", "start", "end")), strict=True
+        )
+    ]
+    expected = [
+        (each.owner, each.state, round(each.start_us - begin, 1), round(each.end_us - begin, 1))
+        for each in (*find_lifetimes(log.events), *find_reductions(log.events))
+    ]
+    assert found == expected and {state for _, state, *_ in found} >= {"gathering", "full", "reducing"}
+
+
+def test_a_log_without_events_or_with_too_many_for_a_page_is_refused(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="the player of x.*got 0"):
+        make_page([("x", EventLog())])
+    monkeypatch.setattr(page_data, "MOST_EVENTS", 10)
+    with pytest.raises(UsageError, match="--rank, --step"):
+        make_page([("x", log)])
+
+
+# --- The closed form of whole parameters -------------------------------------------------------------------
+
+
+def group(fqn: str, rows: int, again: int, shards: int = 2) -> GroupAbout:
+    prefix = "" if fqn == "GPT" else f"{fqn}."
+    param = ParamAbout(f"{prefix}weight", (rows, 10), "float32", "float32", 4, "float32", 4, True)
+    return GroupAbout(fqn, shards, 1, again, (param,))
+
+
+ROOT = group("GPT", 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows"),
+    [
+        ([ROOT, group("a", 2, 2), group("b", 8, 2), group("c", 4, 2)], 6 + 8),  # one block at a time
+        ([ROOT, group("a", 2, 0), group("b", 8, 0), group("c", 4, 0)], 6 + 2 + 8 + 4),  # all stay
+        # the first passes before others stay
+        ([ROOT, group("a", 8, 2), group("b", 4, 0), group("c", 2, 0)], 6 + 8),
+        ([ROOT, group("a", 2, 0), group("b", 8, 2), group("b.x", 4, 2)], 6 + 2 + 8 + 4),  # around one another
+        ([group("a", 3, 2, shards=2)], 4),  # rows are padded
+        ([ROOT, group("a", 8, 2, shards=4)], None),  # kept on fewer ranks than it has
+        ([ROOT, group("a", 8, 2), group("GPT", 6, 0)], None),  # two models
+    ],
+)
+def test_the_closed_form_of_the_peak_sums_the_groups_that_are_whole_at_once(
+    groups: list[GroupAbout], rows: int | None
+) -> None:
+    assert expect_peak(groups) == (None if rows is None else rows * 40)
+
+
+def test_a_step_reaches_the_closed_form_and_no_more(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["closed_form"] == log.summary()["peak_unsharded_bytes"] > 0
+
+
+# --- States where an implementation names nobody ------------------------------------------------------------
+
+
+def test_unnamed_memory_belongs_to_the_group_whose_forward_reads_it() -> None:
+    rows = [
+        ("all_gather", "all_gather", 100, 900, {"owner": "a"}),
+        ("alloc", "compute", 910, 910, {"writes": (1,)}),
+        ("alloc", "compute", 915, 915, {"writes": (2,)}),
+        ("forward", "compute", 1000, 2000, {"owner": "a", "reads": (1, 2)}),
+        ("free", "compute", 2100, 2100, {"writes": (1,)}),
+        ("free", "compute", 2200, 2200, {"writes": (2,)}),
+        ("free", "compute", 2300, 2300, {"writes": (3,)}),
+        ("optimizer", "compute", 2400, 2500),
+    ]
+    states = [each[2:] for each in find_lifetimes(events_of(0, *rows))]
+    assert states == [("gathering", 100, 910), ("full", 910, 2200), ("freed", 2200, 2500)]
+
+
+def test_a_reduction_lasts_from_its_copy_in_and_an_all_reduce_counts_by_itself() -> None:
+    rows = [
+        ("copy_in", "compute", 0, 10, {"owner": "a"}),
+        ("reduce_scatter", "reduce_scatter", 20, 30, {"owner": "a"}),
+        ("all_reduce", "all_reduce", 30, 45, {"owner": "a"}),
+        ("all_reduce", "all_reduce", 50, 60),
+        ("copy_in", "copy", 60, 70, {"owner": "a"}),
+    ]
+    found = find_reductions(events_of(1, *rows))
+    assert found == [Lifetime(1, "a", "reducing", 0, 30), Lifetime(1, "a", "reducing", 30, 45)]
+
+
+# --- Places ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "line"),
+    [
+        ("all_gather", "all_gather", "transport.all_gather(flat"),
+        ("wait", "ParamGroup.wait_for_gather", "compute.wait("),
+        ("reduce_scatter", "reduce_scatter", "transport.reduce_scatter(result"),
+        ("forward", "FSDPState.pre_forward", 'moment("pre_forward"'),
+    ],
+)
+def test_an_event_leads_to_the_line_of_the_heart_that_issued_it(
+    op: str, function: str, line: str, log: EventLog
+) -> None:
+    packed = pack([("x", log)])
+    found = set()
+    for number in {
+        e for e, i in zip(packed["logs"][0]["events"]["code"], log.events, strict=True) if i.op == op
+    }:
+        name, at = packed["places"][number][0]
+        said = packed["functions"][name]
+        if said["function"] == function and said["file"].startswith("hwfsdp/core/"):
+            found.add(said["lines"][at - said["first"]].strip())
+            assert said["promise"] and len(packed["places"][number]) <= MOST
+    assert any(line in text for text in found), found
+
+
+OWN = '''"""A user's script."""
+import torch
+
+
+class Trainer:
+    def step(self):
+        """Make one step. And more."""
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, EventLog]:
+    """Write a user's file, run a step of it, and return the file and the log."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    names: dict[str, Any] = {}
+    exec(compile(OWN, str(file), "exec"), names)
+    with record() as log:
+        names["Trainer"]().step()
+    return file, log
+
+
+def step_of(log: EventLog) -> dict[str, Any]:
+    """Return the page's data about the function that issued the optimizer's step."""
+    packed = pack([("x", log)])
+    (event,) = [i for i, e in enumerate(log.events) if e.op == "optimizer"]
+    name, line = packed["places"][packed["logs"][0]["events"]["code"][event]][0]
+    return {"line": line, **packed["functions"][name]}
+
+
+def test_an_event_leads_to_the_line_of_a_users_own_file(own: tuple[Path, EventLog]) -> None:
+    said = step_of(own[1])
+    assert (said["function"], said["line"], said["first"]) == ("Trainer.step", 11, 6)
+    assert said["lines"] == OWN.splitlines()[5:11] and said["promise"] == "Make one step."
+    assert said["docstring"] == [7, 7] and said["file"].endswith("/own.py") and said["file"].count("/") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda file: file.write_text(f"\n{OWN}"), "the file has changed since the recording"),
+        (lambda file: file.unlink(), "the file is not on the machine that wrote this page"),
+    ],
+    ids=["changed", "gone"],
+)
+def test_code_is_left_out_if_its_file_has_changed_since_the_run(
+    change: Any, why: str, own: tuple[Path, EventLog]
+) -> None:
+    file, log = own
+    log.save(file.with_name("x.json"))
+    change(file)
+    said = step_of(EventLog.load(file.with_name("x.json")))
+    assert "lines" not in said and said["missing"] == why and said["function"] == "Trainer.step"
+
+
+def test_places_survive_the_file_and_the_merge_and_logs_from_before_have_none(
+    own: tuple[Path, EventLog], tmp_path: Path
+) -> None:
+    file, log = own
+    merged = EventLog.merge([log, EventLog([replace(e, rank=1) for e in log.events])])
+    assert "code" not in merged.about  # files are read when a log is written
+    merged.save(tmp_path / "x.json")
+    read = EventLog.load(tmp_path / "x.json")
+    assert read == merged and str(file) in read.code
+    trace = json.loads((tmp_path / "x.json").read_text())
+    for entry in trace["traceEvents"]:
+        entry.get("args", {}).pop("code", None)
+    (tmp_path / "x.json").write_text(json.dumps(trace))
+    old = EventLog.load(tmp_path / "x.json")
+    assert old.events == [replace(e, code="") for e in read.events]
+    assert set(pack([("x", old)])["logs"][0]["events"]["code"]) == {0}
+
+
+@pytest.mark.parametrize("code", ["nonsense", "a.py:x f", "a.py:99999999999999999999 f", " < ", "a:1 f < "])
+def test_places_that_a_file_makes_up_are_shown_without_text(code: str) -> None:
+    sources = Sources()
+    sources.expect({"a.py": "no number"})
+    for place in sources.places[sources.chain(code)]:
+        assert sources.functions[place[0]]["missing"]
+
+
+def test_files_of_one_module_name_have_places_of_their_own() -> None:
+    places = CallSites()
+
+    def place_in(path: str, module: str) -> str:
+        names: dict[str, Any] = {"__name__": module}
+        exec(compile("def step(inner): return inner()", path, "exec"), names)
+        return names["step"](lambda: places.here()).partition(" < ")[0]
+
+    installed = str(Path(torch.__file__).with_name("made_up.py"))
+    for module in ("__main__", "made_up", "__main__", "made_up"):
+        assert "step" not in place_in(installed, module)
+    assert place_in("train.py", "__main__") == "train.py:1 step"
+    assert place_in("train.py", "mine") == "train.py:1 step"
+
+
+def test_methods_that_call_each_other_under_one_name_are_one_place(log: EventLog) -> None:
+    for event in log.events:
+        functions = [place.split()[-1].split(".")[-1] for place in event.code.split(" < ")]
+        assert all(a != b for a, b in zip(functions, functions[1:], strict=False)), event.code
+
+
+# --- The page ----------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and their texts, if they have one."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.texts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            self.texts[-1] += data
+
+    @property
+    def data(self) -> Any:
+        """Return the page's data, which are JSON in their own element."""
+        (data,) = [
+            t for (_, attrs), t in zip(self.tags, self.texts, strict=True) if attrs.get("id") == "data"
+        ]
+        return json.loads(data)
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(log: EventLog) -> None:
+    page = make_page([("x", log)])
+    found = Elements(page.text)
+    asked = [attrs for _, attrs in found.tags if {"src", "href", "srcset", "action"} & attrs.keys()]
+    assert asked == [] and "url(" not in page.text and "import(" not in page.text
+    (policy,) = [a["content"] for t, a in found.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert str(policy).startswith("default-src 'none'")
+    assert len(page.text) < 1.5e6
+
+
+def test_every_script_of_the_folder_is_in_the_page_as_it_stands(log: EventLog) -> None:
+    assert sorted(SCRIPTS) == sorted(path.stem for path in FOLDER.glob("*.js"))
+    text = make_page([("x", log)]).text
+    assert all((FOLDER / f"{name}.js").read_text() in text for name in SCRIPTS)
+    ids = re.findall(r' id="([\w-]+)"', text)
+    assert len(ids) == len({*ids})
+
+
+def test_names_in_a_log_stay_data(log: EventLog) -> None:
+    hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
+    harmless, found = (
+        Elements(make_page([(name, each)]).text) for name, each in (("x", log), (HOSTILE, hostile))
+    )
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in harmless.tags]
+    assert HOSTILE in found.data["logs"][0]["owners"]
+
+
+def test_a_notebook_gets_the_page_in_a_frame_of_its_own(log: EventLog, tmp_path: Path) -> None:
+    page = log.view()
+    (tag, attrs), *rest = Elements(page._repr_html_()).tags
+    assert tag == "iframe" and not rest
+    assert (attrs["srcdoc"], attrs["sandbox"]) == (page.text, "allow-scripts")
+    assert attrs["title"] == page.title == "Step player: log"
+    assert "stands here where the page runs scripts" in page._repr_html_()
+    page.save(tmp_path / "x.html")
+    assert (tmp_path / "x.html").read_text() == page.text and "characters of HTML" in repr(page)
+    assert log.view(log).title == "Step player: A and B"
+    assert html.escape(HOSTILE) in make_page([(HOSTILE, log)]).text
+
+
+# --- The command -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(log: EventLog, tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "a.json", tmp_path / "b.json.gz"]
+    for file in found:
+        log.save(file)
+    return found
+
+
+def data_of(page: Path) -> Any:
+    return Elements(page.read_text()).data
+
+
+def test_export_writes_a_page_of_one_trace_or_of_two(
+    files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by(capsys, "trace", "export", files[0], "--to", "html")
+    assert (said.status, said.out) == (0, f"Written to {files[0].with_suffix('.html')}\n")
+    one = data_of(files[0].with_suffix(".html"))
+    assert [each["name"] for each in one["logs"]] == ["a.json"] and "comparison" not in one
+    said = said_by(capsys, "trace", "export", *files, "--to", "html")
+    both = data_of(files[0].with_name("a-b.html"))
+    assert said.status == 0 and [each["name"] for each in both["logs"]] == ["a.json", "b.json.gz"]
+    assert both["comparison"]["same_order"]
+
+
+def test_a_page_of_one_rank_or_step_has_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    training_log(3, 2).save(file)
+    assert said_by(capsys, "trace", "export", file, "--to", "html", "--rank", 2, "--step", 1).status == 0
+    (packed,) = data_of(file.with_suffix(".html"))["logs"]
+    assert ({*packed["events"]["rank"]}, {*packed["events"]["step"]}) == ({2}, {1})
+
+
+def test_a_log_that_cannot_become_a_page_is_refused_in_one_line(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty := tmp_path / "empty.json").write_text('{"traceEvents": []}')
+    for file in (empty, tmp_path / "nowhere.json"):
+        assert_refused(said_by(capsys, "trace", "export", file, "--to", "html"), file.name)
+        assert_refused(said_by(capsys, "trace", "export", files[0], file, "--to", "html"), file.name)
+    assert_refused(said_by(capsys, "trace", "export", *files, "--to", "png"), "one trace; got 2")
+    assert_refused(
+        said_by(capsys, "trace", "export", *files, *files, "--to", "html"), "or two to compare; got 4"
+    )
+    assert_refused(
+        said_by(capsys, "trace", "export", *files, "--to", "html", "--out", files[1]), "a file other than"
+    )
+    assert_refused(said_by(capsys, "trace", "export", files[0], "--to", "html", "--rank", 7), "ranks [0]")
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_a_recording_costs_nothing_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("hwfsdp.observe.call_sites.CallSites.here", lambda self: asked.append(1) or "")
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert asked == []

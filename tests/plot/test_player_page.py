@@ -1,0 +1,812 @@
+"""The step player in a real browser: it loads, draws the log, and obeys keys and pointer.
+
+Tests look at the structure of pictures: a region must have certain colors; single pixels may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Tab, browser, find_browser
+
+from hwfsdp import EventLog
+from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.observe.group_states import find_lifetimes, find_reductions
+from hwfsdp.observe.ledger import KINDS
+from hwfsdp.plot import style
+from hwfsdp.plot.player import page_data
+from hwfsdp.plot.player.page_data import Start
+from hwfsdp.plot.player.page import FRAME, make_page
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.virtual import simulate
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here to open the page in"),
+]
+RANKS, APART = 2, 40.0  # µs by which each rank is later than the one before
+HOSTILE = "</script><script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
+WIDE, NARROW = (1280, 800), (400, 800)
+TIMELINE = "#timeline .scroller canvas"
+
+
+def step(reshard: bool = True) -> EventLog:
+    """Simulate a step of a small GPT on virtual GPUs. Return one rank's log."""
+    config = GPTConfig(dim=64, layers=3, heads=2, seq_len=32)
+    return simulate(config, gpus=RANKS, batch=2, seq=32, reshard_after_forward=reshard).log
+
+
+def spread(log: EventLog, ranks: int) -> EventLog:
+    """Copy the log to `ranks` ranks, each a little later. Virtual ranks are equal, so the simulator runs only one."""
+    events = [replace(e, rank=r, start_us=e.start_us + r * APART) for r in range(ranks) for e in log.events]
+    samples = {r: [replace(s, us=s.us + r * APART) for s in log.samples[0]] for r in range(ranks)}
+    clocks = {str(r): log.about["clocks"]["0"] for r in range(ranks)}
+    return EventLog(events, samples, {**log.about, "clocks": clocks, "device": "cpu"})
+
+
+def twice(log: EventLog) -> EventLog:
+    """Return the step, and after it a slower one."""
+    end = max(e.end_us for e in log.events)
+    again = [replace(e, step=1, start_us=end + 2 * e.start_us, dur_us=2 * e.dur_us) for e in log.events]
+    return EventLog([*log.events, *again], log.samples, log.about)
+
+
+@pytest.fixture(scope="module")
+def log() -> EventLog:
+    return spread(step(), RANKS)
+
+
+@pytest.fixture(scope="module")
+def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Write pages, and return their addresses.
+
+    The pages are of the log, of two logs, of many ranks, of two steps, of hostile names, and of one rank without code.
+    """
+    folder = tmp_path_factory.mktemp("pages")
+    hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
+    made = {
+        "one": [("one.json", log)],
+        "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
+        "many": [("many.json", spread(log.of_rank(0), 64))],
+        "steps": [("steps.json", twice(log))],
+        "predicted": [("a.json", step()), ("b.json", step(reshard=False))],
+        "hostile": [(HOSTILE, hostile)],
+        "bare": [("bare.json", EventLog([replace(e, code="") for e in step().events]))],
+    }
+    for name, logs in made.items():
+        make_page(logs).save(folder / f"{name}.html")
+    make_page([("a.json", log), ("b.json", log)], start_of(log)).save(folder / "start.html")
+    return {name: (folder / f"{name}.html").as_uri() for name in (*made, "start")}
+
+
+def start_of(log: EventLog) -> Start:
+    """Return the second gather of the last rank."""
+    gather = log.select("all_gather", rank=RANKS - 1)[1]
+    return Start(f"Late: {HOSTILE}", RANKS - 1, gather.start_us)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(chromium: Tab, pages: dict[str, str]) -> Iterator[Tab]:
+    """Open the page of one log, wide and light. After the test, it must have no complaints and no further requests."""
+    chromium.look(*WIDE)
+    chromium.open(pages["one"])
+    yield chromium
+    assert chromium.complaints == []
+    assert len({request.partition("#")[0] for request in chromium.requests}) == 1
+
+
+def box(tab: Tab, selector: str) -> tuple[float, float, float, float]:
+    """Return left, top, width and height of an element in the window."""
+    found = tab.run(
+        f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect();"
+        " return [b.left, b.top, b.width, b.height]; })()"
+    )
+    return tuple(found)
+
+
+def pixels(tab: Tab, selector: str, color: str) -> int:
+    """Count the pixels of an element that have this color, up to rounding."""
+    left, top, width, height = (round(value) for value in box(tab, selector))
+    part = tab.picture()[top : top + height, left : left + width].astype(int)
+    wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
+    return int((abs(part - wanted).max(axis=2) <= 3).sum())
+
+
+def place_of(tab: Tab, op: str, rank: int = 0) -> tuple[float, float]:
+    """Return the place in the window where the longest event of this operation is drawn."""
+    left, top, *_ = box(tab, TIMELINE)
+    x, y = tab.run(f"""(() => {{
+            const timeline = state.panes[0], long = (a, b) => (b.end - b.start) - (a.end - a.start);
+            const event = state.log.events.filter((e) => e.op === "{op}" && e.rank === {rank}).sort(long)[0];
+            const place = timeline.placeOf(event);
+            return [timeline.x((event.start + event.drawnEnd) / 2), place.y + place.height / 2];
+        }})()""")
+    return left + x, top + y
+
+
+# --- Opened ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_every_pane_shows_its_colors(
+    size: tuple[int, int], dark: bool, tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(size[0], 3600 if size is NARROW else size[1], dark=dark)
+    tab.open(f"{pages['one']}#t=0.2")
+    for op in ("forward", "backward", "all_gather"):
+        assert pixels(tab, TIMELINE, page_data.OPS_LOOKS[op].color) > 30, op
+    for kind in ("sharded_param", "optimizer_state", "unsharded_param"):
+        assert pixels(tab, "#memory canvas", page_data.KINDS_LOOKS[kind].color) > 30, kind
+    assert pixels(tab, "#parameters .scroller canvas", page_data.STATES_LOOKS["sharded"].color) > 100
+    paper = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
+    assert paper == ("#17181b" if dark else "#ffffff") and pixels(tab, "body", paper) > 10_000
+    assert tab.run("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_the_frame_in_a_notebook_shows_all_panes_of_one_log(tab: Tab, pages: dict[str, str]) -> None:
+    for width in (940, 1200):
+        tab.look(width, FRAME)
+        tab.open(pages["one"])
+        _, top, _, height = box(tab, "main")
+        assert top + height <= FRAME, width
+
+
+def test_on_a_narrow_page_no_pane_is_higher_than_what_it_shows(tab: Tab, pages: dict[str, str]) -> None:
+    tab.look(736, FRAME)
+    heights = {}
+    for page in ("one", "many", "bare"):
+        tab.open(pages[page])
+        heights[page] = box(tab, "#timeline")[3]
+        unused = "(() => { const t = state.panes[0]; return t.scroller.clientHeight - t.layOut(); })()"
+        assert tab.run(unused) <= 10, page
+        assert (box(tab, "#code")[3] < 80) == (page == "bare")  # without code it is one line
+    assert heights["bare"] < 300 < heights["one"] <= heights["many"] < 450
+
+
+def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages: dict[str, str]) -> None:
+    tab.look(NARROW[0], 3600)
+    for page in ("one", "two"):
+        tab.open(pages[page])
+        small = (
+            "[...document.querySelectorAll('button, select, summary')].map((e) => [e.id || e.textContent, e.getBoundingClientRect()])"
+            ".filter(([_, b]) => b.width < 40 || b.height < 40).map(([name]) => name)"
+        )
+        assert tab.run(small) == []
+        names = "(() => { const t = state.panes[0], c = t.surface.context; return t.rows.filter((r) => r.kind === 'lane')"
+        room = ".map((r) => t.left - 6 - c.measureText(r.stream).width); })()"
+        assert min(tab.run(names + room)) > 0
+        for box_of in ("#code ol", "#facts", "#memory-legend"):
+            wide = f"(() => {{ const e = document.querySelector('{box_of}'); return e.scrollWidth - e.clientWidth; }})()"
+            assert tab.run(wide) <= 0, box_of
+        assert tab.run("document.documentElement.scrollWidth") <= NARROW[0]
+
+
+def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(pages["hostile"])
+    for key in ("ArrowRight", "g", "ArrowRight", "?"):
+        tab.key(key)
+    tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
+    assert tab.run("window.harmed") is None
+    assert HOSTILE in tab.text("#code")
+
+
+def test_tables_and_spoken_text_agree_with_the_panes(tab: Tab, log: EventLog) -> None:
+    tables = tab.text("#tables")
+    for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
+        assert part in tables
+    for kind, nbytes in log.summary()["peak_bytes_by_kind"].items():
+        assert not nbytes or f"{kind}{nbytes:,}" in tables
+    tab.key("ArrowRight")
+    spoken, said = (tab.text(s) for s in ("#spoken", "#code .event"))
+    assert spoken.split(".")[0] in said
+    for part in ("whole weights, gathered", "blocks.2.up.weight [256 × 64]"):
+        assert part in tables
+    slider = "document.querySelector('#timeline .scroller canvas').getAttribute('aria-valuetext')"
+    assert tab.run("nameOf(state.event)") in tab.run(slider)
+    unnamed = (
+        "[...document.querySelectorAll('canvas[role], button, select, [tabindex]')].filter(e => "
+        "!(e.getAttribute('aria-label') || e.labels?.length || e.matches('button') && e.textContent.trim())).length"
+    )
+    assert tab.run(unnamed) == 0
+    tab.press(".moment")
+    assert tab.run("nameOf(state.event)") in tab.text("#spoken")
+
+
+# --- One cursor --------------------------------------------------------------------------------------------
+
+
+def test_arrow_keys_go_through_all_events_of_a_rank_in_their_order(tab: Tab, log: EventLog) -> None:
+    drawn = [e for e in log.events if e.rank == 0 and e.op in style.DRAWN_OPS]
+    order = [e.seq for e in sorted(drawn, key=lambda e: (round(e.start_us, 1), e.seq))]
+    assert (
+        tab.run(
+            "(() => { state.lookAt(0, 0); state.seek(0); state.event = null; const found = [];"
+            " while (state.step(1)) found.push(state.event.seq); return found; })()"
+        )
+        == order
+    )
+    tab.key("ArrowLeft")
+    assert tab.run("state.event.seq") == order[-2]
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 1
+    tab.run("state.choose(state.log.events.find((e) => e.owner === 'blocks.1' && e.op === 'copy_in'))")
+    tab.key("g")
+    tab.key("ArrowRight")
+    assert tab.run("[state.group, state.event.owner, state.event.op]") == [
+        "blocks.1",
+        "blocks.1",
+        "all_gather",
+    ]
+
+
+def test_the_page_shows_the_states_of_the_lifetimes_at_every_moment(tab: Tab, log: EventLog) -> None:
+    begin = min(e.start_us for e in log.events)
+    found = [
+        each
+        for each in (*find_lifetimes(log.events), *find_reductions(log.events))
+        if each.end_us - each.start_us > 1
+    ]
+    assert {each.state for each in found} >= {"gathering", "full", "freed", "reducing"}
+    for each in found:
+        middle = (each.start_us + each.end_us) / 2 - begin
+        shown = tab.run(f"state.log.stateOf({each.rank}, '{each.owner}', {middle})")
+        assert shown["reducing"] if each.state == "reducing" else shown["params"] == each.state, each
+
+
+def test_the_page_deals_out_rows_as_chunk_extent_does(tab: Tab) -> None:
+    for count in range(8):
+        for ranks in range(1, 6):
+            for rank in range(ranks):
+                start, length = chunk_extent(count, ranks, rank)
+                assert tab.run(f"rowsOf({count}, {ranks}, {rank})") == {"start": start, "length": length}
+
+
+def test_memory_under_the_cursor_is_the_last_sample(tab: Tab, log: EventLog) -> None:
+    begin = min(e.start_us for e in log.events)
+    for sample in log.samples[1][:: max(1, len(log.samples[1]) // 10)]:
+        last = [s for s in log.samples[1] if round(s.us - begin, 1) <= round(sample.us - begin, 1)][-1]
+        shown = tab.run(f"state.log.bytesAt(1, {round(sample.us - begin, 1)})")
+        assert {kind: n for kind, n in shown.items() if n} == {
+            k: n for k, n in last.bytes_by_kind.items() if n
+        }
+    most = max(sum(s.bytes_by_kind.values()) for s in log.samples[0])
+    assert tab.run("[state.log.peaks.get(0).total, state.log.closedForm]") == [
+        most,
+        log.summary()["peak_unsharded_bytes"],
+    ]
+
+
+def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> None:
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
+    tab.drawn()
+    assert "copy_out" in tab.text("#code mark")
+    assert "Copy the gathered data" in tab.text("#code .promise")
+    inside = (
+        "(() => { const m = document.querySelector('#code mark').getBoundingClientRect(),"
+        " l = document.querySelector('#code ol').getBoundingClientRect(); return m.top >= l.top && m.bottom <= l.bottom; })()"
+    )
+    assert tab.run(inside)
+    tab.press("#code .place")  # the outermost call
+    assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
+
+
+def test_code_wraps_at_spaces_and_operators_and_never_inside_a_word(tab: Tab, pages: dict[str, str]) -> None:
+    parts = "breakable(TEXT).map((part) => part.nodeName ?? part).filter((part) => part !== 'WBR')"
+    for text, split in {
+        "x = self.comm_ctx.wait(a,b)": ["x = self", ".comm_ctx", ".wait(", "a,", "b)"],
+        "gathers(key=[*several])": ["gathers(", "key=[", "*several])"],
+        "if self.x == 1.5: f(a)": ["if self.x == 1.5: f(a)"],
+        "13,273,088": ["13,273,088"],
+    }.items():
+        assert tab.run(parts.replace("TEXT", repr(text))) == split
+    cut = """[...document.querySelectorAll('#code li > *')].flatMap((line) => [...line.childNodes])
+        .filter((node) => node.nodeType === Node.TEXT_NODE).flatMap((node) => [...node.data.matchAll(/\\w+/g)]
+        .filter((word) => { const range = document.createRange(); range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length); return range.getClientRects().length > 1; })
+        .map(([word]) => word))"""
+    for size in (WIDE, NARROW):
+        tab.look(*size)
+        tab.open(pages["one"])
+        for op in ("copy_in", "all_gather", "wait", "copy_out", "forward", "reduce_scatter"):
+            tab.run(f"state.choose(state.log.events.find((e) => e.op === '{op}'))")
+            tab.drawn()
+            assert tab.run("document.querySelectorAll('#code li').length") > 3
+            assert tab.run(cut) == [], op
+
+
+def test_keys_that_scroll_the_code_do_not_change_the_rank(tab: Tab) -> None:
+    tab.run("state.lookAt(0, 0)")
+    tab.drawn()
+    tab.run("document.querySelector('#code ol').focus()")
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 0
+    tab.run("document.activeElement.blur()")
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 1
+
+
+def test_the_group_of_the_root_and_the_root_itself_have_two_names(tab: Tab) -> None:
+    find = "nameOf(state.log.events.find((e) => e.op === '%s' && e.owner === '%s'))"
+    assert tab.run(find % ("all_gather", "GPT")) == "all_gather of GPT (root's group)"
+    assert tab.run(find % ("forward", "GPT")) == "forward of GPT"
+    assert tab.run(find % ("all_gather", "blocks.1")) == "all_gather of blocks.1"
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out' && e.owner === 'GPT'))")
+    tab.drawn()
+    said = tab.text("#parameters .rows")
+    assert said.startswith("GPT (root's group) on rank 0: gathering") and "until the copy-out ends" in said
+    options = "[...document.getElementById('steps-through').options].map((option) => option.text)"
+    assert "GPT (root's group)" in tab.run(options)
+    assert "the root's parameters that are in no other group" in said
+
+
+# --- Pointer and window ------------------------------------------------------------------------------------
+
+
+def test_the_wheel_zooms_around_the_pointer_and_keys_around_the_cursor(tab: Tab) -> None:
+    x, y = place_of(tab, "backward")
+    left = box(tab, TIMELINE)[0]
+    under = f"state.panes[0].time({x - left})"
+    before, span = tab.run(under), tab.run("state.span")
+    tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    assert tab.run("state.span") < 0.6 * span and tab.run(under) == pytest.approx(before, abs=0.002 * span)
+    tab.key("0")
+    assert tab.run("state.span") == pytest.approx(span)
+    tab.run("state.seek(state.end / 2)")
+    tab.key("+")
+    middle = tab.run("(state.t - state.from) / state.span")
+    tab.key("+")
+    assert tab.run("state.span") < 0.5 * span
+    assert tab.run("(state.t - state.from) / state.span") == pytest.approx(middle, abs=0.01)
+
+
+def test_a_drag_moves_the_window_and_on_ruler_or_memory_the_cursor(tab: Tab) -> None:
+    tab.run("state.zoom(4, state.end / 2)")
+    left, top, width, _ = box(tab, TIMELINE)
+    before, t = tab.run("state.from"), tab.run("state.t")
+    tab.drag((left + width / 2, top + 60), (left + width / 2 + 100, top + 60))
+    assert tab.run("state.from") < before and tab.run("state.t") == t
+    tab.drag((left + width / 2, top + 8), (left + width / 2 + 80, top + 8))
+    expected = tab.run(f"state.panes[0].time({width / 2 + 80})")
+    assert tab.run("state.t") == pytest.approx(expected, abs=0.01 * tab.run("state.span"))
+    left, top, width, height = box(tab, "#memory canvas")
+    tab.drag((left + width * 0.3, top + height / 2), (left + width * 0.7, top + height / 2))
+    assert tab.run("(state.t - state.from) / state.span") == pytest.approx(
+        tab.run(f"({width * 0.7} - AXIS.left) / ({width} - AXIS.left - AXIS.right)"), abs=0.02
+    )
+
+
+def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -> None:
+    assert tab.run("document.querySelector('#tip').hidden")
+    tab.run(
+        "state.panes[0].drawArrow = (context, from, to) => (window.arrows ??= []).push([from.seq, to.seq])"
+    )
+    tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
+    tip = tab.text("#tip")
+    found = tab.run("[state.hovered.op, state.hovered.waitsFor.length, state.hovered.waitedForBy.length]")
+    assert found[0] == "all_gather" and min(found[1:]) > 0
+    assert all(part in tip for part in ("all_gather of", "rank 0, all_gather stream", "waits for copy_in"))
+    tab.run("window.arrows = []; state.panes[0].draw();")
+    ends = "(({seq, waitsFor, waitedForBy}) => [...waitsFor.map((e) => [e.seq, seq]), ...waitedForBy.map((e) => [seq, e.seq])])"
+    assert tab.run("window.arrows") == tab.run(f"{ends}(state.hovered)")
+    tab.click(*place_of(tab, "all_gather"))
+    hidden = "document.querySelector('#tip').hidden"
+    assert tab.run(hidden)  # the pane Code says it now, and the tip would lie on it
+    tab.mouse("mouseMoved", *(at + 1 for at in place_of(tab, "all_gather")))
+    assert tab.run(hidden)
+    assert tab.run("[state.event === state.hovered, state.t === state.event.start]") == [True, True]
+    left, top, *_ = box(tab, TIMELINE)
+    tab.mouse("mouseMoved", left + 30, top - 60)
+    assert tab.run("document.querySelector('#tip').hidden && state.hovered === null")
+
+
+def test_if_there_are_many_ranks_only_visible_ones_are_drawn(
+    tab: Tab, pages: dict[str, str], log: EventLog
+) -> None:
+    tab.open(f"{pages['many']}#t=0.1&rank=40")
+    count = (
+        "(() => { const timeline = state.panes[0], draw = timeline.drawBar.bind(timeline); let bars = 0;"
+        " timeline.drawBar = (...given) => { bars += 1; draw(...given); }; timeline.draw(); return bars; })()"
+    )
+    drawn = tab.run("state.log.byRank.get(0).drawn.length")
+    bands = tab.run("state.panes[0].visibleRows('band').map((row) => row.rank)")
+    assert 40 in bands and len(bands) < 20
+    assert tab.run(count) <= len(bands) * drawn
+    tab.run("state.zoom(100)")
+    assert tab.run(count) < len(bands) * drawn / 4
+
+
+# --- Touched -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phone(tab: Tab, pages: dict[str, str]) -> Iterator[Tab]:
+    """Open the page of two steps on a narrow touch screen."""
+    tab.look(*NARROW)
+    tab.touching(True)
+    tab.open(pages["steps"])
+    yield tab
+    tab.touching(False)
+
+
+def shown_at(tab: Tab, selector: str) -> tuple[float, float]:
+    """Scroll to an element, and return its middle in the window."""
+    tab.run(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+    left, top, width, height = box(tab, selector)
+    return left + width / 2, top + height / 2
+
+
+def test_a_narrow_page_opens_at_one_step(phone: Tab) -> None:
+    end = phone.run("state.log.stepEnds(0)[0].us")
+    start, stop = phone.run("[state.from, state.to]")
+    steps = ([0, end], [end, phone.run("state.log.end")])
+    assert [start, stop] in [pytest.approx(step) for step in steps]
+    assert start <= phone.run("state.t") <= stop
+
+
+def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> None:
+    phone.tap(*shown_at(phone, "#fit"))
+    shown_at(phone, TIMELINE)
+    phone.tap(*place_of(phone, "backward"))
+    assert phone.run("[state.event.op, document.querySelector('#tip').hidden]") == ["backward", True]
+    left, top, width, _ = box(phone, TIMELINE)
+    x, y, span = left + width / 2, top + 90, phone.run("state.span")
+    phone.touch((x - 15, y))
+    for apart in (15, 40, 60, 80):
+        phone.touch((x - apart, y), (x + apart, y))
+    phone.touch()
+    assert phone.run("state.span") < 0.5 * span
+    for low, moved in ((y, "state.from"), (top + 8, "state.t")):  # the ruler scrubs
+        before = phone.run(moved)
+        for place in (40, 20, 0, -20, -40):
+            phone.touch((x + place, low))
+        phone.touch()
+        assert phone.run(moved) != before, moved
+
+
+def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
+    said = "#parameters .rows"
+    group = phone.run("state.log.labelOf(state.event.owner)")
+    assert phone.text(said).startswith(f"{group} on rank 0: ")
+    shown_at(phone, "#parameters .scroller canvas")
+    left, top, width, _ = box(phone, "#parameters .scroller canvas")
+    row = phone.run(
+        "(state.panes[2].groups.indexOf('blocks.1') + 0.5) * state.panes[2].size.height + CELL.head"
+    )
+    for group in ("blocks.1", None):
+        phone.tap(left + 0.8 * width, top + row)
+        assert phone.run("state.group") == group
+        if group:
+            assert phone.text(said).startswith("blocks.1 on rank 1: ")
+            assert "up.weight [256 × 64]: rows 128 to 255 of 256" in phone.text(said)
+
+
+def test_the_event_under_the_cursor_is_explained_beside_the_buttons_wherever_the_page_stands(
+    phone: Tab,
+) -> None:
+    for place in (".moment", "#timeline", "#memory", "#parameters"):
+        phone.run(f"document.querySelector('{place}').scrollIntoView()")
+        top, seen = box(phone, "#controls")[1], "scrollY"
+        before = phone.run(seen)
+        phone.press("#next")
+        phone.drawn()
+        said = phone.text("#now")
+        assert all(
+            phone.run(text) in said for text in ("nameOf(state.event)", "reasonsOf(state.event).join(' ')")
+        )
+        _, start, _, height = box(phone, "#now")
+        assert top >= 0 and start + height <= NARROW[1] and phone.run(seen) == before, place
+
+
+def test_tables_fit_a_narrow_screen(phone: Tab) -> None:
+    phone.press("#tables summary")
+    assert phone.run("document.documentElement.scrollWidth") <= NARROW[0]
+    wide = "[...document.querySelectorAll('#tables table')].filter((t) => t.getBoundingClientRect().right > innerWidth)"
+    assert phone.run(f"{wide}.length") == 0
+
+
+# --- Playing -----------------------------------------------------------------------------------------------
+
+
+def test_playing_moves_the_cursor_to_the_end_and_space_pauses(tab: Tab) -> None:
+    tab.key(" ")
+    tab.until("state.t > 0")
+    tab.key(" ")
+    assert tab.run("state.playing") is False
+    t = tab.run("state.t")
+    tab.drawn()
+    assert tab.run("state.t") == t > 0
+    tab.run("state.change({speed: 1000}); document.querySelector('#play').click()")
+    tab.until("state.t === state.end && !state.playing")
+
+
+def test_playing_hops_from_event_to_event_if_the_reader_wants_no_motion(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(*WIDE, still=True)
+    tab.open(pages["one"])
+    tab.run(
+        "state.change({speed: 100}); window.seen = []; const seek = state.choose.bind(state);"
+        " state.choose = (event) => { seek(event); seen.push(state.t === event.start); };"
+    )
+    tab.key(" ")
+    tab.until("window.seen.length > 3")
+    tab.key(" ")
+    assert tab.run("window.seen.every(Boolean)")
+
+
+def test_a_link_leads_to_a_moment_and_the_address_follows_the_cursor(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(f"{pages['one']}#t=0.25&rank=1")
+    assert tab.run("[state.t, state.rank]") == [250, 1] and "where the link points" in tab.text("#begin")
+    tab.key("ArrowRight")
+    t = tab.run("state.t")
+    tab.until(f"location.hash === '#t={t / 1e3:.4f}&rank=1'")
+    for address in ("#t=nonsense", "#t=1e99", "#t=-1", "#t=0.1&rank=77", "#t=0.1&log=b", "#rank=1", "#"):
+        tab.open(f"{pages['one']}{address}")
+        assert 0 <= tab.run("state.t") <= tab.run("state.end")
+        said = tab.text("#begin")
+        assert ("no moment of this log" in said) == ("t=" in address) and "where the link points" not in said
+
+
+def test_escape_closes_the_keys_or_leaves_the_group(tab: Tab) -> None:
+    tab.key("g")
+    tab.key("End")
+    assert tab.run("state.group !== null && state.event.owner === state.group")
+    tab.key("?")
+    shown = "[document.getElementById('help').hidden, document.getElementById('help-button').ariaExpanded]"
+    assert tab.run(shown) == [False, "true"]
+    tab.key("Escape")
+    assert tab.run(shown) == [True, "false"] and tab.run("state.group !== null")
+    tab.key("Escape")
+    assert tab.run("state.group === null && state.event === state.log.lastBegun(state.rank, state.t)")
+
+
+# --- Two logs ----------------------------------------------------------------------------------------------
+
+
+def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(pages["two"])
+    head = tab.text("#head")
+    assert all(
+        part in head
+        for part in (
+            "A: a.json",
+            "B: b.json",
+            "step",
+            "exposed communication",
+            "most bytes alive",
+            "gathered in a step",
+        )
+    )
+    assert tab.run("document.querySelector('#code').textContent.length") > 20
+    parting: Any = tab.run("state.parting.map((event) => event && [event.log.side, event.op, event.owner])")
+    assert parting[0] != parting[1] and [each[0] for each in parting] == [0, 1]
+    assert f"in A it is the {parting[0][1]} of {parting[0][2]}" in head
+    tab.press(".moment")
+    tab.drawn()
+    mark = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--cursor').trim()")
+    flagged = pixels(tab, TIMELINE, mark)
+    tab.run("(() => { window.parting = state.parting; state.change({parting: []}); })()")
+    tab.drawn()
+    assert flagged > pixels(tab, TIMELINE, mark) + 20
+    tab.run("state.change({parting: window.parting})")
+    bands = tab.run("state.panes[0].rows.filter((r) => r.kind === 'band').map((r) => [r.log.side, r.rank])")
+    assert bands == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert tab.run("state.logs.map((log) => Math.min(...log.events.map((e) => e.start)))") == [0, 0]
+    tab.key("ArrowDown")
+    tab.key("ArrowDown")
+    assert tab.run("[state.side, state.rank]") == [1, 0]
+
+
+def test_a_step_with_several_backwards_says_how_many_micro_batches_it_has(tab: Tab, tmp_path: Path) -> None:
+    backward = step().select("forward", "backward", "optimizer")
+    length = max(e.end_us for e in backward)
+    again = [replace(e, seq=e.seq + 10_000, start_us=e.start_us + length) for e in backward]
+    first = [e for e in backward if e.op != "optimizer"]  # the optimizer steps after the second micro-batch
+    make_page([("log", EventLog([*first, *again]))]).save(tmp_path / "micro.html")
+    tab.open((tmp_path / "micro.html").as_uri())
+    assert tab.run("[...state.log.microBatches]") == [[0, 2]]
+    assert tab.run("state.log.nameOfStep(0)") == "step 0, 2 micro-batches"
+    assert "1 step of 2 micro-batches" in tab.text("#facts")
+
+
+def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    judged = {"[1, 3, 2, 1], [5, 2, 5, 4]": "the ranges overlap", "[1, 3], [4, 5]": "too few steps to tell"}
+    judged |= {
+        "[4, 5, 4, 5], [1, 3, 2, 1]": "the ranges do not overlap",
+        "[1], [2, 5]": "too few steps to tell",
+    }
+    for given, said in judged.items():
+        assert tab.run(f"judged({given})") == said, given
+    assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
+        "1.50 to 1.70 ms",
+        "5.0 µs to 1.50 ms",
+        "",
+    ]
+    assert "the spread of its times is not known" in tab.text("#exact")
+    tab.open(pages["two"])
+    assert "too few steps to tell" in tab.text("#facts")
+    tab.open(pages["predicted"])
+    assert "too few" not in tab.text("#facts") and "virtual h100" in tab.text("#facts")
+    assert "A simulation predicts these times" in tab.text("#exact")
+    tab.open(pages["steps"])
+    said = tab.text("#head")
+    assert "of the 2 recorded steps" in said and "Bytes, counts and peaks are exact" in said
+    times = tab.run("state.logs[0].times.step_us")
+    assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
+
+
+# --- Where a page opens ------------------------------------------------------------------------------------
+
+
+def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
+    tab: Tab, pages: dict[str, str], log: EventLog
+) -> None:
+    tab.open(pages["start"])
+    start, begin = start_of(log), min(e.start_us for e in log.events)
+    moment = [0, start.rank, pytest.approx(start.us - begin, abs=0.1), "all_gather"]
+    opened = "[state.side, state.rank, state.t, state.event.op]"
+    assert tab.run(opened) == moment
+    assert tab.text("#looks button") == start.said
+    tab.run("state.lookAt(1, 0), state.seek(0)")
+    assert tab.run(opened.replace("state.event.op", "0")) == [1, 0, 0, 0]
+    tab.press("#looks button")
+    assert tab.run(opened) == moment and tab.run("window.harmed") is None
+
+
+def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_part(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    first = "#begin"
+    assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
+    assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")
+    assert "why the gather is late" in tab.text(first)
+    said = tab.text("#code")
+    assert "Compute stands still" in said and "waits for all_gather of" in said
+    tab.drawn()
+    tab.press("#looks button")
+    tab.drawn()
+    assert "Begin here" not in tab.text(first) and "event ▶" in tab.text(first)
+    tab.open(pages["two"])
+    assert tab.run("state.event === state.parting[0]")
+    assert "A and B do not share" in tab.text(first)
+
+
+def test_a_wait_that_goes_on_after_its_gather_is_not_explained_by_the_gather(tab: Tab) -> None:
+    gather = "{op: 'all_gather', owner: 'a', start: 0, end: 141, waitsFor: []}"
+    for begin, words in ((140.5, "is over after 0.5 µs"), (141, "was over already")):
+        end = 154.5 if begin < 141 else 141.1
+        said = tab.run(
+            f"reasonsOf({{op: 'wait', start: {begin}, end: {end}, waitsFor: [{gather}]}}).join(' ')"
+        )
+        assert words in said.replace("\u00a0", " ") and "ahead" not in said, said
+
+
+def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) -> None:
+    freed, kept = step(), step(reshard=False)
+    gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
+    whole = [log.summary()["peak_unsharded_bytes"] for log in (kept, freed)]
+    said = tab.text("#otherwise").replace("\u00a0", " ")
+    for now, before in (gathered, whole):
+        words = [tab.run(f"bytesText({nbytes}, {max(now, before)})") for nbytes in (now, before)]
+        assert words[0] != words[1] and re.search(f"{words[0]}[^.]* instead of {words[1]}", said), said
+    peaks = [log.summary()["peak_bytes_by_kind"] for log in (kept, freed)]
+    same = {kind for kind in KINDS if peaks[0][kind] == peaks[1][kind]}
+    assert same >= {*KINDS} - {"unsharded_param", "all_gather_buffer"}
+    assert "The new peak of all memory does not follow from this log" in said
+    assert (
+        not kept.select("all_gather", phase="backward") and "backward would need no all_gather_buffer" in said
+    )
+
+
+def test_the_moment_in_the_address_overrides_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(f"{pages['start']}#t=0.0100&rank=0&log=b")
+    assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
+
+
+def test_the_button_of_the_peak_leads_to_its_moment_and_names_the_memory_alive(
+    tab: Tab, log: EventLog
+) -> None:
+    peak = max(log.samples[0], key=lambda sample: sum(sample.bytes_by_kind.values()))
+    tab.press(".moment")
+    begin = min(e.start_us for e in log.events)
+    assert tab.run("state.t") == pytest.approx(peak.us - begin, abs=0.1)
+    said = tab.text(".moment")
+    stays = sum(peak.bytes_by_kind.get(k, 0) for k in ("sharded_param", "optimizer_state", "sharded_grad"))
+    said = said.replace("\u00a0", " ")
+    total = sum(peak.bytes_by_kind.values())
+    assert f"{tab.run(f'bytesText({stays}, {total})')} of shards" in said
+    for kind in ("all_gather_buffer", "unsharded_param", "reduce_scatter_buffer"):
+        assert peak.bytes_by_kind[kind]
+        assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]}, {total})')} {kind}" in said
+    assert len({*re.findall(r"[\d.]+ ([KMG]?i?B)\b", said)}) == 1
+
+
+def test_bytes_of_one_sum_have_one_unit(tab: Tab) -> None:
+    for given, text in {
+        "1536": "1.50 KiB",
+        "1536, 1 << 20": "0.001 MiB",
+        "1 << 18, 1 << 20": "0.25 MiB",
+        "80 << 10, 1 << 20": "0.078 MiB",
+        "5, 1 << 20": "<0.001 MiB",
+        "0, 1 << 20": "0 MiB",
+        "0": "0 B",
+    }.items():
+        assert tab.run(f"bytesText({given})") == text, given
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
+    tab.drawn()
+    units = "[...document.querySelectorAll('#memory-legend td')].map((e) => e.textContent.split(' ').pop())"
+    assert len({*tab.run(units)}) == 1
+
+
+def test_a_peak_that_an_allocation_makes_leads_to_the_last_one_before_it(tab: Tab, log: EventLog) -> None:
+    last = [e for e in log.select("alloc", rank=0) if e.owner == "blocks.1" and e.phase == "backward"][-1]
+    begin = min(e.start_us for e in log.events)
+    peak = f"{{us: {last.start_us - begin + 0.05}, since: {last.start_us - begin - 5}}}"
+    assert tab.run(f"state.log.causeOf(0, {peak}).seq") == last.seq
+
+
+def test_on_a_narrow_screen_a_button_scrolls_to_the_pane_that_shows_its_moment(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(*NARROW)
+    tab.open(pages["one"])
+    for number, pane in ((0, "memory"), (1, "timeline")):
+        tab.run("scrollTo(0, 0)")
+        tab.run(f"document.querySelectorAll('.moment')[{number}].click()")
+        controls, top = box(tab, "#controls"), box(tab, f"#{pane}")[1]
+        assert 0 <= top - (controls[1] + controls[3]) < 40, pane
+
+
+# --- Ranks that wait for each other ------------------------------------------------------------------------
+
+
+def test_a_collective_begins_when_its_last_rank_joins_and_the_wait_names_this_ranks_work(
+    tab: Tab, log: EventLog
+) -> None:
+    event = "state.log.events.find((e) => e.op === 'all_gather' && e.rank === 0)"
+    assert tab.run(f"state.log.joinedAt({event}) - {event}.start") == tab.run(
+        f"Math.min({APART}, {event}.end - {event}.start)"
+    )
+    assert tab.run(f"latestPartner({event}).rank") == 1
+    last = event.replace("rank === 0", "rank === 1")
+    assert tab.run(f"state.log.joinedAt({last}) - {last}.start") == 0
+    busy = "state.log.doneIn(1, {0}.start, {0}.end, (e) => e.op === 'forward')"
+    block = "state.log.events.find((e) => e.op === 'forward' && e.owner === 'blocks.1' && e.rank === 1)"
+    assert tab.run(f"{busy.format(block)} === {block}")
+
+
+def test_ranks_of_a_hybrid_mesh_wait_only_for_ranks_of_their_group(tab: Tab) -> None:
+    of = "state.log.ranksOf({op: '%s', owner: 'g', rank: %d})"
+    tab.run("(() => { state.log.worldSize = 4; state.log.sizes.set('g', {shards: 2, replicas: 2}); })()")
+    assert [tab.run(of % ("all_gather", rank)) for rank in range(4)] == [0, 0, 1, 1]
+    assert [tab.run(of % ("all_reduce", rank)) for rank in range(4)] == [0, 1, 0, 1]
+    tab.run("state.log.worldSize = 8")  # the other ranks hold other parts: the log does not say which
+    assert tab.run(of % ("all_gather", 0)) is None
+    tab.run("state.log.sizes.get('g').shards = 8")
+    assert tab.run(of % ("all_gather", 5)) == "all"
+
+
+# --- Memory in few pixels ----------------------------------------------------------------------------------
+
+
+def test_a_peak_of_no_width_is_drawn_and_does_not_hold_until_the_next_sample(tab: Tab) -> None:
+    totals = tab.run("""(() => {
+        const memory = state.panes[1], samples = { us: [0, 1e-6, 2e-6], kinds: { sharded_param: [1, 9, 2] } };
+        return memory.columns(state.log, samples, { left: 0, right: 100 }).steps.map((step) => step.total);
+    })()""")
+    assert totals == [9, 2]

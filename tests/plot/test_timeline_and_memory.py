@@ -1,0 +1,287 @@
+"""Pictures of logs as structures: their artists, the places of these, and the texts. Pixels are not compared."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.text import Annotation
+
+from figures import (
+    MIB,
+    assert_texts_are_apart_and_on_the_sheet,
+    boxes,
+    event,
+    legend_of,
+    luma,
+    sampled,
+    training_log,
+)
+from hwfsdp import EventLog, plot
+from hwfsdp.observe.events import OPS
+from hwfsdp.observe.ledger import KINDS
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.memory import plot_memory
+from hwfsdp.plot.timeline import MAX_ARROWS, plot_comparison, plot_timeline
+
+
+def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
+    """Return (rank, seq) → bar."""
+    found = {}
+    for axes in figure.axes:
+        for patch in axes.patches:
+            if isinstance(patch, Rectangle):
+                _, rank, _, seq = str(patch.get_gid()).split()
+                found[int(rank), int(seq)] = patch
+    return found
+
+
+def arrows(figure: Figure) -> list[FancyArrowPatch]:
+    return [p for axes in figure.axes for p in axes.patches if isinstance(p, FancyArrowPatch)]
+
+
+# All pictures
+
+
+def test_no_picture_touches_the_global_state_of_pyplot() -> None:
+    for path in Path(plot.__file__).parent.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        imported = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not any("pyplot" in line for line in imported), path
+
+
+# style
+
+
+def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own_in_grey_print_too() -> None:
+    assert set(style.DRAWN_OPS) == set(OPS) - {"alloc", "free"}
+    ops = [style.look_of_op(op) for op in style.DRAWN_OPS]
+    kinds = [style.look_of_kind(kind) for kind in KINDS]
+    for looks in (ops, kinds):
+        assert len(set(looks)) == len(looks)
+        for first, second in combinations(looks, 2):
+            assert first.hatch != second.hatch or abs(luma(first.color) - luma(second.color)) > 0.15
+    assert style.look_of_kind("unheard of") not in kinds
+
+
+# sheet
+
+LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
+
+
+def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
+    for width in (0.5, 1.0, 3.0):
+        short = sheet.fitting(LONG, style.TEXT_SIZE, width)
+        assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
+        assert sheet.inches(short, style.TEXT_SIZE) <= width
+    assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
+    assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
+
+
+def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
+    text = "compute that hides all communication is what sharding hopes for " * 4
+    lines = sheet.broken(text, 3.0)
+    assert len(lines) > 2 and " ".join(lines).split() == text.split()
+    assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
+
+
+# timeline
+
+
+def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
+    log = training_log(ranks=2, groups=2)
+    drawn = bars(plot_timeline(log))
+    expected = {(e.rank, e.seq): e for e in log.events if e.op not in ("alloc", "free")}
+    assert set(drawn) == set(expected)
+    middles: dict[str, set[float]] = {}
+    for place, bar in drawn.items():
+        found = expected[place]
+        assert bar.get_x() == pytest.approx(found.start_us / 1e3)
+        assert bar.get_width() == pytest.approx(found.dur_us / 1e3)
+        if found.op in ("wait", "forward", "backward"):
+            assert bool(bar.get_hatch()) == (found.op == "wait")
+        middles.setdefault(found.stream, set()).add(round(bar.get_y() + bar.get_height() / 2, 6))
+    assert all(len(rows) == 1 for rows in middles.values())
+    assert len(set.union(*middles.values())) == len(middles)
+
+
+def test_an_arrow_leads_from_an_event_to_the_place_where_its_waiter_goes_on() -> None:
+    log = EventLog(
+        [
+            event(0, "all_gather", "all_gather", 0, 800),
+            event(1, "wait", "compute", 100, 810, after=(0,)),
+            event(2, "forward", "compute", 820, 1500, after=(1,)),  # the same stream: no arrow
+            event(3, "reduce_scatter", "reduce_scatter", 1700, 2000, after=(2, 99)),  # 99 is not in the log
+        ]
+    )
+    drawn = {arrow.get_gid(): arrow for arrow in arrows(plot_timeline(log))}
+    assert sorted(drawn) == ["rank 0 seq 0 to 1", "rank 0 seq 2 to 3"]
+    expected = {"rank 0 seq 0 to 1": (0.8, 0.8), "rank 0 seq 2 to 3": (1.5, 1.7)}
+    for gid, (tail, head) in expected.items():
+        path = drawn[gid].get_path()
+        extent = path.get_extents()
+        ends = (path.vertices[0][0], extent.x0, extent.x1)
+        assert ends == pytest.approx((tail, tail, head), abs=0.01)
+
+
+def test_arrows_that_would_hide_the_bars_are_counted_instead() -> None:
+    groups = MAX_ARROWS // 2
+    log = training_log(ranks=1, groups=groups, steps=1)
+    figure = plot_timeline(log)
+    edges = sum(len(e.after) for e in log.events)
+    assert edges > MAX_ARROWS
+    assert not arrows(figure)
+    assert legend_of(figure)[-1] == f"({edges} dependencies not drawn: too many)"
+
+
+def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_kind_are_pale() -> None:
+    copied = [
+        event(90, "copy_out", "compute", 99_000, 99_500),
+        event(91, "wait", "compute", 99_400, 99_400),  # it waits for nothing, and takes no time
+        event(92, "all_gather", "all_gather", 99_000, 99_500),
+        event(93, "all_gather", "all_gather", 99_100, 99_200),  # another one, in the time of the first
+    ]
+    log = EventLog([*training_log(ranks=1, groups=2, steps=1).events, *copied])
+    figure = plot_timeline(log)
+    keys = figure.legends[0].get_patches()
+    labels = {text: key.get_facecolor() for text, key in zip(legend_of(figure), keys, strict=False)}
+    assert labels.keys() >= {"forward of an outer module", "backward of an outer module", "copy_out"}
+    for place, bar in bars(figure).items():
+        [found] = log.select(rank=place[0], seq=place[1])
+        outer = " of an outer module" if found.owner == "GPT" and found.op != "optimizer" else ""
+        name = "wait (exposed communication)" if found.op == "wait" else found.op + outer
+        assert bar.get_facecolor() == labels[name]
+
+
+def test_no_rank_has_the_color_of_an_operation_or_of_a_kind_of_memory() -> None:
+    of_runs = {style.look_of_op(op).color for op in style.DRAWN_OPS} | {
+        style.look_of_kind(kind).color for kind in KINDS
+    }
+    of_ranks = [style.color_of(rank) for rank in range(4 * len(style.RANK_COLORS))]
+    assert len(set(of_ranks)) == len(of_ranks)
+    assert of_runs.isdisjoint(of_ranks)
+
+
+def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
+    log = training_log(ranks=2, groups=2, steps=3)
+    figure = plot_timeline(log)
+    ends = [e.end_us / 1e3 for e in log.select("optimizer", rank=0)][:-1]
+    for axes in figure.axes:
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "step end"] == ends
+    named = [t.get_text() for t in figure.axes[0].texts if isinstance(t, Annotation)]
+    assert named == ["step 0 | step 1", "step 1 | step 2"]
+
+
+# two runs
+
+
+def stretched(log: EventLog, factor: float) -> EventLog:
+    return EventLog(
+        [replace(e, start_us=9e6 + factor * e.start_us, dur_us=factor * e.dur_us) for e in log.events]
+    )
+
+
+def test_runs_begin_together_on_one_axis_of_time() -> None:
+    log = training_log(ranks=2, groups=2)
+    figure = plot_comparison({"usual": log, "slow": stretched(log, 1.5)}, rank=1, step=1)
+    usual, slow = figure.axes
+    assert usual.get_xlim() == slow.get_xlim() == (0.0, pytest.approx(slow.get_xlim()[1]))
+    for axes in figure.axes:
+        assert min(p.get_x() for p in axes.patches if hasattr(p, "get_x")) == 0.0
+    lines = [line for axes in figure.axes for line in axes.lines]
+    ends = [line.get_xdata()[0] for line in lines if line.get_gid() == "end"]
+    assert ends[1] == pytest.approx(1.5 * ends[0])
+
+
+# memory
+
+
+UP_AND_DOWN = sampled(
+    {"sharded_param": 4 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 2 * MIB, "all_gather_buffer": 2 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 4 * MIB, "all_gather_buffer": 1 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 4 * MIB, "all_gather_buffer": 1 * MIB},
+    {"sharded_param": 4 * MIB},
+)
+
+
+def areas(figure: Figure) -> dict[str, PolyCollection]:
+    found = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    return {str(area.get_label()).split(":")[0]: area for area in found}
+
+
+def test_areas_are_stacked_with_lasting_memory_lowest_and_stay_level_between_samples() -> None:
+    drawn = areas(plot_memory(UP_AND_DOWN))
+    assert list(drawn) == ["sharded_param", "unsharded_param", "all_gather_buffer"]
+    for ms, sample in enumerate(UP_AND_DOWN.samples[0][:-1]):
+        base = 0.0
+        for kind, area in drawn.items():
+            top = base + sample.bytes_by_kind[kind] / MIB
+            for late in (0.1, 0.9):  # just after the sample and just before the next: no slope
+                [path] = area.get_paths()
+                assert not path.contains_point((ms + late, base - 0.05))
+                assert path.contains_point((ms + late, (base + top) / 2)) == (top > base)
+                assert not path.contains_point((ms + late, top + 0.05))
+            base = top
+
+
+def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
+    figure = plot_memory(UP_AND_DOWN)
+    [peak] = [line for line in figure.axes[0].lines if line.get_gid() == "peak"]
+    assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2.0], [9.0])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["peak: 9.00 MiB at 2.00 ms"]
+    kinds = {"sharded_param": 4, "unsharded_param": 4, "all_gather_buffer": 1}
+    assert legend_of(figure) == [f"{kind}: {mib}.00 MiB" for kind, mib in kinds.items()]
+    colors = [to_rgb(patch.get_facecolor()) for patch in figure.legends[0].get_patches()]
+    assert colors == [to_rgb(style.look_of_kind(kind).color) for kind in kinds]
+
+
+def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:
+    log = sampled({"activation": MIB, "sharded_param": MIB})
+    assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
+
+
+def test_expected_values_are_dashed_lines_above_memory_that_stays_and_in_the_legend() -> None:
+    stays = [{"sharded_param": 4 * MIB, "sharded_grad": mib * MIB, "unsharded_param": MIB} for mib in (0, 2)]
+    figure = plot_memory(sampled(*stays), expected={"model": 16 * MIB, "unsharded": 4 * MIB})
+    dashed = {str(line.get_gid()): line for line in figure.axes[0].lines if line.is_dashed()}
+    heights = {name: list(line.get_ydata())[:2] for name, line in dashed.items()}
+    assert heights == {"unsharded": [8.0, 10.0], "model": [20.0, 22.0]}
+    assert legend_of(figure)[-2:] == ["model: 16.0 MiB", "unsharded: 4.00 MiB"]
+    assert len({line.get_linestyle() for line in figure.legends[0].get_lines()}) == 1  # dashed
+    assert figure.axes[0].get_ylim()[1] > 22.0
+
+
+def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() -> None:
+    late = EventLog([], {0: [replace(s, us=s.us + 7e3) for s in sampled({"sharded_param": MIB}).samples[0]]})
+    figure = plot_memory({"more": UP_AND_DOWN, "less": late})
+    more, less = figure.axes
+    assert more.get_xlim() == less.get_xlim() == (0.0, 4.0) and more.get_ylim() == less.get_ylim()
+    assert [text.get_text() for text in less.texts] == ["peak: 1.00 MiB at 0.00 ms", "less"]
+    assert_texts_are_apart_and_on_the_sheet(figure)
+
+
+def test_memory_drawn_in_order_gives_all_samples_the_same_width_and_no_times() -> None:
+    uneven = EventLog([], {0: [replace(s, us=s.us**2) for s in UP_AND_DOWN.samples[0]]})
+    axes = plot_memory(uneven, in_order=True).axes[0]
+    [total] = [line for line in axes.lines if line.get_gid() == "total"]
+    assert list(total.get_xdata()) == [0, 1, 2, 3, 4, 5]
+    assert [text.get_text() for text in axes.texts] == ["peak: 9.00 MiB"] and "order" in axes.get_xlabel()
+
+
+def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_optimizer() -> None:
+    spans = [(0, 900, "forward"), (900, 1800, "forward"), (2000, 4000, "backward"), (4500, 5000, "optimizer")]
+    recomputed = event(9, "forward", "compute", 2500, 2600)
+    events = [event(seq, op, "compute", start, end) for seq, (start, end, op) in enumerate(spans)]
+    figure = plot_memory(EventLog([*events, recomputed], UP_AND_DOWN.samples))
+    strip = {name: (box.get_x(), box.get_width()) for name, box in boxes(figure, "phase").items()}
+    expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
+    assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
+    assert_texts_are_apart_and_on_the_sheet(figure)

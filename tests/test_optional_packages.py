@@ -1,0 +1,172 @@
+"""Without the extras, everything that needs only torch and numpy works, and each other part names the package that it needs.
+
+The processes here, ranks too, cannot import the packages of the extras.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hwfsdp
+from hwfsdp.optional_packages import EXTRAS, missing
+from suites import long
+
+ROOT = Path(hwfsdp.__file__).parents[1]
+HIDDEN = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {sorted(EXTRAS)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+TRAINING = """
+import torch, hwfsdp
+from torch import nn
+from hwfsdp import checkpoint, fully_shard, record
+
+class Block(nn.Sequential): pass
+
+def train(path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(nn.Linear(6, 5), nn.ReLU()), nn.Linear(5, 3))
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = hwfsdp.optim.AdamW(model.parameters(), lr=0.1)
+    with record() as log:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    before = model[1].weight.to_local().clone()
+    checkpoint.save({"model": model.state_dict()}, path)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    checkpoint.load({"model": model.state_dict()}, path)
+    assert torch.equal(model[1].weight.to_local(), before)
+    return sorted({event.op for event in log.collectives()})
+"""
+TRAINED = """
+import sys, hwfsdp.core, training
+print(hwfsdp.launch(training.train, 2, sys.argv[1], timeout=120))
+assert not {"matplotlib", "PIL", "jinja2", "cloudpickle", "safetensors"} & sys.modules.keys()
+"""
+TINY = "--ranks 2 --steps 1 --layers 1 --dim 16 --seq-len 8 --batch 2".split()
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> Any:
+    """Return a function that runs Python, whose processes cannot import packages of the extras."""
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+    (tmp_path / "training.py").write_text(TRAINING)
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        return subprocess.run(
+            [sys.executable, *args], cwd=tmp_path, env=environ, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_training_recording_and_checkpoints_need_torch_and_numpy_only(light: Any, tmp_path: Path) -> None:
+    done = light("-c", TRAINED, str(tmp_path / "save"))
+    assert done.stdout.strip() == str([["all_gather", "reduce_scatter"]] * 2), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        long(["train", *TINY]),
+        long(["trace", "run", "demo", *TINY[:2], "--out", "trace.json"]),
+    ],
+    ids=" ".join,
+)
+def test_commands_without_pictures_need_no_extra(words: list[str], light: Any, tmp_path: Path) -> None:
+    done = light("-m", "hwfsdp", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words[0] == "trace":
+        done = light("-m", "hwfsdp", "trace", "export", "trace.json", "--to", "csv")
+        assert done.returncode == 0 and (tmp_path / "trace.csv").stat().st_size
+
+
+ASKED = """
+import importlib, json, pkgutil
+import hwfsdp, torch, training
+from hwfsdp import checkpoint, launch
+from hwfsdp.checkpoint.convert import convert
+from hwfsdp.errors import FSDPError
+from hwfsdp.observe.eventlog import EventLog
+
+def here(): pass
+
+def said_by(ask):
+    try:
+        ask()
+    except ImportError as error:
+        return [isinstance(error, FSDPError), error.name, str(error)]
+    return None
+
+if __name__ == "__main__":
+    checkpoint.save({"w": torch.ones(2)}, "save")
+    names = [found.name for found in pkgutil.walk_packages(hwfsdp.__path__, "hwfsdp.")]
+    asks = {name: lambda name=name: importlib.import_module(name) for name in names if name[-8:] != "__main__"}
+    asks |= {
+        "launch a script's function": lambda: launch(here, 1),
+        "launch a lambda": lambda: launch(lambda: 1, 1),
+        "to safetensors": lambda: convert("save", "w.safetensors", to="safetensors"),
+        "from safetensors": lambda: convert("x.safetensors", "other", to="store"),
+        "view": lambda: EventLog([], {}, {}).view(),
+        "a module's name": lambda: hwfsdp.plot.timeline,
+    }
+    open("x.safetensors", "wb").close()
+    print(json.dumps({what: said for what, ask in asks.items() if (said := said_by(ask))}))
+"""
+
+
+def test_every_part_names_the_package_that_it_needs(light: Any, tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(ASKED)
+    done = light("asking.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    others = {what: name for what, (_, name, _) in found.items() if not what.startswith("hwfsdp.")}
+    assert others == {
+        "launch a lambda": "cloudpickle",
+        "to safetensors": "safetensors",
+        "from safetensors": "safetensors",
+        "view": "matplotlib",
+        "a module's name": "matplotlib",
+    }
+    modules = found.keys() - others.keys()
+    assert {name.rpartition(".")[0] for name in modules} <= {
+        *("hwfsdp.plot", "hwfsdp.plot.player", "hwfsdp.cli")
+    }
+    for what, (is_ours, name, said) in found.items():
+        assert is_ours and name in EXTRAS, what
+        assert "expected the package" in said and f"pip install {EXTRAS[name][0]}" in said, what
+
+
+def test_the_command_says_it_in_one_line(light: Any) -> None:
+    done = light("-m", "hwfsdp", "demo")
+    assert done.returncode and done.stderr.count("\n") == 1 and "pip install matplotlib" in done.stderr
+
+
+def test_every_extra_that_a_message_names_installs_the_package() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    extras = dict(parser["options.extras_require"])
+    for module, (package, extra) in EXTRAS.items():
+        wanted = {line.partition(">")[0] for line in extras[extra].split("\n")}
+        inner = {name for line in wanted for name in line.partition("[")[2].rstrip("]").split(",") if name}
+        wanted |= {line.partition(">")[0] for name in inner for line in extras[name].split("\n")}
+        assert package in wanted or (package, "jupyter" in wanted) == ("ipython", True), package
+        assert f"'.[{extra}]'" in str(missing(module, "it"))
+    needed = {line.partition(">")[0] for line in parser["options"]["install_requires"].split("\n") if line}
+    assert needed == {"torch", "numpy"}

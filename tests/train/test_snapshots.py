@@ -1,0 +1,210 @@
+"""Interrupted runs go on as if nothing had happened.
+
+The oracle is the uninterrupted run: losses are equal at the same number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import suites
+import torch
+
+from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch
+from hwfsdp.cli import main
+from hwfsdp.launcher import launch as launching
+from hwfsdp.launcher import worker
+from hwfsdp.train.loop import TrainConfig, train
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.snapshots import ROWS, SnapshotConfig
+
+TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "6"]
+CONFIG = TrainConfig(GPTConfig(dim=32, layers=2, heads=1, seq_len=16), batch=6, steps=9)
+
+
+def losses_of(world_size: int, config: TrainConfig) -> list[float]:
+    found = [result.losses for result in launch(train, world_size, config, timeout=120)]
+    assert all(losses == found[0] for losses in found)
+    return found[0]
+
+
+@functools.cache
+def uninterrupted(world_size: int, dtype: str = "float32") -> list[float]:
+    return losses_of(world_size, replace(CONFIG, param_dtype=dtype))
+
+
+def saving(path: Path, **options: Any) -> TrainConfig:
+    return replace(CONFIG, snapshots=SnapshotConfig(path, **options))
+
+
+class Interruption:
+    """A callback after each step on rank 0. After `after` steps it kills the rank, or asks it to stop."""
+
+    def __init__(self, after: int, how: str) -> None:
+        self.left, self.how = after, how
+
+    def __call__(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0 and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("blocking", "dtype"), [(False, "float32"), suites.long(True, "bfloat16")])
+def test_saving_changes_no_loss_and_the_newest_saves_are_kept(blocking, dtype, tmp_path):
+    config = replace(saving(tmp_path, every=2, keep=3, blocking=blocking), param_dtype=dtype)
+    assert losses_of(2, config) == uninterrupted(2, dtype)
+    assert [int(save.split("-")[0]) for save in checkpoint.inspect(tmp_path).saves] == [3, 4, 5]
+    assert checkpoint.verify(tmp_path).tensors["state_dict['losses']"].shape == (CONFIG.steps,)
+
+
+@pytest.mark.parametrize(("after", "world_size"), [suites.long(1, 2), (5, 2), suites.long(8, 3)])
+def test_a_killed_run_goes_on_with_the_same_bits(after, world_size, tmp_path):
+    config = saving(tmp_path, every=2, resume=True)
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch(train, world_size, config, "cpu", Interruption(after, "kill"), timeout=120)
+    assert losses_of(world_size, config) == uninterrupted(world_size)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
+    config = saving(tmp_path, every=4, resume=True, keep=1)
+    losses_of(2, replace(config, steps=4))
+    (tmp_path / "CURRENT").unlink()
+    with pytest.raises(UsageError, match="starts from the beginning"):
+        SnapshotConfig(tmp_path)
+    found = launch(train, 2, config, timeout=120)[0]
+    assert found.resumed_at == 4 and found.losses == uninterrupted(2)
+
+
+@pytest.mark.long
+def test_a_run_with_fewer_steps_left_than_requested_records_them(tmp_path, capsys):
+    arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
+    trace = ["--trace", str(tmp_path / "trace.json")]
+    assert main([*arguments, "--steps", "3"]) == 0
+    assert main([*arguments, *trace, "--steps", "4"]) == 0
+    assert EventLog.load(tmp_path / "trace.json").summary()["step_us"]
+    assert main([*arguments, *trace, "--steps", "4"]) == 0
+    assert "no step was left to record" in capsys.readouterr().err
+
+
+def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):
+    config = saving(tmp_path, every=100, resume=True)
+    results = launch(train, 2, config, "cpu", Interruption(4, "ask"), timeout=120)
+    assert [(r.stopped, len(r.losses), r.resumed_at) for r in results] == [(True, 4, 0)] * 2
+    results = launch(train, 2, config, timeout=120)
+    assert [(r.stopped, r.resumed_at) for r in results] == [(False, 4)] * 2
+    assert results[0].losses == uninterrupted(2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), suites.long(3, 1)])
+def test_at_another_world_size_a_run_goes_on_with_the_same_batches(before, after, tmp_path):
+    config = saving(tmp_path, resume=True)
+    losses_of(before, replace(config, steps=5))
+    found = launch(train, after, config, timeout=120)[0]
+    assert found.resumed_at == 5
+    assert found.losses == pytest.approx(uninterrupted(before), abs=1e-5)
+
+
+OTHER = [
+    {"seed": 1},
+    {"lr": 0.5},
+    {"param_dtype": "bfloat16"},
+    {"model": GPTConfig(64, 2, 1, 16)},
+    {"batch": 2},
+]
+
+
+def refusals(config: TrainConfig) -> list[str]:
+    """Return the errors of going on with each of the other settings."""
+    found = []
+    for other in OTHER:
+        with pytest.raises(UsageError) as caught:
+            train(replace(config, **other))
+        found.append(str(caught.value))
+    return found
+
+
+def test_another_setting_is_refused_by_name_and_ranks_that_cannot_share_the_batches(tmp_path):
+    config = saving(tmp_path, resume=True)
+    losses_of(1, replace(config, steps=1))
+    for other, refusal in zip(OTHER, launch(refusals, 1, config, timeout=120)[0], strict=True):
+        assert f"expected {ROWS if 'batch' in other else next(iter(other))}: " in refusal
+    with pytest.raises(RankError, match="a number of ranks that divides its batches of 6 rows; got 4 ranks"):
+        launch(train, 4, config, timeout=120)
+
+
+def draw_and_save(path: Path) -> list[float]:
+    """Draw random numbers on each rank. A save comes before."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    result = train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path)))
+    assert not result.stopped
+    return torch.rand(3).tolist()
+
+
+def resume_and_draw(path: Path) -> list[float]:
+    train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path, resume=True)))
+    return torch.rand(3).tolist()
+
+
+def test_random_numbers_go_on_on_every_rank(tmp_path):
+    expected = launch(draw_and_save, 2, tmp_path, timeout=120)
+    assert launch(resume_and_draw, 2, tmp_path, timeout=120) == expected
+    assert expected[0] != expected[1]
+
+
+def test_a_run_that_begins_anew_does_not_replace_a_checkpoint(tmp_path):
+    checkpoint.save({"x": 1}, tmp_path)
+    with pytest.raises(
+        UsageError, match="because this run starts from the beginning; got one. Resume from it"
+    ):
+        SnapshotConfig(tmp_path)
+    with pytest.raises(UsageError, match="keep 0"):
+        SnapshotConfig(tmp_path / "other", keep=0)
+
+
+def test_a_damaged_checkpoint_stops_a_run_that_would_resume(tmp_path, capsys):
+    arguments = ["train", "--ranks", "1", "--steps", "1", "--checkpoint", str(tmp_path / "x"), *TINY]
+    assert main(arguments) == 0
+    file = next((tmp_path / "x").glob("*/00000.bin"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main([*arguments, "--resume"]) == 1
+    assert "00000.bin" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_command_stops_saves_and_goes_on_when_asked(tmp_path):
+    command = [sys.executable, "-m", "hwfsdp", "train", "--checkpoint", str(tmp_path / "x"), "--json", *TINY]
+    with subprocess.Popen(
+        [*command, "--steps", "100000", "--save-every", "2"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        while not (tmp_path / "x" / "CURRENT").exists() and process.poll() is None:
+            threading.Event().wait(0.01)
+        process.terminate()
+        found = json.loads(process.communicate()[0])
+    assert process.returncode == 0 and found["stopped"]
+    steps = len(found["losses"])
+    again = [*command, "--steps", str(steps + 2), "--resume"]
+    went_on = json.loads(subprocess.run(again, capture_output=True, text=True, check=True).stdout)
+    assert went_on["resumed_at"] == steps and went_on["losses"][:steps] == found["losses"]
+    config = replace(CONFIG, steps=steps + 2)
+    assert went_on["losses"] == losses_of(2, config)
+
+
+def test_the_request_to_stop_ends_with_the_block():
+    before = signal.getsignal(signal.SIGTERM)
+    with launching.stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert worker.stop_requested.wait(10)
+    assert not worker.stop_requested.is_set() and signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,209 @@
+"""Live memory of a virtual device, against the sum over its storages."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hwfsdp.compat import fake_tensors
+from hwfsdp.virtual.allocator import ACTIVATION, Allocator, Block, Pools, rounded
+
+MIB = 1 << 20
+
+
+def seen(allocator: Allocator, nbytes: int) -> Tensor:
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    allocator.see(tensor.untyped_storage())
+    return tensor
+
+
+def test_a_storage_counts_once_from_when_it_is_seen_to_when_its_last_view_is_gone() -> None:
+    allocator = Allocator()
+    tensor = seen(allocator, 1000)
+    other = tensor[10:]
+    allocator.see(other.untyped_storage())
+    assert allocator.allocated == 1000
+    del tensor
+    assert allocator.allocated == 1000
+    del other
+    assert (allocator.allocated, allocator.peak) == (0, 1000)
+
+
+def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
+    """Addresses return soon if storages of one size are made and released."""
+    allocator = Allocator()
+    for number in range(1, 50):
+        tensor = seen(allocator, 64 * number)
+        allocator.name(tensor.untyped_storage(), "sharded_param" if number % 2 else "sharded_grad")
+        assert allocator.allocated == 64 * number
+        del tensor
+        assert allocator.allocated == 0
+    assert allocator.peak_by_kind() == {"sharded_param": 64 * 49}
+
+
+def test_a_name_counts_from_the_beginning_and_unnamed_memory_is_an_activation() -> None:
+    allocator = Allocator()
+    tensors = [seen(allocator, nbytes) for nbytes in (100, 20, 3)]
+    allocator.name(tensors[0].untyped_storage(), "sharded_param")
+    allocator.name(tensors[1].untyped_storage(), "sharded_grad")
+    assert allocator.peak_by_kind() == {"sharded_param": 100, "sharded_grad": 20, ACTIVATION: 3}
+
+
+def test_the_peak_is_looked_for_from_the_reset_on() -> None:
+    allocator = Allocator()
+    kept, passing = seen(allocator, 100), seen(allocator, 9000)
+    del passing
+    allocator.reset_peak()
+    assert (allocator.peak, allocator.peak_by_kind()) == (100, {ACTIVATION: 100})
+    more = seen(allocator, 50)
+    assert (allocator.peak, allocator.peak_by_kind()) == (150, {ACTIVATION: 150})
+    del kept, more
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 9), st.integers(1, 4 * MIB)),
+            st.tuples(st.integers(0, 9), st.just(0)),
+            st.integers(0, 9),
+        ),
+        max_size=40,
+    )
+)
+def test_sums_and_the_peak_equal_the_live_storages(
+    program: list[tuple[int, int] | int],
+) -> None:
+    """There are ten names. Each step makes the name's storage, resizes it, or releases it."""
+    allocator, alive, peak = Allocator(), dict[int, Tensor](), 0
+    kinds = ("sharded_param", "sharded_grad", ACTIVATION)
+    with fake_tensors():
+        for step in program:
+            if isinstance(step, int):
+                alive.pop(step, None)
+            else:
+                name, nbytes = step
+                tensor = alive.setdefault(name, torch.empty(1, dtype=torch.uint8))
+                tensor.untyped_storage().resize_(nbytes)
+                allocator.name(tensor.untyped_storage(), kinds[name % 3])
+                del tensor
+            sizes = [tensor.untyped_storage().nbytes() for tensor in alive.values()]
+            peak = max(peak, sum(sizes))
+            assert allocator.allocated == sum(sizes)
+            assert allocator.reserved >= sum(rounded(size) for size in sizes if size)
+            assert (allocator.peak, sum(allocator.peak_by_kind().values())) == (peak, peak)
+            assert all(allocator.peak_by_kind().values())
+
+
+def test_streams_reserve_for_themselves() -> None:
+    allocator = Allocator()
+    for stream in ("compute", "all_gather", "compute"):
+        tensor = torch.empty(12 * MIB, dtype=torch.uint8)
+        allocator.see(tensor.untyped_storage(), stream)
+        del tensor
+    assert (allocator.allocated, allocator.peak, allocator.reserved) == (0, 12 * MIB, 24 * MIB)
+
+
+# --- Segments ----------------------------------------------------------------------------------------------
+
+KIB = 1 << 10
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB),
+    st.integers(1, 3 * MIB),
+    st.integers(MIB, 40 * MIB),
+    st.just(MIB),
+    st.just(10 * MIB),
+)
+STREAMS = ("compute", "all_gather", "reduce_scatter")
+# A step allocates bytes on a stream, or frees one of the live blocks.
+PROGRAMS = st.lists(
+    st.one_of(st.tuples(SIZES, st.sampled_from(STREAMS)), st.integers(0, 1 << 16)), max_size=60
+)
+
+
+class Machine:
+    """Run a program, and keep its own list of live blocks."""
+
+    def __init__(self) -> None:
+        self.pools = Pools()
+        self.alive: list[tuple[Block, int, str]] = []
+
+    def run(self, program: list[tuple[int, str] | int]) -> None:
+        for step in program:
+            if isinstance(step, tuple):
+                self.alive.append((self.pools.allocate(*step), *step))
+            elif self.alive:
+                self.pools.free(self.alive.pop(step % len(self.alive))[0])
+            self.check()
+
+    def check(self) -> None:
+        spans = sorted((block.at, block.at + block.nbytes) for block, _, _ in self.alive)
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(block.nbytes >= nbytes and not block.is_hole for block, nbytes, _ in self.alive)
+        assert self.pools.reserved >= sum(block.nbytes for block, _, _ in self.alive)
+        assert all(0 <= start and end <= self.pools.reserved for start, end in spans)
+
+
+@given(PROGRAMS, st.randoms(use_true_random=False))
+def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_again(
+    program: list[tuple[int, str] | int], random: Random
+) -> None:
+    machine, segments = Machine(), list[tuple[int, str]]()
+    for step in program:
+        before = machine.pools.reserved
+        machine.run([step])
+        if isinstance(step, tuple) and machine.pools.reserved > before:
+            nbytes = machine.pools.reserved - before
+            segments += [(MIB, step[1])] * 2 if step[0] <= MIB else [(nbytes, step[1])]
+    random.shuffle(machine.alive)
+    reserved = machine.pools.reserved
+    machine.run([0] * len(machine.alive))
+    machine.run(segments)
+    assert machine.pools.reserved == reserved
+
+
+@given(PROGRAMS)
+def test_streams_and_kinds_of_segments_never_share_a_segment(program: list[tuple[int, str] | int]) -> None:
+    """The first use of an address fixes its stream, and its kind: small or large blocks."""
+    machine, owners = Machine(), dict[int, tuple[str, bool]]()
+    for step in program:
+        machine.run([step])
+        for block, nbytes, stream in machine.alive:
+            for page in range(block.at // (2 * MIB), -(-(block.at + block.nbytes) // (2 * MIB))):
+                assert owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
+
+
+def test_sizes_are_rounded_up_to_512_bytes() -> None:
+    sizes = {1: 512, 512: 512, 513: 1024, MIB: MIB, MIB + 1: MIB + 512}
+    assert [rounded(nbytes) for nbytes in sizes] == list(sizes.values())
+
+
+def test_the_first_of_its_size_reserves_a_segment() -> None:
+    segments = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 10 * MIB + 1: 12, 33 * MIB: 34}
+    for nbytes, mib in segments.items():
+        pools = Pools()
+        pools.allocate(nbytes, "compute")
+        assert pools.reserved == mib * MIB
+
+
+@pytest.mark.parametrize(("rest", "is_kept"), [(MIB, False), (MIB + 512, True)])
+def test_the_rest_of_a_large_block_stays_a_hole_only_above_a_mebibyte(rest: int, is_kept: bool) -> None:
+    pools = Pools()
+    block = pools.allocate(30 * MIB, "compute")
+    pools.free(block)
+    assert pools.allocate(30 * MIB - rest, "compute").nbytes == 30 * MIB - (rest if is_kept else 0)
+
+
+def test_the_smallest_hole_that_fits_is_taken() -> None:
+    pools = Pools()
+    blocks = {mib: pools.allocate(mib * MIB, "compute") for mib in (40, 20, 30)}
+    places = {mib: block.at for mib, block in blocks.items()}
+    for block in blocks.values():
+        pools.free(block)
+    assert pools.allocate(25 * MIB, "compute").at == places[30]
+    assert pools.allocate(20 * MIB, "compute").at == places[20]
+    assert pools.reserved == 90 * MIB

@@ -1,0 +1,333 @@
+"""The cost of an operator: FLOPs against torch's counter, bytes in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hwfsdp.compat import DispatchMode, fake_tensors
+from hwfsdp.virtual.costs import Cost, Span, collective_us, cost_of, extent, span_of
+from hwfsdp.virtual.devices import DEVICES, Device
+
+N = 24  # elements of a `vector`
+
+
+class Meter(DispatchMode):
+    """Collect the cost of every operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Cost]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if op.namespace == "aten":
+            name = op.name().removeprefix("aten::").partition(".")[0]
+            self.found.append((name, cost_of(op, args, kwargs, out)))
+        return out
+
+
+def costs(run: Callable[[], Any]) -> list[tuple[str, Cost]]:
+    with Meter() as meter:
+        run()
+    return meter.found
+
+
+def cost(run: Callable[[], Any]) -> Cost:
+    """Return the cost of the only operator that is called."""
+    ((_, found),) = costs(run)
+    return found
+
+
+def bytes_of(name: str, run: Callable[[], Any]) -> int:
+    """Add up the bytes of all calls of this operator. There must be at least one."""
+    found = [c.nbytes for called, c in costs(run) if called == name]
+    assert found
+    return sum(found)
+
+
+def vector(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(N, dtype=dtype)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+# --- FLOPs -------------------------------------------------------------------------------------------------
+
+PRODUCTS: dict[str, Callable[[], Tensor]] = {
+    "mm": lambda: leaf(5, 7) @ leaf(7, 3),
+    "addmm": lambda: torch.addmm(leaf(3), leaf(5, 7), leaf(7, 3)),
+    "linear": lambda: F.linear(leaf(2, 5, 7), leaf(3, 7), leaf(3)),
+    "bmm": lambda: torch.bmm(leaf(4, 5, 7), leaf(4, 7, 3)),
+    "baddbmm": lambda: torch.baddbmm(leaf(4, 5, 3), leaf(4, 5, 7), leaf(4, 7, 3)),
+    "conv1d": lambda: F.conv1d(leaf(2, 3, 9), leaf(5, 3, 4), leaf(5), stride=2),
+    "conv2d": lambda: F.conv2d(leaf(2, 3, 8, 8), leaf(5, 3, 3, 3), padding=1),
+    "conv_transpose2d": lambda: F.conv_transpose2d(leaf(2, 3, 4, 4), leaf(3, 5, 3, 3)),
+    "element-wise": lambda: torch.tanh(leaf(5) * 2 + 1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops_equal_torchs_counter_in_forward_and_backward(name: str) -> None:
+    def run() -> None:
+        PRODUCTS[name]().sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        run()
+    assert sum(c.flops for _, c in costs(run)) == counter.get_total_flops()
+
+
+SHAPES = [(2, 3, 8, 8, 4), (1, 2, 5, 9, 6)]  # batch, heads, queries, keys, width
+
+
+def attend_on_device(shape: tuple[int, ...], causal: bool) -> None:
+    """Run a device's attention operators, forward and backward, over tensors without values."""
+    batch, heads, queries, keys, width = shape
+    q, k, v = (torch.empty(batch, heads, n, width, device="meta") for n in (queries, keys, keys))
+    aten = torch.ops.aten
+    out, lse, cq, ck, mq, mk, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, is_causal=causal
+    )
+    aten._scaled_dot_product_flash_attention_backward(
+        *(torch.empty_like(out), q, k, v, out, lse, cq, ck, mq, mk, 0.0, causal, seed, offset)
+    )
+
+
+def attend_on_host(shape: tuple[int, ...], causal: bool) -> None:
+    batch, heads, queries, keys, width = shape
+    q, k, v = (leaf(batch, heads, n, width) for n in (queries, keys, keys))
+    F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("attend", "shape", "causal"),
+    [
+        (attend_on_device, SHAPES[0], True),
+        (attend_on_device, SHAPES[1], False),
+        (attend_on_host, SHAPES[0], False),
+        (attend_on_host, SHAPES[1], True),
+    ],
+)
+def test_attention_counts_as_torch_does_and_half_if_causal(
+    attend: Callable[[tuple[int, ...], bool], None], shape: tuple[int, ...], causal: bool
+) -> None:
+    with FlopCounterMode(display=False) as counter:
+        attend_on_device(shape, causal)
+    forward, backward = counter.get_flop_counts()["Global"].values()
+    found = [c for name, c in costs(lambda: attend(shape, causal)) if "attention" in name]
+    share = 0.5 if causal else 1.0
+    assert [c.flops for c in found] == [share * forward, share * backward]
+    assert [c.unmasked for c in found] == [0.0, backward]
+
+
+def test_fake_tensors_cost_the_same_as_real_ones() -> None:
+    real = costs(lambda: attend_on_host(SHAPES[0], True))
+    with fake_tensors():
+        fake = costs(lambda: attend_on_host(SHAPES[0], True))
+    assert [c for name, c in fake if c.flops] == [c for name, c in real if c.flops]
+
+
+# --- Bytes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_count_reads_and_writes_in_their_dtype(dtype: torch.dtype) -> None:
+    a, b, size = vector(dtype), vector(dtype), N * dtype.itemsize
+    assert cost(lambda: a + b).nbytes == 3 * size
+    assert cost(lambda: a + 1).nbytes == 2 * size
+    assert cost(lambda: a + a).nbytes == 2 * size
+    assert cost(lambda: a.clone()).nbytes == 2 * size
+    assert cost(lambda: a.add_(b)).nbytes == 3 * size
+    assert cost(lambda: a.mul_(2)).nbytes == 2 * size
+    assert cost(lambda: a.copy_(b)).nbytes == 2 * size
+    assert cost(lambda: a.zero_()).nbytes == size
+    assert cost(lambda: a.fill_(2)).nbytes == size
+    assert cost(lambda: torch.zeros_like(a)).nbytes == size
+    assert cost(lambda: a.sum(dtype=dtype)).nbytes == size + dtype.itemsize
+
+
+def test_an_operator_that_fills_its_out_does_not_read_it() -> None:
+    a, b, out = vector(), vector(), torch.empty(2 * N)
+    assert cost(lambda: torch.cat([a, b], out=out)).nbytes == 2 * 2 * 4 * N
+    half = out[:N]
+    assert cost(lambda: torch.add(a, b, out=half)).nbytes == 3 * 4 * N
+
+
+def test_a_fused_copy_of_many_moves_each_twice_and_zeros_are_written_only() -> None:
+    parts, others = [vector(), vector()], [vector(), vector()]
+    assert cost(lambda: torch._foreach_copy_(parts, others)).nbytes == 4 * 4 * N
+    assert cost(lambda: torch._foreach_zero_(parts)).nbytes == 2 * 4 * N
+    assert cost(lambda: torch._foreach_add_(parts, others)).nbytes == 6 * 4 * N
+    assert cost(lambda: torch._foreach_mul_(parts, 0.5)).nbytes == 4 * 4 * N
+
+
+FREE: list[Callable[[Tensor], Tensor]] = [
+    *(Tensor.t, Tensor.detach, lambda x: x.view(-1), lambda x: x[1:]),
+    *(lambda x: torch.empty(9), torch.empty_like, lambda x: x.new_empty(9)),
+    lambda x: torch.empty_strided((3,), (1,)),
+]
+
+
+def test_views_and_memory_without_values_are_free_for_the_device() -> None:
+    x = torch.ones(4, 6)
+    for reserve in FREE:
+        found = [c for _, c in costs(lambda: reserve(x))]  # noqa: B023
+        assert found and all(not c.is_kernel and c.nbytes == 0 for c in found)
+
+
+def test_reading_an_expanded_tensor_counts_only_the_bytes_it_has() -> None:
+    row, whole = torch.ones(1, 6), torch.ones(4, 6)
+    assert extent(row.expand(4, 6)) == 4 * 6
+    assert extent(torch.ones(()).expand(5, 0)) == 0
+    assert bytes_of("add", lambda: whole + row.expand(4, 6)) == 4 * (24 + 6 + 24)
+
+
+def test_rows_of_an_embedding_are_read_not_the_table_and_its_gradient_is_as_large() -> None:
+    table, rows = leaf(1000, 6), torch.arange(5)
+    run: Callable[[], Any] = lambda: F.embedding(rows, table).sum().backward()
+    assert bytes_of("embedding", run) == 2 * 4 * 5 * 6
+    assert bytes_of("embedding_dense_backward", run) == 4 + 8 * 5 + 4 * 1000 * 6
+    assert bytes_of("index", lambda: table.detach()[rows]) == 2 * 4 * 5 * 6
+
+
+def adamw(**options: Any) -> Callable[[], Any]:
+    params = [torch.ones(N, requires_grad=True) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(N)
+    optimizer = torch.optim.AdamW(params, **options)
+    optimizer.step()  # makes its state
+    return optimizer.step
+
+
+def test_a_fused_optimizer_reads_four_tensors_per_parameter_and_writes_three() -> None:
+    steps = 2 * 4  # bytes of two counts
+    assert bytes_of("_fused_adamw_", adamw(fused=True)) == 2 * 7 * 4 * N + steps
+
+
+def test_a_matrix_product_moves_its_operands_and_its_result_in_their_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(5, 7, dtype=dtype), torch.ones(7, 3, dtype=dtype)
+        found = cost(lambda: a @ b)  # noqa: B023
+        assert (found.nbytes, found.dtype) == (dtype.itemsize * (35 + 21 + 15), str(dtype).split(".")[1])
+
+
+# --- Time --------------------------------------------------------------------------------------------------
+
+DEVICE = replace(
+    DEVICES["h100"],
+    flops={"bfloat16": 1e14, "float32": 1e13},
+    efficiency=0.5,
+    memory_bandwidth=1e12,
+    memory_efficiency=0.5,
+    kernel_us=3.0,
+)
+
+
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes_and_no_less_than_the_shortest() -> None:
+    found = {
+        Cost(1e12, "bfloat16", 0): 1e12 / 5e13 * 1e6,
+        Cost(1e12, "float32", 0): 1e12 / 5e12 * 1e6,
+        Cost(1e12, "int8", 0): 1e12 / 5e12 * 1e6,
+        Cost(0.0, "float32", 10**9): 1e9 / 5e11 * 1e6,
+        Cost(1e12, "bfloat16", 10**9): 20_000.0,
+        Cost(1e9, "bfloat16", 10**9): 2_000.0,
+        Cost(1.0, "float32", 1): 3.0,
+        Cost(0.0, "", 0, is_kernel=False): 0.0,
+    }
+    assert [each.us(DEVICE) for each in found] == pytest.approx(list(found.values()))
+
+
+def test_a_device_with_the_efficiency_of_another_one_says_from_where_it_is_borrowed() -> None:
+    """One device for each efficiency is fitted to a published row."""
+    fitted = {d.efficiency: d.name for d in DEVICES.values() if not d.fitted_on.startswith("borrowed")}
+    assert sorted(fitted) == sorted({d.efficiency for d in DEVICES.values()})
+    for device in DEVICES.values():
+        if device.name not in fitted.values():
+            assert device.fitted_on.startswith(f"borrowed from {fitted[device.efficiency]}, not verified: ")
+
+
+# --- Collectives -------------------------------------------------------------------------------------------
+
+PLAIN = replace(
+    DEVICES["h100"],
+    link=100e9,
+    network=10e9,
+    link_efficiency=0.5,
+    collective_us=20.0,
+    hop_us=1.0,
+    node_hop_us=7.0,
+)
+RINGS = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
+
+@pytest.mark.parametrize(("op", "ranks"), list(zip(RINGS, (2, 3, 8, 4), strict=True)))
+def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str, ranks: int) -> None:
+    nbytes = 8_000_000
+    us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)
+    assert us == pytest.approx(20 + (ranks - 1) * 1.0 + (ranks - 1) / ranks * nbytes / 50e9 * 1e6)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 4)])
+def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks(
+    nodes: int, per_node: int
+) -> None:
+    nbytes = 1 << 30
+    us = collective_us("reduce_scatter", nbytes, Span(nodes * per_node, nodes, per_node), PLAIN)
+    hops = (nodes * per_node - nodes) * 1.0 + (nodes - 1) * 7.0
+    assert us == pytest.approx(20 + hops + (nodes - 1) / nodes * nbytes / (per_node * 5e9) * 1e6)
+
+
+def test_the_slower_of_link_and_network_decides() -> None:
+    """If the network is faster, the link decides."""
+    device = replace(PLAIN, network=1e15)
+    us = collective_us("all_gather", 1 << 30, Span(16, 2, 8), device)
+    assert us == pytest.approx(20 + 14 * 1.0 + 7.0 + 15 / 16 * (1 << 30) / 50e9 * 1e6)
+
+
+@given(
+    per_node=st.integers(1, 8),
+    nodes=st.integers(1, 64),
+    nbytes=st.integers(0, 1 << 40),
+    device=st.sampled_from([*DEVICES.values(), PLAIN]),
+)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_start_once(
+    per_node: int, nodes: int, nbytes: int, device: Device
+) -> None:
+    span = Span(per_node * nodes, nodes, per_node)
+    both = sum(collective_us(op, nbytes, span, device) for op in ("reduce_scatter", "all_gather"))
+    if span.ranks > 1:
+        both -= device.collective_us
+    assert collective_us("all_reduce", nbytes, span, device) == pytest.approx(both)
+
+
+def test_a_collective_of_one_rank_takes_no_time() -> None:
+    for op in (*RINGS, "all_reduce", "send", "recv"):
+        assert collective_us(op, 1 << 40, Span(1, 1, 1), PLAIN) == 0.0
+
+
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_a_message_passes_one_link_or_one_port_whole(op: str) -> None:
+    nbytes = 1 << 20
+    inside, outside = (collective_us(op, nbytes, Span(2, n, 2 // n), PLAIN) for n in (1, 2))
+    assert inside == pytest.approx(20 + 1.0 + nbytes / 50e9 * 1e6)
+    assert outside == pytest.approx(20 + 7.0 + nbytes / 5e9 * 1e6)
+
+
+def test_ranks_fill_one_node_after_the_other_and_of_uneven_groups_the_fewest_count() -> None:
+    spans = {range(8): (8, 1, 8), range(16): (16, 2, 8), range(0, 32, 8): (4, 4, 1)}
+    spans |= {(0, 1, 2, 8): (4, 2, 1), (5,): (1, 1, 1), (6, 7, 8, 9): (4, 2, 2)}
+    assert [span_of(ranks, 8) for ranks in spans] == list(spans.values())
