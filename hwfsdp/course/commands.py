@@ -214,6 +214,11 @@ def check(number: str, submission: Path | None, seed: int | None, as_json: bool)
     """Run the tests of one exercise, and say what is wrong. For an untouched starter, this needs no ranks and answers at once."""
     course = find_course()
     exercise = course.exercise(number)
+    if submission is not None and not submission.is_dir():
+        got = "a file" if submission.exists() else "nothing"
+        raise UsageError(
+            f"--submission {submission}", expected="a folder", got=got, remedy="Give the folder of the file."
+        )
     if submission is None and Progress.load(course).standing(exercise).status == "not started":
         lines = [
             f"{shown_path(exercise.path)} is not started.",

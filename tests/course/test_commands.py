@@ -142,6 +142,11 @@ def test_an_exercise_has_a_number_and_a_folder(course: Course, name: str) -> Non
     assert course.exercise(name).number == "03"
 
 
+def test_a_submission_that_is_no_folder_is_refused(course: Course) -> None:
+    with pytest.raises(UsageError, match="--submission .*nowhere: expected a folder; got nothing"):
+        commands.check("3", course.root / "nowhere", None, False)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"), [("03_naiv_fsdp", "hwfsdp hint 03_naive_fsdp"), ("4", "See: hwfsdp list")]
 )
