@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import socket
 import sys
+import warnings
 from multiprocessing import connection, forkserver
 
 _PRELOAD = "hwfsdp.launcher.preload"
@@ -47,7 +48,10 @@ def fork_here(*modules: str) -> None:
     os.chmod(address, 0o600)
     listener.listen()
     alive, keep_alive = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns if there are threads. Those of libraries wait for work, so a fork is safe.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         status = 1
         try:
