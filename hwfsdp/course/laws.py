@@ -231,6 +231,13 @@ def _no_gradient(where: str, rows: Sequence[Tensor | None], is_trained: bool) ->
 def _compare_gradient(
     where: str, rows: Sequence[Tensor | None], expected: Tensor, scenario: Scenario, tolerance: float
 ) -> None:
+    whole = _joined(where, rows, expected)
+    if not _is_near(whole, expected, tolerance):
+        raise _gradient_finding(where, rows, whole, expected, scenario.micros)
+
+
+def _joined(where: str, rows: Sequence[Tensor | None], expected: Tensor) -> Tensor:
+    """Join the rows of a gradient that every rank with rows must have."""
     wanted = [rows_of(expected, rank, len(rows)) for rank in range(len(rows))]
     for rank, (grad, want) in enumerate(zip(rows, wanted, strict=True)):
         if grad is None and want.numel():
@@ -240,9 +247,7 @@ def _compare_gradient(
             said = f"The gradient of {where} on rank {rank} has shape {shapes[1]}, but the rows have shape {shapes[0]}."
             raise Finding("wrong-rows", said, *shapes)
     found = zip(rows, wanted, strict=True)
-    whole = torch.cat([want if grad is None else grad.to(want.dtype) for grad, want in found])
-    if not _is_near(whole, expected, tolerance):
-        raise _gradient_finding(where, rows, whole, expected, scenario.micros)
+    return torch.cat([want if grad is None else grad.to(want.dtype) for grad, want in found])
 
 
 def _theory(
@@ -383,9 +388,11 @@ def computes_with_what_travels(found: Facts, scenario: Scenario, seed: int) -> N
                 "not-gathered", f"{said} So not all that is gathered computes.", expected.item(), got.item()
             )
     for name, wanted in right["grads"][0].items():
-        rows = [facts["grads"][0][name] for facts in found]
-        whole = torch.cat([grad for grad in rows if grad is not None])
-        if wanted is not None and not _is_near(whole, wanted):
+        if wanted is None:
+            continue
+        where = f"{name} ({scenario.name})"
+        whole = _joined(where, [facts["grads"][0].get(name) for facts in found], wanted)
+        if not _is_near(whole, wanted):
             said = f"if reductions send three times the gradients, the gradient of {name} is not three times as large"
             raise Finding("not-reduced", f"{scenario.name}: {said} {largest_difference(whole, wanted)}.")
 
