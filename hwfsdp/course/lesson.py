@@ -63,7 +63,7 @@ def begin() -> None:
             "this notebook",
             expected=f"a kernel with Python {oldest} or newer",
             got=f"Python {version}",
-            remedy="Choose the kernel of the environment in which hwfsdp is installed.",
+            remedy="Choose the kernel of the environment in which hwfsdp is installed, as README.md says.",
         )
     backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # only in notebooks, untyped
     sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
