@@ -11,7 +11,7 @@ data comes back, and nothing of it is ever run.
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after the
-    other; those for a simulated machine have a launch of their own. Two launches run at the same time. If a question ends its launch, the
+    other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS` ranks. If a question ends its launch, the
     next launch begins with the question after it.
 
 Note [Time]
@@ -25,9 +25,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,12 +74,9 @@ __all__ = [
 
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
-_turns = ThreadPoolExecutor(
-    2
-)  # of all files: more launches at once would only wait for processors, and need memory
-PRINTED = (
-    1 << 24
-)  # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
+RANKS = 4  # at once, of all files: more would only wait for processors, and need memory
+# characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
+PRINTED = 1 << 24
 FORGED = (
     TypeError,
     KeyError,
@@ -137,6 +135,28 @@ class Unanswered:
         raise NotYet
 
 
+class _Room:
+    """Room for `RANKS` ranks. A launch waits until there is room, and a larger one runs alone."""
+
+    def __init__(self) -> None:
+        self._taken, self._changed = 0, threading.Condition()
+
+    @contextmanager
+    def taken(self, ranks: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= RANKS)
+            self._taken += ranks
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= ranks
+                self._changed.notify_all()
+
+
+_turns, _room = ThreadPoolExecutor(2), _Room()  # of all files
+
+
 class Course:
     """One student's file, and its runs in this session.
 
@@ -163,6 +183,7 @@ class Course:
         self._ahead: dict[tuple[int, bool], dict[str, Question]] = {}  # by number of ranks, and if simulated
         self._answers: dict[str, Future[Answer]] = {}
         self._begun: list[Future[None]] = []
+        self._is_over = False
         self._running: set[Watch] = set()
 
     def ranks(self, world_size: int) -> Ranks:
@@ -198,7 +219,8 @@ class Course:
             self.oracle.begin()
 
     def end(self) -> None:
-        """End all launches."""
+        """End all launches. Questions without an answer stay without one."""
+        self._is_over = True
         if "oracle" in vars(self):
             self.oracle.end()
         for begun in self._begun:
@@ -210,7 +232,10 @@ class Course:
     def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
         while left:
             try:
-                found = self._launch(left, world_size)
+                with _room.taken(world_size):
+                    if self._is_over:
+                        return
+                    found = self._launch(left, world_size)
             except BaseException as error:  # the grader's own, and so the test's
                 for key in left:
                     self._answers[key].set_exception(error)

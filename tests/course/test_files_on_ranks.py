@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from hwfsdp.course import failures
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.ranks import Course, NotYet
+from hwfsdp.course.ranks import RANKS, Course, NotYet
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -62,6 +63,20 @@ def test_questions_asked_ahead_share_a_launch_and_one_that_raises_takes_no_answe
         of.ranks(1).ask(probe_answer, "answer", number=2)
     assert caught.value.misconception == "crashed" and len(of.launches) == 2
     of.end()
+
+
+def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
+    of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
+    of.show, of.asking = said.append, True
+    for size in (RANKS, 1):
+        with pytest.raises(NotYet):
+            list(of.ranks(size).ask(probe_answer, "answer", number=1))
+    of.asking = False
+    of.begin()
+    while not said:
+        time.sleep(0.01)
+    of.end()
+    assert of.launches == [(RANKS, ["probe_answer"])]
 
 
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
