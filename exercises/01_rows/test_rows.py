@@ -23,7 +23,7 @@ CASES = [(n, w) for n in range(MOST + 1) for w in range(1, MOST + 1)] + [(2**53 
 
 @cache
 def chunks(n, world_size):
-    """The rows of each rank, as (start, stop): those that `torch.chunk` gives it, and (n, n) for ranks without rows."""
+    """The rows of each rank, as (start, stop), equal the rows that `torch.chunk` gives it. A rank without rows has (n, n)."""
     if n <= MOST:
         pieces = [piece.tolist() for piece in torch.arange(n).chunk(world_size) if n]
         found = [(piece[0], piece[-1] + 1) for piece in pieces]

@@ -288,7 +288,7 @@ COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
 def _on_one_side(
     leaves: dict[KeyPath, Any], manifest: Manifest, others: set[KeyPath]
 ) -> tuple[list[KeyPath], list[KeyPath]]:
-    """List the keys that only the state dict has, and those that only the save has. `others` are paths to values of other ranks."""
+    """List the keys that only the state dict has, and the keys that only the save has. `others` are paths to values of other ranks."""
 
     def is_saved(path: KeyPath, leaf: Any) -> bool:
         return path in (manifest.entries if items_of(leaf) is None else manifest.containers)
@@ -317,7 +317,7 @@ def _of_ranks(
         elif saved:
             apart.append(path)
             if strict:
-                expected, got = f"values of {size} ranks, as many as load", f"those of {len(saved)}"
+                expected, got = f"values of {size} ranks, as many as load", f"values of {len(saved)} ranks"
                 remedy = "Leave it out with strict=False, or load a dict {rank: value} and choose."
                 refuse(path, expected, got, remedy)
     return others, apart

@@ -185,7 +185,7 @@ class Parts(Source):
         self.manifest = Manifest("", (), {}, {path: _entry_of(path, v) for path, v in self.found.items()})
 
     def trees(self, entries: Mapping[KeyPath, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the state dicts of the models and of the optimizers, with these entries in place of those that were found."""
+        """Return the state dicts of the models and of the optimizers, with these entries in place of the entries that were found."""
         inner = {path[:-1] for path in entries}
         leaves = {path: value for path, value in entries.items() if path not in inner}
         tree = nest(

@@ -4,8 +4,8 @@ Ranks that call different collectives wait for each other until the timeout, or 
 So each rank notes its calls, and `desync_report` compares the notes of all ranks. A note names the collective, its parameter
 group, its process group and its progress (`State`).
 
-Two modules note collectives: `transport` those of FSDP, and `users_collectives` the user's own, on ranks of `launch`. Messages between two ranks are not noted, and neither are the collectives in which ranks of
-hwfsdp agree on something.
+Two modules note collectives: `transport` notes FSDP's collectives, and `users_collectives` notes the user's own, on ranks of `launch`.
+Messages between two ranks are not noted. The collectives in which ranks of hwfsdp agree on something are not noted either.
 
 Note [A ring that outlives its rank]
     A killed rank cannot answer, and a rank that hangs may not answer. Under `launch`, the ring of each rank is in a file. The
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     Attributes:
         serial: place among all collectives of the rank, from 1. number: place within the process group, from 1.
-        is_users: True for the user's own collectives, False for those of FSDP.
+        is_users: True for a collective of the user, False for a collective of FSDP.
         group: a name of the process group that is the same on all its ranks (`members_of`).
         op, dtype: such as "all_gather", "float32". nbytes: bytes of the whole tensor, as in `events`.
         owner: fqn of the parameter group, "" for the user's own collectives.
@@ -139,7 +139,7 @@ class _Ring:
         nbytes: int,
         apart: bool,
     ) -> Note:
-        """Note a call. The arguments are those of `begin`."""
+        """Note a call. `begin` explains the arguments."""
         group = group or dist.group.WORLD
         assert group is not None, "no process group"
         with self._lock:  # other threads may call in other process groups

@@ -178,7 +178,7 @@ class Call:
 
     Args:
         op: name of the collective, for example "all_gather". owner: name of the parameter group. note: of the flight recorder.
-        member: the parameter group among those of the ranks.
+        member: the parameter group, as all ranks know it.
     """
 
     __slots__ = ("op", "owner", "note", "member", "_work")
@@ -246,7 +246,7 @@ class GroupTransport(Transport):
 
     Attributes:
         gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
-        member: the parameter group among those of the ranks (`group_identity`).
+        member: the parameter group, as all ranks know it (`group_identity`).
         label, shards: for torch's profiler (`features.group`).
 
     Args:

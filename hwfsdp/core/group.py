@@ -112,7 +112,7 @@ class ParamGroup:
 
     @property
     def gather_transport(self) -> Transport:
-        """The transport of the next gather. In a feature, it may depend on the state: in a backward it may reach other ranks than in a forward."""
+        """The transport of the next gather. In a feature it depends on the state: a backward may gather from other ranks than a forward."""
         return self.transport
 
     def unshard(self) -> None:

@@ -326,9 +326,9 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
     small part of a unit. There are no other ranks and no threads: the same file gives the same bytes on every computer.
 
     Returns:
-        rows: the bytes of a rank's rows. forward, backward: the most at once. before, between, after: what is there before a forward, after it, and after a backward.
-        grads: of this last one, what lies in `grad` of other tensors than the rows. late: no gradient is reduced before the last
-        gather of the backward. units: the bytes of each unit, whole and padded, by name.
+        rows: the bytes of a rank's rows. forward, backward: the most at once. before, between, after: what is there before a forward,
+        after it, and after a backward. grads: the bytes after a backward that lie in `grad` of other tensors than the rows. late: no
+        gradient is reduced before the last gather of the backward. units: the bytes of each unit, whole and padded, by name.
     """
     from hwfsdp.layout.shard_on_meta import on_paper
 

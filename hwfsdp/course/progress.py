@@ -98,7 +98,7 @@ class Progress:
         """Remember a run of tests on a student's file.
 
         Args:
-            statuses: by name of the test, such as "03.trains"; those that did not run are left out. text: the file's.
+            statuses: by name of the test, such as "03.trains". Tests that did not run are left out. text: the text of the file.
         """
         digest = _digest(text)
         for name, status in statuses.items():

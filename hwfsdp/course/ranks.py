@@ -10,9 +10,9 @@ data comes back, and nothing of it is ever run.
 
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
-    them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after the
-    other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS` ranks. If a question ends its launch, the
-    next launch begins with the question after it.
+    them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
+    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS`
+    ranks. If a question ends its launch, the next launch begins with the question after it.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot

@@ -109,7 +109,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Result:
-    """A submission's outcome file. `tests` holds one for each test of the class, also those that did not run."""
+    """A submission's outcome file. `tests` holds one for each test of the class, also for tests that did not run."""
 
     key: str
     data: Data

@@ -14,9 +14,9 @@ Note [What hides a gather]
     same model computes without sharding. Work that hides nothing real makes a step longer, and this is what counts.
 
 Note [What a step computes with]
-    On a simulated machine, collectives bring no values. So a file that gathers, but computes with whatever is in memory, has the times of a right file
-    and no races. Each event of the log names the memory that it reads and writes. `Flow` follows the content of memory from event to
-    event, and checks every link of this chain:
+    On a simulated machine, collectives bring no values. So a file that gathers, but computes with whatever is in memory, has the times
+    of a right file and no races. Each event of the log names the memory that it reads and writes. `Flow` follows the content of memory
+    from event to event, and checks every link of this chain:
 
         optimizer → gather → kernels of the unit's forward and backward → reduction → optimizer
 

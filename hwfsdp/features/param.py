@@ -14,8 +14,8 @@ Note [Writes to whole parameters]
     (`_version`), and gathers are not counted (`core.layout`, Note [Writing without being noticed]). So a higher count when the shard
     comes back means that the program wrote. The whole parameter may have fewer bits than the shard, so only elements that differ
     from the shard in the compute dtype are copied. This comparison is wrong once the shard has changed. So writes are copied before
-    an optimizer steps, and writes that are found after any change of the shard are lost, with a warning. Writes through `Tensor.data` are not counted. So
-    a program that takes the `data` of a whole parameter may have written, until the parameter is freed.
+    an optimizer steps, and writes that are found after any change of the shard are lost, with a warning. Writes through `Tensor.data`
+    are not counted. So a program that takes the `data` of a whole parameter may have written, until the parameter is freed.
 
 Note [Which gradient a hook gets]
     A hook that `register_hook` put on the original parameter gets this rank's whole gradient before the mean, in each backward, as

@@ -150,7 +150,8 @@ def run_ranks(
         prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
             the rank ends.
         script: the caller's `__main__`. Ranks get it, too (`pickling`). None: they do not.
-        still: seconds after which the call ends if no rank computes or wakes (`supervisor`, Note [Ranks that stand still]). None: it does not.
+        still: seconds after which the call ends if no rank computes or wakes (`supervisor`, Note [Ranks that stand still]). None: it
+            does not end for this reason.
         started: called with the process ids of the ranks.
     """
     environ = dict(os.environ if environ is None else environ)

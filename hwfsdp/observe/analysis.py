@@ -1,8 +1,9 @@
 """A log in numbers, and two logs side by side. `log_report` writes both as text and as JSON.
 
-`examine` finds the bytes moved and the bytes expected in a step, hidden communication, and late ranks. The expected bytes follow from the log's parameter groups (`run_info`) by the closed forms of `accounting`. The closed forms are
-for one forward and one backward in which every group takes part. A step with k micro-batches gathers k times as often. A step
-with an evaluation gathers more, too. Then the measured bytes are a multiple of the closed form (`Findings.multiple`).
+`examine` finds the bytes moved and the bytes expected in a step, hidden communication, and late ranks. The expected bytes follow from
+the log's parameter groups (`run_info`) by the closed forms of `accounting`. The closed forms are for one forward and one backward in
+which every group takes part. A step with k micro-batches gathers k times as often. A step with an evaluation gathers more, too. Then
+the measured bytes are a multiple of the closed form (`Findings.multiple`).
 
 `compare` finds what two runs did differently. They did the same if their counts and bytes are equal. The order of events shows where
 the runs begin to differ. Times differ from run to run, so they are shown and not judged.
