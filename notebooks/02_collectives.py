@@ -219,7 +219,7 @@ for rank, (single, double) in enumerate(launch(reduce_four_blocks, 4)):
 #
 # Two more things can go wrong. First, ranks depend on each other: if one rank calls another collective than its neighbors, or
 # none, the neighbors wait forever. Second, if a ring passes blocks on in a wrong order, all numbers may arrive, but at the
-# wrong ranks. So the code of each picture above checks the numbers.
+# wrong ranks. So the code of the first three pictures checks the numbers.
 #
 # ## In FSDP
 #

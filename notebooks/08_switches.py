@@ -377,4 +377,4 @@ for gpus in (16, 512, 4096):
 # setting lie? Why is the last layer the best one to begin with?
 #
 # **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** station 07 (`exercises/07_accumulation`), and
-# elective 11 (`exercises/11_hybrid_sharding`). An *elective* is an exercise that changes the package.
+# elective 11 (`exercises/11_hybrid_sharding`). An *elective* is an exercise with a file of its own.

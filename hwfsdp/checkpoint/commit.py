@@ -308,7 +308,9 @@ def read_manifest(current: Current) -> Manifest:
         got = f"one with SHA-256 {manifest.digest[:12]}…"
         raise damaged(file, f"the manifest that CURRENT names, with {current.digest[:12]}…", got)
     if current.save_id is not None and manifest.save_id != current.save_id:
-        raise damaged(file, f"the manifest of save {current.save_id}", f"the manifest of save {manifest.save_id}")
+        raise damaged(
+            file, f"the manifest of save {current.save_id}", f"the manifest of save {manifest.save_id}"
+        )
     return manifest
 
 

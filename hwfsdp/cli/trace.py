@@ -79,11 +79,19 @@ def export(args: Namespace) -> int:
             got=f"{len(files)}",
             remedy="Two traces side by side: hwfsdp trace export A B --to html.",
         )
+    if args.picture and args.to not in ("png", "svg"):
+        raise UsageError(
+            f"trace export --to {args.to}",
+            expected="no --picture",
+            got=args.picture,
+            remedy="Pictures are for --to png and svg.",
+        )
+    picture = args.picture or "timeline"
     logs = [(file.name, load(file)) for file in files]
     if out is None:
         name = "-".join(file.name.removesuffix(".gz").removesuffix(".json") for file in files)
-        picture = f".{args.picture}" if args.to in ("png", "svg") else ""
-        out = files[0].with_name(f"{name}{picture}{pictures.FORMATS[args.to]}")
+        ending = f".{picture}" if args.to in ("png", "svg") else ""
+        out = files[0].with_name(f"{name}{ending}{pictures.FORMATS[args.to]}")
     if out.exists() and any(out.samefile(file) for file in files):
         raise UsageError(
             "--out",
@@ -91,7 +99,7 @@ def export(args: Namespace) -> int:
             got=str(out),
             remedy="Name another one.",
         )
-    view = pictures.View(args.picture, args.rank, args.step)
+    view = pictures.View(picture, args.rank, args.step)
     if args.to == "html":
         pictures.write_page(logs, out, view)
     else:

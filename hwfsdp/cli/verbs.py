@@ -263,7 +263,7 @@ def _trace(verbs: Verbs) -> None:
     add("--to", choices=formats, required=True, metavar="FORMAT", help=to_help)
     pictures = ["timeline", "memory"]
     help = "for png and svg: timeline (default) or memory"
-    add("--picture", choices=pictures, default="timeline", metavar="PICTURE", help=help)
+    add("--picture", choices=pictures, metavar="PICTURE", help=help)
     rank = "show only this rank (default: all; for memory: the first)"
     add("--rank", metavar="R", type=int, help=rank)
     step = "show only this step: its number in the run, as trace show prints it"

@@ -587,7 +587,8 @@ def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> N
         ("forward", whole + ahead * unit, "whole parameters"),
         ("backward", 2 * whole + (ahead + 1) * unit, "whole parameters, whole gradients"),
     ):
-        if found[phase] > bound + LITTLE * unit:
+        bound += LITTLE * unit
+        if found[phase] > bound:
             kind, cause = "not-freed", ""
             if phase == "backward" and found["late"]:
                 kind, cause = "reduced-late", " No gradient is reduced before the last gather."
@@ -600,7 +601,7 @@ def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> N
                 f"{scenario.name}: in a {phase}, {found[phase]:,} B of {what} and buffers are alive at once, "
                 f"{found[phase] / unit:.1f} times the largest unit.{cause} {scenario.about}"
             )
-            raise Finding(kind, said.rstrip(), f"at most {bound:,} B", f"{found[phase]:,} B")
+            raise Finding(kind, said.rstrip(), f"at most {bound:,.0f} B", f"{found[phase]:,} B")
 
 
 def _shards(found: Mapping[str, Any], scenario: Scenario) -> None:

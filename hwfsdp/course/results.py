@@ -186,7 +186,7 @@ class Gradebook:
             (f"{statistics.fmean(scores):.1f}", f"mean of {self.most}"),
             (f"{statistics.median(scores):g}", "median"),
             (sum(score >= self.most for score in scores), "with full marks"),
-            (amiss, "with something amiss"),
+            (amiss, "with an error or a problem"),
         ]
 
     def columns(self) -> list[tuple[str, int]]:

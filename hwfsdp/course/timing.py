@@ -277,15 +277,16 @@ def held(found: dict[str, Any], part: str, units: float, misconception: str) -> 
         found: facts of the fixture `held`. part: "forward", "backward", or "after": what is left when the step is over.
     """
     unit, before = max(found["units"].values()), ""
-    if found[part] <= (units + LITTLE) * unit:
+    bound = (units + LITTLE) * unit
+    if found[part] <= bound:
         return
     if part == "forward" and found["before"] > LITTLE * unit:
         misconception, before = "not-freed", f" {found['before']:,} B of them were there before the forward."
     raise Finding(
         misconception,
         f"{_MOMENTS[part]}, {found[part]:,} B of whole parameters, whole gradients and buffers are alive at once: "
-        f"{found[part] / unit:.1f} times the largest unit. The bound is {units:g} units.{before}",
-        round(units * unit),
+        f"{found[part] / unit:.1f} times the largest unit. The bound is {units + LITTLE:g} units.{before}",
+        round(bound),
         found[part],
     )
 

@@ -32,7 +32,9 @@ def describe(findings: Findings, name: str) -> str:
 
 def _headline(findings: Findings, name: str) -> str:
     about = findings.about
-    text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')}"
+    first, last = findings.steps[0], findings.steps[-1]
+    numbers = f"{first} to {last}" if last > first else f"{first}"
+    text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')} ({numbers})"
     if about is None:
         return f"{text}. It does not describe its run, so there is no closed form to compare it with."
     if not about.groups:

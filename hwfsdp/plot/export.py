@@ -41,9 +41,9 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
         UsageError: there is nothing to draw. OSError: the file cannot be written.
     """
     if to == "perfetto":
-        log.save(target)
+        part_of(log, view).save(target)
     elif to == "csv":
-        write_csv(log, target)
+        write_csv(part_of(log, view), target)
     elif to == "html":
         write_page([(target.stem, log)], target, view)
     else:
@@ -84,6 +84,7 @@ def draw(log: EventLog, view: View) -> Figure:
     from hwfsdp.plot.memory import plot_memory
     from hwfsdp.plot.timeline import plot_timeline
 
+    log.chosen("trace export", rank=view.rank, step=view.step)
     if view.picture == "timeline":
         return plot_timeline(part_of(log, view._replace(step=None)), step=view.step)
     rank = min(log.ranks) if view.rank is None else view.rank

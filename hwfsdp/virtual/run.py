@@ -284,7 +284,7 @@ def report(found: Simulation) -> str:
     reserved, usable, alive = map(
         _of_gib, (found.peak_memory_gib, found.memory_gib, found.peak_allocated_gib)
     )
-    memory = f"{reserved} of {usable} reserved, {alive} alive"
+    memory = f"{reserved} reserved of {usable}, {alive} alive"
     speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many tokens it has"
     rows = [
         ("step", f"{found.step_seconds:.4g} s"),

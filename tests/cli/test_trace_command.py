@@ -463,6 +463,20 @@ def test_a_csv_table_has_every_event_once_with_all_its_fields(file: Path, logs: 
         assert Event(**read) == event
 
 
+def test_a_table_and_a_file_for_the_viewer_have_the_rank_and_the_step_that_were_asked_for(
+    run: Run, file: Path
+) -> None:
+    for to, name in (("csv", "part.csv"), ("perfetto", "part.json")):
+        said = run("export", file, "--to", to, "--rank", "2", "--step", "1", "--out", file.with_name(name))
+        assert said.status == 0
+    with file.with_name("part.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    events = EventLog.load(file.with_name("part.json")).events
+    assert {(row["rank"], row["step"]) for row in rows} == {("2", "1")}
+    assert {(event.rank, event.step) for event in events} == {(2, 1)}
+    assert len(rows) == len(events) == len(EventLog.load(file).of_rank(2).select(step=1))
+
+
 def test_an_export_for_the_viewer_is_the_same_log(file: Path) -> None:
     assert main(["trace", "export", str(file), "--to", "perfetto"]) == 0
     assert EventLog.load(file.with_name("plain.json")) == EventLog.load(file)
@@ -508,6 +522,7 @@ def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None
     assert_refused(run("export", file, "--to", "png", "--rank", "9", "--picture", "memory"))
     assert_refused(run("export", file, "--to", "png", "--step", "9"))
     assert_refused(run("export", file, "--to", "perfetto", "--out", file))
+    assert_refused(run("export", file, "--to", "csv", "--picture", "memory"), "no --picture", "png and svg")
     assert_refused(run("run", "nowhere.py"))
     assert_refused(run("run", "demo", "--steps", "none"))
     assert_refused(run("run", "demo", "--out", "/nowhere/at/all.json"))
