@@ -72,11 +72,11 @@ format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
 
 worth: setup  ## measure what each test is worth (docs/testing.md); takes hours
-	$(BIN)/python tests/mutation_testing.py time
-	$(BIN)/python tests/mutation_testing.py draw --count 20 --seed 1
-	$(BIN)/python tests/mutation_testing.py draw --count 7 --seed 2
-	$(BIN)/python tests/mutation_testing.py run
-	$(BIN)/python tests/mutation_testing.py show
+	$(BIN)/python tests/support/mutation_testing.py time
+	$(BIN)/python tests/support/mutation_testing.py draw --count 20 --seed 1
+	$(BIN)/python tests/support/mutation_testing.py draw --count 7 --seed 2
+	$(BIN)/python tests/support/mutation_testing.py run
+	$(BIN)/python tests/support/mutation_testing.py show
 
 bench: setup  ## measure time and memory beside FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks

@@ -21,6 +21,10 @@ html_title = "hwfsdp"
 html_additional_pages = {"404": "404.html"}
 html_static_path = ["_static"]
 # The script enlarges pictures on a click, and adds boxes for predictions.
+html_favicon = "_static/favicon.svg"  # the player has the same
+myst_html_meta = {
+    "description": "A small, readable implementation of PyTorch's FSDP2, with a course, recordings of training steps, and virtual GPUs"
+}
 html_css_files, html_js_files = ["site.css"], ["site.js"]
 nb_execution_mode = "off"  # notebooks come with their outputs
 myst_heading_anchors = 3

@@ -4,7 +4,7 @@
 
 draws docs/pictures/faq_NAME.png; without names, all of them. Runs about values use ranks of this machine. Runs about time and memory use
 virtual GPUs, in virtual time. So all pictures come out the same on every machine. A run is a function that returns numbers or logs. A
-picture is a function that draws the result of a run. The numbers in the text come from the runs; tests/test_faq.py compares them.
+picture is a function that draws the result of a run. The numbers in the text come from the runs; tests/walks/test_faq.py compares them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 from browser import browser  # noqa: E402
 

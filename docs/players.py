@@ -20,11 +20,10 @@ from jinja2 import Template
 from hwfsdp.course.compare import drawn, step_of
 from hwfsdp.course.machines import EVALUATION, WIDE
 from hwfsdp.course.stages import stage
-from hwfsdp.launcher.capture import Steps
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.player.page import make_page
+from hwfsdp.plot.player.page import FITTED, make_page
 from hwfsdp.train.models import GPTConfig
-from hwfsdp.train.traced_run import Target, trace_run
+from hwfsdp.train.traced_run import Steps, Target, trace_run
 from hwfsdp.virtual.run import simulate
 
 DOCS = Path(__file__).parent
@@ -35,7 +34,7 @@ Logs = dict[str, EventLog]
 
 BLOCK = Template(
     '<details class="player"><summary>{{ says }}</summary><p><a href="{{ address }}">In a window of its own</a></p>'
-    '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy"></iframe></details>',
+    '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy" onload="{{ fitted }}"></iframe></details>',
     autoescape=True,
 )
 
@@ -88,6 +87,14 @@ def simulated(gpus: int, settings: dict[str, dict[str, Any]]) -> Logs:
         name: simulate(CONFIG, gpus, **{"batch": 2, "seq": 1024, **each}).log
         for name, each in settings.items()
     }
+
+
+STEP = "One training step of a GPT on 8 virtual GPUs"
+
+
+def step_of_gpt() -> EventLog:
+    """Return the step in the picture of the player, docs/player.png."""
+    return simulate(CONFIG, 8, "h100", batch=2, seq=1024, reshard_after_forward=True).log
 
 
 def of_faq(name: str) -> Logs:
@@ -152,6 +159,7 @@ FAQ = {
     "scaling": ("scalings", "Play 8 GPUs (A) and 256 with hybrid sharding (B): what does compute hide?"),
 }
 PLAYERS = {
+    "step": Player("index", "player.png", "Play this step.", lambda: {STEP: step_of_gpt()}),
     "demo": Player("traces", "player.png", "Play two steps of the demo.", lambda: {"the demo": demo(None)}),
     "demo-kept": Player(
         "traces",
@@ -176,7 +184,7 @@ def add_players(app: Any, doctree: nodes.document) -> None:
     for name, player in reversed(PLAYERS.items()):  # of two players at one place, the first comes first
         if player.page == page:
             address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
-            block = nodes.raw("", BLOCK.render(says=player.says, address=address), format="html")
+            block = nodes.raw("", BLOCK.render(says=player.says, address=address, fitted=FITTED), format="html")
             parent, place = _place(doctree, player.at)
             parent.insert(place, block)
 

@@ -28,11 +28,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hwfsdp.core.compat import address_of as address_of, all_gather_single as all_gather_single
-from hwfsdp.core.compat import call_after_backward as call_after_backward
+from hwfsdp.core.compat import all_gather_single as all_gather_single
 from hwfsdp.core.compat import dtensor as dtensor, local_of as local_of
 from hwfsdp.core.compat import reduce_scatter_single as reduce_scatter_single
-from hwfsdp.core.compat import register_parameter as register_parameter
 from hwfsdp.core.compat import replace_local as replace_local, wrap_like as wrap_like
 
 F = TypeVar("F", bound=Callable[..., Any])

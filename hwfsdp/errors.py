@@ -8,8 +8,10 @@ even if you have never seen this module.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from pickle import PicklingError
 from typing import Self
 
@@ -29,6 +31,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", form: str
     """Return the remedy for an unknown name: the closest known name, or else `otherwise`. `form` has a place for the known name."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"Did you mean: {form.format(close[0])}" if close else otherwise
+
+
+def shown_path(path: Path | str) -> str:
+    """Return a path as its user would type it: relative to the current folder, if it is below this folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
 
 
 class WrongTypeError(UsageError, TypeError):

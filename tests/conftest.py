@@ -36,7 +36,7 @@ getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
 
-import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "hwfsdp.course.probes")
+import_ahead("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "hwfsdp.course.machines")
 
 
 @pytest.fixture

@@ -147,13 +147,13 @@ STRIDED = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", STRIDED)
-def test_gradients_may_lie_in_memory_as_autograd_left_them_and_stay_as_they_were(name, world_size):
-    grads = [STRIDED[name](), numbered((4, 2)), STRIDED[name]()]
-    before = [grad.clone() for grad in grads]
-    assert copied_in(grads, world_size) == chunks_row_by_row(grads, world_size)
-    assert all(map(same_bits, grads, before))
+def test_gradients_may_lie_in_memory_as_autograd_left_them_and_stay_as_they_were():
+    for world_size in [1, 2, 3]:
+        for name in STRIDED:
+            grads = [STRIDED[name](), numbered((4, 2)), STRIDED[name]()]
+            before = [grad.clone() for grad in grads]
+            assert copied_in(grads, world_size) == chunks_row_by_row(grads, world_size)
+            assert all(map(same_bits, grads, before))
 
 
 # --- Scaling -----------------------------------------------------------------------------------------------
@@ -186,24 +186,27 @@ def mean_scaling(shards: int, replicas: int, *options: Any) -> tuple[float, Any,
     return before, operation, hybrid.replica_operation(dtype), after
 
 
-@pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_means_are_taken_as_fsdp2_takes_them(dtype: torch.dtype, force_sum: bool) -> None:
-    for shards, replicas in itertools.product((1, 2, 3, 4, 6, 8, 16, 64), (1, 2, 3, 4)):
-        expected = scaling_of_torch(shards, replicas, dtype, None, force_sum)
-        assert tuple(mean_scaling(shards, replicas, dtype, None, force_sum)) == expected, (shards, replicas)
+def test_means_are_taken_as_fsdp2_takes_them() -> None:
+    for force_sum in [False, True]:
+        for dtype in FLOATING:
+            for shards, replicas in itertools.product((1, 2, 3, 4, 6, 8, 16, 64), (1, 2, 3, 4)):
+                expected = scaling_of_torch(shards, replicas, dtype, None, force_sum)
+                assert tuple(mean_scaling(shards, replicas, dtype, None, force_sum)) == expected, (
+                    shards,
+                    replicas,
+                )
 
 
-@pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_the_factors_around_a_reduction_and_the_backends_own_make_up_the_divisor(dtype, force_sum):
-    for shards, replicas, factor in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), FACTORS):
-        before, scatter, reduce, after = mean_scaling(shards, replicas, dtype, factor, force_sum)
-        by_backend = shards if scatter == dist.ReduceOp.AVG else 1
-        by_backend *= replicas if reduce == dist.ReduceOp.AVG else 1
-        wanted = shards * replicas if factor is None else factor
-        assert before * after * by_backend == wanted
-        assert not force_sum or by_backend == 1
+def test_the_factors_around_a_reduction_and_the_backends_own_make_up_the_divisor():
+    for force_sum in [False, True]:
+        for dtype in FLOATING:
+            for shards, replicas, factor in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), FACTORS):
+                before, scatter, reduce, after = mean_scaling(shards, replicas, dtype, factor, force_sum)
+                by_backend = shards if scatter == dist.ReduceOp.AVG else 1
+                by_backend *= replicas if reduce == dist.ReduceOp.AVG else 1
+                wanted = shards * replicas if factor is None else factor
+                assert before * after * by_backend == wanted
+                assert not force_sum or by_backend == 1
 
 
 # --- All the way, on ranks ---------------------------------------------------------------------------------

@@ -20,17 +20,16 @@ from hwfsdp.errors import (
 THREE_ANSWERS = {"expected": "a module", "got": "None", "remedy": "Pass a module."}
 
 
-@pytest.mark.parametrize("kind", [FSDPError, UsageError, UnsupportedError, StateError])
-def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy(kind: type[FSDPError]) -> None:
-    error = kind("fully_shard", **THREE_ANSWERS)
-    assert str(error) == "fully_shard: expected a module; got None. Pass a module."
-    assert {name: getattr(error, name) for name in THREE_ANSWERS} == THREE_ANSWERS
-    assert error.subject == "fully_shard"
+def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy() -> None:
+    for kind in [FSDPError, UsageError, UnsupportedError, StateError]:
+        error = kind("fully_shard", **THREE_ANSWERS)
+        assert str(error) == "fully_shard: expected a module; got None. Pass a module."
+        assert {name: getattr(error, name) for name in THREE_ANSWERS} == THREE_ANSWERS
+        assert error.subject == "fully_shard"
 
 
-@pytest.mark.parametrize(
-    ("kind", "builtin"),
-    [
+def test_an_error_is_also_a_builtin_exception_that_other_code_catches():
+    for kind, builtin in [
         (UsageError, ValueError),
         (UnsupportedError, NotImplementedError),
         (StateError, RuntimeError),
@@ -38,25 +37,19 @@ def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy(kind:
         (RuntimeRefusedError, RuntimeError),
         (CollectiveError, RuntimeError),
         (RankError, RuntimeError),
-    ],
-)
-def test_an_error_is_also_a_builtin_exception_that_other_code_catches(kind, builtin):
-    assert issubclass(kind, FSDPError)
-    assert issubclass(kind, builtin)
+    ]:
+        assert issubclass(kind, FSDPError)
+        assert issubclass(kind, builtin)
 
 
-@pytest.mark.parametrize(
-    ("message", "got"), [("several\n  lines\tof C++", "several lines of C++"), (" \n ", "RuntimeError")]
-)
-def test_the_error_of_a_collective_names_group_and_rank_and_has_the_backends_message_in_one_line(
-    message, got
-):
-    error = CollectiveError("all_gather", "layers.0", 3, RuntimeError(message))
-    assert (error.collective, error.owner, error.rank, error.got) == ("all_gather", "layers.0", 3, got)
-    assert str(error).startswith("all_gather of parameter group 'layers.0' on rank 3: ")
-    assert got in str(error) and "\n" not in str(error)
-    line, error.table = str(error), "a sentence.\n\n> a table"
-    assert str(error) == f"{line}\n\na sentence.\n\n> a table"
+def test_the_error_of_a_collective_names_group_and_rank_and_has_the_backends_message_in_one_line():
+    for message, got in [("several\n  lines\tof C++", "several lines of C++"), (" \n ", "RuntimeError")]:
+        error = CollectiveError("all_gather", "layers.0", 3, RuntimeError(message))
+        assert (error.collective, error.owner, error.rank, error.got) == ("all_gather", "layers.0", 3, got)
+        assert str(error).startswith("all_gather of parameter group 'layers.0' on rank 3: ")
+        assert got in str(error) and "\n" not in str(error)
+        line, error.table = str(error), "a sentence.\n\n> a table"
+        assert str(error) == f"{line}\n\na sentence.\n\n> a table"
 
 
 NESTED = CollectiveError("all_gather", "a", 0, RuntimeError("[/far/away.cc:78] Timed out")).args[0]

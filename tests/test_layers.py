@@ -43,7 +43,7 @@ OUT_OF_ORDER = {"core", "features", "course"}
 LONGEST = 400  # lines of code of a file
 # files that are longer still, with their lines; may only shrink
 LONG = {
-    "course/laws.py": 478,
+    "course/laws.py": 460,
 }
 LONGEST_FUNCTION = 40  # lines of code of its body
 

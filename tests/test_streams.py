@@ -243,8 +243,9 @@ def time_now() -> float:
 
 
 def test_a_block_can_replace_the_streams_of_a_device_and_restores_them() -> None:
-    with core_streams.backend("imagined", lambda: pretended(8.0)), core_streams.backend(
-        "cpu", lambda: pretended(9.0)
+    with (
+        core_streams.backend("imagined", lambda: pretended(8.0)),
+        core_streams.backend("cpu", lambda: pretended(9.0)),
     ):
         for kind, us in (("imagined", 8.0), ("cpu", 9.0)):
             streams_for(kind)

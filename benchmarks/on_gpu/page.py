@@ -61,7 +61,7 @@ activations, which need memory as well.
 HOW = """## How one GPU shows what many do
 
 NCCL refuses two ranks on one GPU. So one rank runs alone, in a process group that pretends to have other ranks. Each collective makes up
-the data of the other ranks, on the stream that called it (`tests/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
+the data of the other ranks, on the stream that called it (`tests/support/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
 and copies are the same as on many GPUs. Only the network is missing. hwfsdp and FSDP2 get the same data, so their bits can be compared.
 
 A missing wait may go unnoticed if the work happens to be ready in time. So the part `worlds` delays every collective on a GPU, and fills

@@ -63,18 +63,22 @@ def on_the_device(device: str, out: Path) -> list[Step]:
 
 
 def worlds(device: str, out: Path) -> list[Step]:
-    """Run tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/pretended.py`)."""
+    """Run tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/support/pretended.py`)."""
     environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device, "HWFSDP_PATIENCE": "4"}
     bits = "not changed and not elements" if device == "cuda" else "uneven or bf16"
     return [
-        *files_of(["test_overlap.py", "test_memory_bounds.py"], "-p", "pretended", environ=environ),
-        *files_of(["test_parity.py"], "-p", "pretended", "-m", "not long", "-k", bits, environ=environ),
+        *files_of(
+            ["parity/test_overlap.py", "parity/test_memory_bounds.py"], "-p", "pretended", environ=environ
+        ),
+        *files_of(
+            ["parity/test_parity.py"], "-p", "pretended", "-m", "not long", "-k", bits, environ=environ
+        ),
     ]
 
 
 def races(device: str, out: Path) -> list[Step]:
     """Run the tests that make each stream late in turn."""
-    return files_of(["test_streams_on_a_device.py"], "-k", device, environ=one_gpu(device))
+    return files_of(["parity/test_streams_on_a_device.py"], "-k", device, environ=one_gpu(device))
 
 
 def speed(device: str, out: Path) -> list[Step]:

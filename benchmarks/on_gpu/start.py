@@ -53,7 +53,10 @@ def chosen(dry: bool) -> str | None:
 def environment() -> dict[str, str]:
     """Return environment variables that put the package into Python's path."""
     behind = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), *behind]),
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ PROGRAM = replace(WIDE, root=False)  # the skeleton cannot shard a root around o
 
 def draw() -> Figure:
     """Two strips on one axis of time: the backward only, where task 3 makes the difference."""
-    start_server("hwfsdp.course.probes")
+    start_server("hwfsdp.course.machines")
     logs = {}
     with TemporaryDirectory() as folder:
         for name, task in (("Without task 3", "h2"), ("With task 3", "h3")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hwfsdp.course.ranks import Report, attempt, submitted
+from hwfsdp.course.probing import Report, attempt, submitted
 
 
 def probe_rows(report: Report, cases: list[tuple[int, int]]) -> None:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.comm import shared_memory
-from hwfsdp.course.ranks import Report, submitted
-from hwfsdp.course.watching import Watched, bytes_alive, collectives_of, copied, ready, tensors_in, watch
+from hwfsdp.course.probing import Report, submitted
+from hwfsdp.course.watching import Watched, bytes_alive, collectives_of, copied, ready, watch
 
 WIDTH, ROWS = 6, 4
 BLOCKS = ("0", "1", "2", "3")
@@ -201,7 +202,7 @@ def late(log: Log) -> Iterator[None]:
         op = next((op for op in OPS if plain.startswith(op.replace("_", ""))), name)
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            written, given = (list(tensors_in([each])) for each in args[:2])
+            written, given = map(tensors_in, args[:2])
             read = written if op == "all_reduce" else given
             ranks, whole = dist.get_process_group_ranks(group), max(written, read, key=bytes_of)
             kept = bytes_alive(log.sent) if op == "reduce_scatter" else 0

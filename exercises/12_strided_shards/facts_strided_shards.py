@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.compat import StridedShard, storage_key
-from hwfsdp.course.ranks import Report, attempt, submitted
+from hwfsdp.course.probing import Report, attempt, submitted
 
 Calls = dict[str, list[tuple[Any, ...]]]  # arguments, by function
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from hwfsdp import fully_shard
 from hwfsdp.compat import DispatchMode, local_of, storage_key
-from hwfsdp.course.ranks import Report, submitted
+from hwfsdp.course.probing import Report, submitted
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.observe.recording import record
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 from hwfsdp import fully_shard
 from hwfsdp.compat import default_store_below, local_of
-from hwfsdp.course.probing import load_again
-from hwfsdp.course.ranks import Report, simulates, submitted
+from hwfsdp.course.probing import Report, load_again, simulates, submitted
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.observe.recording import record
 

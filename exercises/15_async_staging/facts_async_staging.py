@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import fully_shard
 from hwfsdp.compat import DispatchMode, local_of, storage_key
-from hwfsdp.course.ranks import Report, attempt, submitted
+from hwfsdp.course.probing import Report, attempt, submitted
 
 State = dict[str, Any]
 

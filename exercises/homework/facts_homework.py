@@ -52,7 +52,7 @@ def forwards(scenario, seed):
     """Run two forwards without autograd. Return both outputs, and the bytes and the owners of the second one's gathers."""
     model = sharded(scenarios.build(scenario, seed), scenario, students_shard())
     batches = [scenarios.batch_of(model, seed, dist.get_rank(), number) for number in range(2)]
-    with torch.no_grad(), Watcher(refuses=True, counts=False, logs=False):
+    with torch.no_grad(), Watcher(refuses=True):
         outputs = [model(batches[0])]
         with record() as log:
             outputs.append(model(batches[1]))
@@ -91,7 +91,7 @@ def backward(seed):
     for name, module in model.named_children():
         shard(module, name)
     loss, raised = model(x).square().sum(), None
-    with record() as log, Watcher(refuses=True, counts=False, logs=False) as watcher:
+    with record() as log, Watcher(refuses=True) as watcher:
         watcher.begin("backward")
         try:
             loss.backward()

@@ -17,8 +17,7 @@ Modules, in reading order:
     distribute    whole tensors into shards, on every rank or from one
     staging       copies to save from, while training goes on
     manifest      the list of a save's contents, and their places
-    commit        files: written, brought to the disk, put in place in one step, read with checks
-    archives      files of torch.save, written with checksums and read without running code
+    commit        files: written, brought to the disk, put in place in one step, read with checks and without running code
     meta          memory for targets on the meta device, and the state that an optimizer will have
     saving        save and async_save: describe, divide, write, commit
     loading       load: match, read, fill
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING
 from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import agreement, archives, boxes, commit, convert, dcp, distribute, loading, manifest
+    from . import agreement, boxes, commit, convert, dcp, distribute, loading, manifest
     from . import messages, meta
     from . import part_files, parts, saving, staging, state_dict, traverse
     from hwfsdp.checkpoint.convert import Inspection as Inspection

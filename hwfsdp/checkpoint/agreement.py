@@ -156,21 +156,22 @@ class Agreement:
         except Abandoned:
             return {"error": None}
         except Exception as error:
-            return {"error": _described(self._as_ours(error)), "cause": error}
+            return {"error": self._described(error), "cause": error}
 
-    def _as_ours(self, error: Exception) -> FSDPError:
+    def _described(self, error: Exception) -> dict[str, Any]:
+        """Describe an error as JSON. An error that is not of this package becomes a `CheckpointError`."""
         where = f", rank {self.rank}" if self.size > 1 else ""
-        if isinstance(error, FSDPError):
-            copy = _restored(_described(error))
-            named = re.search(r", rank \d+$", copy.subject)  # an earlier save may have added a rank
-            copy.subject += where if self.rank and not named else ""  # any rank may meet an error of rank 0
-            return _restored(_described(copy))
-        got, file = told(error), None
-        what, expected = f"{self._place}{where}", "every rank to do its part"
-        remedy = "What was there before is as it was; mend this, and try again."
-        if isinstance(error, OSError):
-            (got, remedy), file = of_disk(error), error.filename
-        return CheckpointError(what, expected=expected, got=got, remedy=remedy).at(file)
+        if not isinstance(error, FSDPError):
+            what, expected, file = f"{self._place}{where}", "every rank to do its part", None
+            got, remedy = told(error), "What was there before is as it was; mend this, and try again."
+            if isinstance(error, OSError):
+                (got, remedy), file = of_disk(error), error.filename
+            error = CheckpointError(what, expected=expected, got=got, remedy=remedy).at(file)
+        kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _KNOWN)
+        # Any rank may meet an error of rank 0; an earlier save may have added a rank.
+        named = not self.rank or re.search(r", rank \d+$", error.subject)
+        subject = error.subject + ("" if named else where)
+        return {"kind": kind, "attributes": vars(error) | {"subject": subject}}
 
     # --- The leader ------------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class Agreement:
             if report["in"] != self._place:
                 expected, got = f"rank {rank} to be there, too", repr(report["in"])
                 remedy = "Call the same functions in the same order on all ranks."
-                return {"error": _described(refusal(self._place, expected, got, remedy))}
+                return {"error": self._described(refusal(self._place, expected, got, remedy))}
             if report.get("error"):
                 return dict(report)
         return None
@@ -262,7 +263,8 @@ class Agreement:
         if seconds is not None:
             got = f"no word for {seconds:g} s"
         remedy = "The last complete checkpoint counts; start all ranks again."
-        return {"error": _described(refusal(self._place, who, got, remedy, CheckpointError))}
+        error = refusal(self._place, who, got, remedy, CheckpointError)
+        return {"error": {"kind": "CheckpointError", "attributes": vars(error)}}
 
     def _listen(self, rank: int) -> None:
         """Start a thread that puts the next message of a rank into the inbox, or the exception that reports its death."""
@@ -303,18 +305,11 @@ def _as_sent(result: Any) -> Any:
     return json.loads(json.dumps(result))
 
 
-def _described(error: FSDPError) -> dict[str, Any]:
-    kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _KNOWN)
-    return {"kind": kind, "attributes": error.__dict__}
-
-
 def _restored(description: dict[str, Any]) -> FSDPError:
-    fields = description["attributes"]
-    kind = _KNOWN[description["kind"]]
+    fields, kind = description["attributes"], _KNOWN[description["kind"]]
     error = kind.__new__(kind)
-    error.__dict__.update(fields)
-    answers = {name: fields[name] for name in ("expected", "got", "remedy")}
-    FSDPError.__init__(error, fields["subject"], **answers)
+    vars(error).update(fields)
+    FSDPError.__init__(error, **{name: fields[name] for name in ("subject", "expected", "got", "remedy")})
     return error
 
 

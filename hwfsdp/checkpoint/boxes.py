@@ -22,7 +22,7 @@ from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.compat import is_sharded_tensor, is_traceable_wrapper_subclass, local_of
 from hwfsdp.errors import UnsupportedError
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset, held_extent
-from hwfsdp.layout.stripes import are_striped, stripes_of
+from hwfsdp.layout.extents import are_striped, stripes_of
 
 
 class Box(NamedTuple):
@@ -284,38 +284,25 @@ _CAST_AT_ONCE = 1 << 20  # values that are checked at once after a cast
 
 
 def cast(path: KeyPath, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values in another dtype. Raise an error if a value changes by more than rounding."""
+    """Return the values in another dtype. Raise an error if a finite value changes by more than rounding."""
     if part.dtype == dtype:
         return part
-    cast = part.to(dtype)
+    cast, eps, tiny = part.to(dtype), 2.0**-52, 0.0
+    if dtype.is_floating_point or dtype.is_complex:
+        eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
     for values, new in zip(part.view(-1).split(_CAST_AT_ONCE), cast.view(-1).split(_CAST_AT_ONCE)):
-        lost = _lost(values, new) if dtype.is_floating_point or dtype.is_complex else _outside(values, dtype)
-        if bool(lost.any()):
-            value = values[int(lost.nonzero()[0])].item()
-            refuse(
-                path, f"values that {dtype} can hold", f"{value}", "Load into a tensor of the saved dtype."
-            )
+        before, after = map(_as_pairs, (values, new))
+        kept = (after - before).abs() <= before.abs() * eps + tiny
+        if not bool((kept | ~before.isfinite()).all()):
+            value = values[int((~kept & before.isfinite()).any(-1).nonzero()[0])].item()
+            remedy = "Load into a tensor of the saved dtype."
+            refuse(path, f"values that {dtype} can hold", f"{value}", remedy)
     return cast
 
 
-def _lost(values: Tensor, new: Tensor) -> Tensor:
-    """Find the finite values that the other floating-point dtype cannot hold: they become infinite, stop at its limit, or change sign."""
-    wide, limits = torch.complex128 if new.is_complex() else torch.float64, torch.finfo(new.dtype)
-    before, after = values.to(wide), new.to(wide)
-    if new.is_complex():
-        before, after = torch.view_as_real(before), torch.view_as_real(after)
-    far = (before.abs() > limits.max * (1 + limits.eps)) | ~after.isfinite() | (before * after < 0)
-    lost = before.isfinite() & far
-    return lost.any(-1) if new.is_complex() else lost
-
-
-def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Find the integers that the integer dtype `dtype` cannot hold."""
-    # As int64, a uint64 of 2**63 or more is negative. No other integer dtype holds such values.
-    unsigned = values.dtype == torch.uint64
-    whole, limits = values.view(torch.int64) if unsigned else values.long(), torch.iinfo(dtype)
-    lowest = 0 if unsigned else limits.min
-    return (whole < lowest) | (whole > min(limits.max, torch.iinfo(torch.int64).max))
+def _as_pairs(values: Tensor) -> Tensor:
+    """Return numbers of any dtype as float64: [n, 2], real and imaginary part."""
+    return torch.view_as_real((values if values.is_complex() else values.double()).to(torch.complex128))
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -343,10 +330,16 @@ def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
     return [] if coordinate is None else pieces_at(tensor.shape, mesh_shape, placements, coordinate)
 
 
+def values_in(tensor: Tensor, box: Box) -> Tensor:
+    """Return the values in a box of the whole tensor, which lies within a box of this rank's part. It is a view."""
+    outer, own = next(piece for piece in pieces_of(tensor) if intersection(box, piece[0]))
+    return part_of(tensor)[own.slices][within(box, outer).slices]
+
+
 def pieces_at(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]
 ) -> list[tuple[Box, Box]]:
-    """Return the boxes of the rank at this coordinate of a mesh, as `pieces_of` does. See Note [Stripes] in `layout.stripes`."""
+    """Return the boxes of the rank at this coordinate of a mesh, as `pieces_of` does. See Note [Stripes] in `layout.extents`."""
     if are_striped(mesh_shape, placements):
         stripes = stripes_of(shape, mesh_shape, placements, at)
         found = [(Box(offset, size), Box(start, size)) for size, offset, start in stripes]

@@ -16,6 +16,11 @@ A checkpoint of another format is a directory of files of `torch.save`, which is
 checkpoint's name is always complete. On Linux, the old and the new directory exchange their names in one step. On other systems,
 there is a moment without any directory of this name. A killed save leaves a directory behind; the next save removes it.
 
+DCP and PART write files of torch.save. Such a file is a zip file with a CRC-32 for each record, but torch's reader does not compare it.
+It also differs from other zip readers: one flipped bit in the central directory can make a record look like a folder. Then torch reads
+nothing, and the tensor keeps whatever its memory held. So `check_archive` compares the checksums. It also requires records as torch
+writes them: not compressed, not encrypted, without attributes. `load_archive` then loads the values, and runs no code of the file.
+
 Note [Who is still writing]
     The files of a killed save look like a save that is under way. So the leader of a save holds a lock on the checkpoint's
     directory. The lock ends with its process, however the process ends. A leader that gets the lock knows that no other save is
@@ -34,24 +39,29 @@ Note [Checksums]
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
+import io
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, PICKLES, SAVE_ID, VERSION, Manifest
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest
 from hwfsdp.checkpoint.manifest import from_bytes, name_of, parse_json
-from hwfsdp.checkpoint.messages import damaged, refusal, refuse
+from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse, told, with_size
+from hwfsdp.checkpoint.traverse import items_of, map_leaves
 from hwfsdp.errors import CheckpointError, StateError, UsageError
 
 # a range of bytes of a file: the byte at which it begins, and the function that returns its data
@@ -177,54 +187,6 @@ def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None
         done += n
 
 
-class BlockReader(NamedTuple):
-    """A reader for the blocks of one chunk. It compares each block with its checksum.
-
-    Attributes:
-        fd, path: the file. at: the byte of the file at which the chunk begins. nbytes: the size of the chunk.
-        crc32: the checksum of each block. key: the entry that an error names.
-    """
-
-    fd: int
-    path: Path
-    at: int
-    nbytes: int
-    crc32: tuple[int, ...]
-    block_bytes: int
-    key: str
-
-    def covering(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range [from, to) of whole blocks that holds the bytes `start` to `stop` of the chunk."""
-        blocks = start // self.block_bytes, -(-stop // self.block_bytes)
-        return blocks[0] * self.block_bytes, min(blocks[1] * self.block_bytes, self.nbytes)
-
-    def read(self, into: memoryview, start: int) -> None:
-        """Fill the memory with whole blocks. The first block begins at byte `start` of the chunk.
-
-        Raises:
-            CheckpointError: a block differs from what was written. The message names file, key and offset.
-        """
-        read_exactly(self.fd, into, self.at + start, self.path, self.key)
-        for done in range(0, len(into), self.block_bytes):
-            block = (start + done) // self.block_bytes
-            crc = zlib.crc32(into[done : done + self.block_bytes])
-            if crc != self.crc32[block]:
-                expected = f"a block with the checksum {self.crc32[block]:08x}"
-                got = f"{crc:08x}: it is damaged"
-                raise damaged(self.path, expected, got, self.at + start + done, self.key)
-
-
-def check_header(fd: int, path: Path, header: bytes) -> None:
-    """Raise `CheckpointError` unless the file begins with this header."""
-    found = bytearray(len(header))
-    read_exactly(fd, memoryview(found), 0, path)
-    if found != header:
-        got = found.decode(errors="replace").strip()
-        if bytes(found[:2]) in PICKLES:
-            got = "a pickle, which is never opened"
-        raise damaged(path, f"a file that begins with {header.decode().strip()!r}", f"{got!r}", 0)
-
-
 # --- The directory of a checkpoint -------------------------------------------------------------------------
 
 CURRENT, MANIFEST, _NEW = "CURRENT", "manifest.json", "CURRENT.new"
@@ -233,11 +195,10 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Current(NamedTuple):
-    """The save that counts: its directory, the SHA-256 of its manifest, and its id. None: accept what the manifest says."""
+    """The save that counts: its directory, and the SHA-256 of its manifest. None: accept what the manifest says."""
 
     folder: Path
     digest: str | None
-    save_id: str | None = None
 
 
 def find_saves(path: Path) -> list[str]:
@@ -280,7 +241,7 @@ def find_current(path: Path) -> Current:
         save_id, digest = tree["save"], tree["manifest_sha256"]
         if SAVE_ID.fullmatch(save_id) and _DIGEST.fullmatch(digest):
             if data == _current_bytes(save_id, digest):
-                return Current(path / save_id, digest, save_id)
+                return Current(path / save_id, digest)
     except (KeyError, TypeError):
         pass
     raise damaged(file, "what a save writes", "something else", 0)
@@ -307,10 +268,6 @@ def read_manifest(current: Current) -> Manifest:
     if current.digest is not None and manifest.digest != current.digest:
         got = f"one with SHA-256 {manifest.digest[:12]}…"
         raise damaged(file, f"the manifest that CURRENT names, with {current.digest[:12]}…", got)
-    if current.save_id is not None and manifest.save_id != current.save_id:
-        raise damaged(
-            file, f"the manifest of save {current.save_id}", f"the manifest of save {manifest.save_id}"
-        )
     return manifest
 
 
@@ -365,19 +322,17 @@ def locked(path: Path) -> Iterator[None]:
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        with suppress(OSError):  # a file system may have no locks
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 got, remedy = "another process that is saving there", "Wait for it, or choose another path."
                 raise refusal(path, "one save at a time", got, remedy, StateError) from None
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                # To close the descriptor is not enough, because a forked child may have it, too.
-                fcntl.flock(fd, fcntl.LOCK_UN)
+        yield
     finally:
+        with suppress(OSError):
+            # To close the descriptor is not enough, because a forked child may have it, too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
@@ -424,19 +379,14 @@ def _put_back(path: Path, before: bytes | None) -> None:
             os.replace(path / _NEW, path / CURRENT)
 
 
-def sweep(path: Path, current: str | None, keep: int) -> None:
-    """Remove everything that killed saves left. Of the finished saves, keep the newest `keep`, which include `current`.
+def sweep(path: Path, keep: int | None = None) -> None:
+    """Remove everything that killed saves left. Of the saves up to the one that counts, keep the newest `keep`. None: keep all.
 
-    Args:
-        current: the save that has just finished. None: a save is about to begin. Then keep all finished saves, except those newer
-            than the save that counts: they never counted.
+    Finished saves after it never counted. If no save counts, keep all that are finished.
     """
-    finished, counting = find_saves(path), newest_of(path)
-    others = [save_id for save_id in finished if save_id != current]
-    if current:
-        kept = {current, *others[max(0, len(others) - (keep - 1)) :]}
-    else:
-        kept = set(finished[: finished.index(counting) + 1] if counting in finished else finished)
+    kept, counting = find_saves(path), newest_of(path)
+    if counting in kept:
+        kept = kept[: kept.index(counting) + 1][-keep if keep else 0 :]
     for entry in list(path.iterdir()):
         if SAVE_ID.fullmatch(entry.name) and entry.name not in kept and not entry.is_symlink():
             remove(entry)
@@ -461,19 +411,13 @@ def newest_of(path: Path) -> str | None:
 
 
 @contextmanager
-def replaced(
-    target: Path,
-    agreement: Agreement,
-    check: Callable[[], None],
-    complete: Callable[[Path], None] = lambda _: None,
-) -> Iterator[tuple[Path, str]]:
+def replaced(target: Path, agreement: Agreement, check: Callable[[], None]) -> Iterator[tuple[Path, str]]:
     """Provide a new directory beside `target`, and the id of the save. When all ranks have written there, the directory is renamed.
 
     It then has the name `target`. If a rank raises an error, `target` stays as it was, and the new directory is removed.
 
     Args:
         check: called on the first rank before the directory is made; raises if `target` must not be replaced.
-        complete: called on the first rank with the new directory, just before it gets its name.
     """
 
     def begin(_: list[Any]) -> list[str]:
@@ -482,18 +426,34 @@ def replaced(
         name_beside(target, save_id).mkdir(parents=True)
         return [save_id] * agreement.size
 
-    def publish(_: list[Any]) -> None:
-        complete(draft)
-        put_in_place(draft, target)
-
     save_id = agreement.step("beginning", lambda: None, begin)
     draft = name_beside(target, save_id)
     try:
         yield draft, save_id
-        agreement.step("publishing", lambda: None, publish)
+        agreement.step("publishing", lambda: None, lambda _: put_in_place(draft, target))
     finally:
         if agreement.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_replaceable(target: Path, names: re.Pattern[str], what: str, overwrite: bool = True) -> None:
+    """Raise `UsageError` if the directory holds a file whose name is none of the format's or, without `overwrite`, any file."""
+    there = sorted(os.listdir(target)) if target.is_dir() else ["a file"] * os.path.lexists(target)
+    foreign = [name for name in there if not names.fullmatch(name)]
+    if foreign or (there and not overwrite):
+        remedy = "Save into a directory of its own; it is replaced as a whole."
+        got, remedy = (
+            (foreign[0], remedy) if foreign else (what, "Choose another path, or pass overwrite=True.")
+        )
+        refuse(target, f"a directory that holds nothing but {what}, or none yet", got, remedy)
+
+
+def check_written(*files: Path) -> None:
+    """Raise an error unless the first rank sees all these files, which the ranks have written."""
+    for file in files:
+        if not file.is_file():
+            remedy = "Give all ranks the same directory, in a file system that they share."
+            raise damaged(file, "the file that its rank wrote", "none", remedy=remedy)
 
 
 def name_beside(target: Path, save_id: str) -> Path:
@@ -511,26 +471,20 @@ def left_beside(target: Path) -> list[str]:
 def put_in_place(new: Path, target: Path) -> None:
     """Rename a complete directory to `target`, and remove the old `target`."""
     sync_directory(new)
-    _rename(new, target, aside=new.with_suffix(".previous"))
+    if not target.exists():
+        os.rename(new, target)
+    elif not _exchange(new, target):
+        aside = new.with_suffix(".previous")
+        os.rename(target, aside)
+        try:
+            os.rename(new, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
     with suppress(OSError):  # the directory has its name even if this fails
         sync_directory(target.parent)
     for name in left_beside(target):
         shutil.rmtree(target.parent / name, ignore_errors=True)
-
-
-def _rename(new: Path, target: Path, aside: Path) -> None:
-    """Rename `new` to `target`. The old `target` is then called `new` or `aside`."""
-    if not target.exists():
-        os.rename(new, target)
-        return
-    if _exchange(new, target):
-        return
-    os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -538,3 +492,135 @@ def _exchange(one: Path, other: Path) -> bool:
     at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)
+
+
+# --- Files of torch.save ------------------------------------------------------------------------------------
+
+
+def check_archive(
+    file: Path | IO[bytes], path: Path, key: str | None = None, offset: int | None = None
+) -> None:
+    """Read every record and compare it with its checksum.
+
+    Args:
+        path, key: the file and the entry that an error names. Without a key, the error names the record.
+        offset: the byte at which the archive begins in the file at `path`. None: the archive is the whole file.
+
+    Raises:
+        CheckpointError: a record differs from what torch.save wrote, or the file is not a zip archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            odd = [record for record in archive.infolist() if not _is_plain(record)]
+            name = odd[0].filename if odd else archive.testzip()
+            if name is None:
+                return
+            record = archive.getinfo(name)
+    except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
+        raise damaged(path, "an undamaged zip file of torch.save", told(error), offset, key) from error
+    got = f"{'other attributes' if odd else 'others, by their CRC-32'}, in {record.filename}"
+    at = (offset or 0) + record.header_offset
+    raise damaged(path, "the bytes that were written", got, at, key or record.filename)
+
+
+def _is_plain(record: zipfile.ZipInfo) -> bool:
+    plain = record.external_attr == 0 and record.compress_type == zipfile.ZIP_STORED
+    return plain and not record.flag_bits & ~0x0808  # sizes follow the data; names are UTF-8
+
+
+def load_archive(
+    file: Path | IO[bytes],
+    path: Path,
+    options: Mapping[str, Any],
+    key: str | None = None,
+    offset: int | None = None,
+) -> Any:
+    """Load an archive with `torch.load(weights_only=True)`, which runs no code from the archive. Call `check_archive` first.
+
+    Args:
+        options: for torch.load. path, key, offset: as for `check_archive`.
+
+    Raises:
+        CheckpointError: the archive contains something that weights_only=True does not allow. No code of it has run.
+    """
+    try:
+        if not isinstance(file, Path):
+            file.seek(0)
+        return torch.load(file, **{**options, "weights_only": True})
+    except Exception as error:
+        expected, got = "what torch.load(weights_only=True) allows", told(error)[:300]
+        unsafe = sorted({*re.findall(r"GLOBAL (\S+)", str(error))})
+        if not unsafe:
+            raise damaged(path, expected, got, offset, key) from error
+        got = f"calls of {', '.join(unsafe)}, which were not made"
+        remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
+        raise damaged(path, expected, got, offset, key, remedy) from error
+
+
+@contextmanager
+def extract(path: Path, start: int, nbytes: int, key: str) -> Iterator[IO[bytes]]:
+    """Open a range of bytes of a file as a file. `key`: the entry that an error names."""
+    try:
+        with path.open("rb") as file:
+            yield io.BufferedReader(_Range(file.fileno(), start, nbytes))
+    except OSError as error:
+        raise damaged(path, "a file that can be read", told(error), key=key) from error
+
+
+class _Range(io.RawIOBase):
+    """A range of bytes of a file, as a file that is read from. Others may read from the same descriptor at the same time."""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self.fd, self.start, self.nbytes, self.at = fd, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.nbytes}[whence]
+        if self.at < 0:
+            raise ValueError(f"a negative place in a file: {self.at}")
+        return self.at
+
+    def readinto(self, into: Any) -> int:
+        n = min(len(into), max(0, self.nbytes - self.at))
+        n = os.preadv(self.fd, [memoryview(into)[:n]], self.start + self.at) if n else 0
+        self.at += n
+        return n
+
+
+@contextmanager
+def archive_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
+    """Make a new file for `torch.save`, which adds checksums, and bring it to the disk at the end. `nbytes`: what an error says."""
+    with_crcs = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(True)
+        with open(path, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception as error:
+        raise with_size(error, path, nbytes) from error
+    finally:
+        torch.serialization.set_crc32_options(with_crcs)
+
+
+def check_loadable(path: KeyPath, tree: Any) -> None:
+    """Raise an error if torch.load with weights_only=True would not accept the tree. Tensors are taken out before the test."""
+    file = io.BytesIO()
+    try:
+        torch.save(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+        return
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+    for key, child in (items_of(tree) or {}).items():
+        check_loadable((*path, key), child)
+    expected = "what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers"
+    remedy = "Convert it, for example with its state_dict(), or both save and load it inside "
+    remedy += "torch.serialization.safe_globals([its class])."
+    refuse(path, expected, f"{type(tree).__name__} ({reason})", remedy)

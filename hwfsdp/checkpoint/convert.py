@@ -45,10 +45,10 @@ from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import view_bytes
 from hwfsdp.checkpoint.commit import sync_directory
 from hwfsdp.checkpoint.loading import Blocks, Match, Source, read_tensors
-from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode, name_of
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show, with_size
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed, shares_of
-from hwfsdp.checkpoint.traverse import items_of, leaves_of, nest, unflatten_state_dict
+from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
 from hwfsdp.errors import CheckpointError
 from hwfsdp.optional_packages import needed_by
 
@@ -70,17 +70,18 @@ def format_of(path: Path) -> str:
     Raises:
         UsageError: there is no checkpoint in a format that this module reads.
     """
-    signs = {"store": commit.CURRENT, "dcp": dcp.METADATA, "part": "PART_000.pt"}
-    found = [name for name, sign in signs.items() if os.path.lexists(path / sign)]
-    if path.is_dir() and (path / commit.MANIFEST).is_file():
-        found.append("store")
+    signs = {commit.CURRENT: "store", commit.MANIFEST: "store", dcp.METADATA: "dcp", "PART_000.pt": "part"}
+    found = {name for sign, name in signs.items() if os.path.lexists(path / sign)}
     if path.is_file() and path.suffix == ".safetensors":
-        found.append("safetensors")
+        found.add("safetensors")
     if len(found) != 1:
-        signs_of = f"signs of {' and '.join(found)}" if found else "none of them"
-        got = signs_of if path.exists() else "nothing"
+        got = (
+            f"signs of {' and '.join(sorted(found))}"
+            if found
+            else "none of them" if path.exists() else "nothing"
+        )
         refuse(path, "a store, a DCP or a PART checkpoint, or a .safetensors file", got, "Check the path.")
-    return found[0]
+    return found.pop()
 
 
 def convert(
@@ -159,13 +160,9 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 
     def make(path: KeyPath, items: dict[Any, Any]) -> Any:
         kind = kinds.get(path, "dict")
-        if kind == "dict":
-            return items
-        values = [items[key] for key in sorted(items)]
-        return values if kind == "list" else tuple(values)
+        return container_like({} if kind == "dict" else [] if kind == "list" else (), items)
 
-    empty = {path: make(path, {}) for path in kinds if path and path not in inner}
-    tree: dict[Any, Any] = nest(leaves | empty, make)
+    tree: dict[Any, Any] = nest(leaves | {p: make(p, {}) for p in kinds if p and p not in inner}, make)
     return tree
 
 
@@ -265,7 +262,7 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
-    description = describe(state, 1).description  # raises for values that JSON and dense tensors cannot hold
+    description, _ = describe(state, 1)  # raises for values that JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}
     values = {leaf.path: leaf.value for leaf in leaves_of(state)}
     tensors: dict[str, Tensor] = {}
@@ -353,10 +350,9 @@ class Inspection:
 
     def __str__(self) -> str:
         parameters = sum(entry.nbytes for entry in self.tensors.values() if entry.same_as is None)
-        return (
-            f"{self.path}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values, "
-            f"written by {self.ranks} ranks"
-        )
+        text = f"{self.path}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values"
+        more = f" (beside files that are not part of it: {', '.join(self.unlisted)})" if self.unlisted else ""
+        return f"{text}, written by {self.ranks} ranks{more}"
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
@@ -406,23 +402,18 @@ def _verify_file(
     """Read a file from the first byte to the last: the header, each chunk, and the zeros between them."""
     with ExitStack() as opened:
         source = Blocks(manifest, folder, opened)
-        fd, path, end = source.open(index), folder / name_of(index), ALIGNMENT
+        (fd, path), end = source.open(index), ALIGNMENT
         for entry, chunk in share:
-            _check_zeros(fd, path, end, chunk.at)
-            reader = source.reader(entry, chunk)
-            for start in range(0, reader.nbytes, reader.block_bytes):
-                reader.read(memoryview(bytearray(min(reader.block_bytes, reader.nbytes - start))), start)
-            end = chunk.at + reader.nbytes
-        _check_zeros(fd, path, end, manifest.files[index])
-
-
-def _check_zeros(fd: int, path: Path, start: int, stop: int) -> None:
-    """Raise `CheckpointError` unless these bytes of the file are zero."""
-    found = bytearray(stop - start)
-    commit.read_exactly(fd, memoryview(found), start, path)
-    for i, byte in enumerate(found):
-        if byte:
-            raise damaged(path, "zeros between two parts", f"{byte}", start + i)
+            between = memoryview(bytearray(chunk.at - end))  # after the last chunk, there is nothing
+            commit.read_exactly(fd, between, end, path)
+            if any(between):
+                at = next(i for i, byte in enumerate(between) if byte)
+                raise damaged(path, "zeros between two parts", f"{between[at]}", end + at)
+            nbytes = chunk.box.numel * entry.dtype.itemsize
+            for start in range(0, nbytes, manifest.block_bytes):
+                block = bytearray(min(manifest.block_bytes, nbytes - start))
+                source.read(entry, chunk, memoryview(block), start)
+            end = chunk.at + nbytes
 
 
 # --- The command -------------------------------------------------------------------------------------------
@@ -431,58 +422,40 @@ def _check_zeros(fd: int, path: Path, start: int, stop: int) -> None:
 def show_inspection(path: Path, as_json: bool) -> int:
     """Print the contents of a checkpoint, and the list of its saves."""
     found = inspect(path)
+    tensors = {key.removeprefix("state_dict"): entry for key, entry in found.tensors.items()}
+    values = {key.removeprefix("state_dict"): str(value) for key, value in found.values.items()}
+    dtypes = {key: str(entry.dtype).removeprefix("torch.") for key, entry in tensors.items()}
     if as_json:
-        print(json.dumps(_as_json(found), indent=2))
+        details = {
+            key: {"dtype": dtypes[key], "shape": list(entry.shape), "chunks": len(entry.chunks)}
+            for key, entry in tensors.items()
+        }
+        head = {
+            "save": found.save_id,
+            "saves": list(found.saves),
+            "ranks": found.ranks,
+            "bytes": found.nbytes,
+        }
+        more = {"unlisted": list(found.unlisted), "tensors": details, "values": values}
+        print(json.dumps(head | more, indent=2))
         return 0
     print(found)
-    for key, entry in found.tensors.items():
+    for key, entry in tensors.items():
         chunks = f"{len(entry.chunks)} chunk{'s' if len(entry.chunks) != 1 else ''}"
-        note = f"the same tensor as {_short(show(entry.same_as))}" if entry.same_as else chunks
-        dtype = str(entry.dtype).removeprefix("torch.")
-        print(f"  {_short(key):<48} {dtype:<10} {str(list(entry.shape)):<20} {note}")
-    for key, value in found.values.items():
-        print(f"  {_short(key):<48} {str(value)[:60]}")
+        alias = entry.same_as and show(entry.same_as).removeprefix("state_dict")
+        note = f"the same tensor as {alias}" if alias else chunks
+        print(f"  {key:<48} {dtypes[key]:<10} {str(list(entry.shape)):<20} {note}")
+    for key, value in values.items():
+        print(f"  {key:<48} {value[:60]}")
     print(f"saves, oldest first: {', '.join(found.saves)}")
-    _mention(found)
     return 0
-
-
-def _mention(found: Inspection) -> None:
-    if found.unlisted:
-        print(f"files that are not part of the save: {', '.join(found.unlisted)}")
-
-
-def _as_json(found: Inspection) -> dict[str, Any]:
-    return {
-        "save": found.save_id,
-        "saves": list(found.saves),
-        "ranks": found.ranks,
-        "bytes": found.nbytes,
-        "unlisted": list(found.unlisted),
-        "tensors": {
-            _short(key): {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": list(entry.shape),
-                "chunks": len(entry.chunks),
-            }
-            for key, entry in found.tensors.items()
-        },
-        "values": {_short(key): str(value) for key, value in found.values.items()},
-    }
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("state_dict")
 
 
 def verify_all(path: Path, as_json: bool) -> int:
     """Read every byte of a checkpoint. Raise an error if something is wrong."""
     found = verify(path)
-    if as_json:
-        print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
-    else:
-        print(f"{found}: intact")
-        _mention(found)
+    answer = json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes})
+    print(answer if as_json else f"{found}: intact")
     return 0
 
 
@@ -492,6 +465,6 @@ def convert_to(source: Path, target: Path, to: str, overwrite: bool, key: str | 
     if as_json:
         print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
     else:
-        print(f"{source} ({found.source_format}) → {target} ({to}): ", end="")
-        print(f"{found.tensors} tensors of {found.nbytes:,} bytes")
+        sizes = f"{found.tensors} tensors of {found.nbytes:,} bytes"
+        print(f"{source} ({found.source_format}) → {target} ({to}): {sizes}")
     return 0

@@ -37,34 +37,34 @@ import hashlib
 import io
 import os
 import pickle
-import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.checkpoint import archives, commit
+from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_no_sum, find_fault, part_of, pieces_of
-from hwfsdp.checkpoint.boxes import whole, within
-from hwfsdp.checkpoint.loading import Match, Need, Source, check_can_change, match_entries, read_and_fill
+from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, values_in, whole
+from hwfsdp.checkpoint.loading import Match, Source, check_can_change, match_entries, read_and_fill
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse, told
 from hwfsdp.checkpoint.messages import warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.saving import by_path, deal, describe_tensor, holders_of
-from hwfsdp.checkpoint.traverse import Leaf, child_of, flat_key, leaves_of, state_dict_of, traverse_state_dict
+from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
+from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of
+from hwfsdp.checkpoint.traverse import traverse_state_dict
 from hwfsdp.compat import dcp_place
+from hwfsdp.errors import CheckpointError
 
 METADATA, DIGEST = ".metadata", ".metadata.sha256"
-T = TypeVar("T")
+_FILES = re.compile(r"\.metadata(\.sha256)?|.*\.distcp")
 
 
 def save(
@@ -97,7 +97,7 @@ def save(
     target = Path(os.path.realpath(path_of(path, "save")))
     mine = _Saving(agreement, state_dict_of(state_dict))
     share = agreement.step("planning", mine.describe, mine.divide)
-    check = partial(_check_free, target, overwrite)
+    check = partial(commit.check_replaceable, target, _FILES, "a DCP checkpoint", overwrite)
     with commit.replaced(target, agreement, check) as (draft, save_id):
         agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft, save_id))
 
@@ -135,46 +135,28 @@ def load(
         All ranks raise the same error. Then nothing was changed.
     """
     agreement, directory = Agreement(process_group, "DCP checkpoint"), path_of(path, "load")
-    entries: dict[str, Leaf] = {}
-    found: list[tuple[Match, Blobs]] = []
+    found: list[tuple[Match, Blobs, set[str]]] = []
     with NewMemory(state_dict, device, model) as target:
 
-        def prepare() -> tuple[list[str], str]:
+        def match() -> tuple[list[str], str]:
             target.give()
-            entries.update(entries_of(target.state_dict))
-            blobs = read_metadata(directory)
-            found.append((Match(blobs.manifest), blobs))
-            return sorted(entries), blobs.manifest.digest
-
-        def match() -> None:
-            blobs = found[0][1].at({key: path for key, (path, _) in entries.items()})
+            entries, blobs = entries_of(target.state_dict), read_metadata(directory)
+            there = {key for (key,) in blobs.manifest.entries}
+            blobs = blobs.at({key: path for key, (path, _) in entries.items() if key in there})
             target.check_loaded(blobs.manifest.entries)
-            leaves = {path: value for path, value in entries.values() if path in blobs.manifest.entries}
+            leaves = {path: value for key, (path, value) in entries.items() if key in there}
             matched = match_entries(target.state_dict, leaves, blobs, allow_cast)
             matched.fresh.update(target.paths)
-            found[0] = matched, blobs
+            found.append((matched, blobs, there))
+            return sorted(entries), blobs.manifest.digest
 
         def compare(reports: list[Any]) -> list[str]:
-            return _check_keys(directory, found[0][1], strict, reports)
+            return _check_keys(directory, found[0][2], strict, reports)
 
-        left_out: str = agreement.step("preparing", prepare, compare)
-        agreement.step("checking", match)
-        read_and_fill(agreement, target.state_dict, *found[0])
+        left_out: str = agreement.step("matching", match, compare)
+        read_and_fill(agreement, target.state_dict, *found[0][:2])
     if agreement.rank == 0:
         warn_left_out(left_out, path)
-
-
-def _check_keys(directory: Path, blobs: Blobs, strict: bool, reports: list[Any]) -> list[str]:
-    """Raise an error unless all ranks see one checkpoint, and its keys fit (see `load`). Return, for each rank, the keys left out."""
-    if len({digest for _, digest in reports}) > 1:
-        remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
-        raise damaged(directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
-    wanted = {key for keys, _ in reports for key in keys}
-    there = {key for (key,) in blobs.manifest.entries}
-    missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - there, there - wanted))
-    left_out = on_one_side(missing, unexpected)
-    check_in_common(f"load from {directory}", left_out, strict, bool(wanted & there))
-    return [left_out] * len(reports)
 
 
 # --- Keys --------------------------------------------------------------------------------------------------
@@ -194,6 +176,20 @@ def entries_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
     return entries
 
 
+def _check_keys(
+    directory: Path, there: Collection[str], strict: bool, reports: list[tuple[list[str], str]]
+) -> list[str]:
+    """Raise an error unless all ranks see one checkpoint, and its keys fit (see `load`). Return, for each rank, the keys left out."""
+    if len({digest for _, digest in reports}) > 1:
+        remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
+        raise damaged(directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
+    wanted = {key for keys, _ in reports for key in keys}
+    missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - {*there}, {*there} - wanted))
+    left_out = on_one_side(missing, unexpected)
+    check_in_common(f"load from {directory}", left_out, strict, not wanted.isdisjoint(there))
+    return [left_out] * len(reports)
+
+
 # --- Saving ------------------------------------------------------------------------------------------------
 
 
@@ -209,26 +205,21 @@ class _Saving:
     def describe(self) -> list[dict[str, Any]]:
         """Check the entries. Describe each: its path; for a tensor, also dtype, shape and this rank's boxes."""
         self.entries = entries_of(self.state_dict)
-        for path, value in self.entries.values():
+        containers = containers_in(self.state_dict)
+        described = []
+        for key, (path, value) in self.entries.items():
+            # DCP writes keys of dicts as str, and positions in lists as int.
+            lists = [isinstance(containers[path[:n]], list) for n in range(len(path))]
+            tree = [step if in_list else str(step) for step, in_list in zip(path, lists)]
+            described.append({"path": [key], "tree": tree})
             if isinstance(value, Tensor):
-                _check_tensor(path, value)
+                check_data(path, value)
+                check_kind(path, value)
+                described[-1] |= describe_tensor(value)
             else:
                 check_can_change(path, self.state_dict)
                 _check_storable(path, value)
-        return [
-            {"path": [key], "tree": self._path_of(path)}
-            | (describe_tensor(value) if isinstance(value, Tensor) else {})
-            for key, (path, value) in self.entries.items()
-        ]
-
-    def _path_of(self, path: KeyPath) -> list[str | int]:
-        """Return a path as DCP writes it: keys of dicts as str, positions in lists as int."""
-        steps: list[str | int] = []
-        tree: Any = self.state_dict
-        for key in path:
-            steps.append(str(key) if isinstance(tree, Mapping) else key)
-            tree = child_of(tree, key)
-        return steps
+        return described
 
     def divide(self, descriptions: list[list[dict[str, Any]]]) -> list[list[Any]]:
         """Tell each rank what to write: keys and boxes; for a value, None in place of a box.
@@ -241,10 +232,10 @@ class _Saving:
             rank, first = next(iter(by_rank.items()))
             self.described[path] = first
             for other, entry in by_rank.items():
-                if _kind_of(entry) != _kind_of(first):
-                    expected = f"the same on all ranks; rank {rank} has {_kind_of(first)}"
+                if brief(entry) != brief(first):
+                    expected = f"the same on all ranks; rank {rank} has {brief(first)}"
                     remedy = "Shard with DTensors; other tensors count as replicas. Or rename one of the two."
-                    refuse(f"key {path[0]!r}", expected, f"{_kind_of(entry)} on rank {other}", remedy)
+                    refuse(f"key {path[0]!r}", expected, f"{brief(entry)} on rank {other}", remedy)
             found: dict[Any, list[int]] = {(path, None): [*by_rank]}
             if "shape" in first:  # a tensor without elements is written nevertheless: a load needs its shape
                 empty = 0 in first["shape"]
@@ -263,7 +254,7 @@ class _Saving:
         items = [(self.entries[key].value, box and box_from(box)) for key, box in share]
         nbytes = sum(box.numel * value.itemsize for value, box in items if box)
         if items:
-            with archives.archive_file(draft / _file_of(self.rank), nbytes) as file:
+            with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
                 for value, box in items:
                     start = file.tell()
                     torch.save(_values_of(value, box) if box else value, file)
@@ -275,23 +266,19 @@ class _Saving:
         from torch.distributed.checkpoint import metadata as torchs
 
         infos: dict[Any, Any] = {}
-        chunks: dict[str, list[Any]] = {}
-        for rank, (share, of_share) in enumerate(zip(self.shares, places)):
-            if share:  # the leader sees the file: all ranks have written to one file system
-                os.close(commit.open_file(draft / _file_of(rank)))
-            for (key, box), (offset, length) in zip(share, of_share):
-                at = torch.Size(box.offset) if box else None
-                infos[torchs.MetadataIndex(key, at)] = dcp_place(_file_of(rank), offset, length)
-                if box:
-                    chunk = torchs.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-                    chunks.setdefault(key, []).append(chunk)
         entries: dict[str, Any] = {}
         for (key,), entry in self.described.items():
             entries[key] = torchs.BytesStorageMetadata()
             if "shape" in entry:
                 properties = torchs.TensorProperties(dtype=dtype_named(entry["dtype"]))
-                size = torch.Size(entry["shape"])
-                entries[key] = torchs.TensorStorageMetadata(properties, size, chunks[key])
+                entries[key] = torchs.TensorStorageMetadata(properties, torch.Size(entry["shape"]), [])
+        for rank, (share, of_share) in enumerate(zip(self.shares, places)):
+            commit.check_written(*([draft / _file_of(rank)] if share else []))
+            for (key, box), (offset, length) in zip(share, of_share):
+                at, size = map(torch.Size, box) if box else (None, None)
+                infos[torchs.MetadataIndex(key, at)] = dcp_place(_file_of(rank), offset, length)
+                if at is not None and size is not None:
+                    entries[key].chunks.append(torchs.ChunkStorageMetadata(at, size))
         paths = {key: tuple(entry["tree"]) for (key,), entry in self.described.items()}
         data = pickle.dumps(torchs.Metadata(entries, paths, infos, torchs.StorageMeta(save_id=save_id)))
         commit.write_small_file(draft / METADATA, data)
@@ -302,25 +289,11 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _kind_of(entry: dict[str, Any]) -> str:
-    return f"a tensor torch.{entry['dtype']} {entry['shape']}" if "shape" in entry else "a value"
-
-
 def _values_of(tensor: Tensor, box: Box) -> Tensor:
     """Return the values in a box of this rank's, row-major, without the rest of their storage, which torch.save would write, too."""
-    if not box.numel:
-        return torch.empty(box.shape, dtype=tensor.dtype)
-    own = next(own for outer, own in pieces_of(tensor) if outer == box)
-    values = part_of(tensor)[own.slices].cpu().resolve_conj().resolve_neg().contiguous()
+    values = values_in(tensor, box) if box.numel else torch.empty(box.shape, dtype=tensor.dtype)
+    values = values.cpu().resolve_conj().resolve_neg().contiguous()
     return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
-
-
-def _check_tensor(path: KeyPath, tensor: Tensor) -> None:
-    """Raise an error unless the tensor is dense and has data."""
-    check_data(path, tensor)
-    if tensor.layout != torch.strided:
-        refuse(path, "a dense tensor", str(tensor.layout), "Call to_dense.")
-    check_no_sum(path, tensor)
 
 
 def _check_storable(path: KeyPath, value: Any) -> None:
@@ -328,17 +301,7 @@ def _check_storable(path: KeyPath, value: Any) -> None:
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
         expected, got = "tensors in dicts and lists", "a tensor in a container that DCP does not look into"
         refuse(path, expected, got, f"Make this {type(value).__name__} a list or a dict.")
-    archives.check_loadable(path, value)
-
-
-def _check_free(target: Path, overwrite: bool) -> None:
-    is_empty = target.is_dir() and not any(target.iterdir())
-    is_ours = (target / METADATA).is_file()
-    if os.path.lexists(target) and not is_empty and not (overwrite and is_ours):
-        expected = "a path where nothing is, or a DCP checkpoint and overwrite=True"
-        got = "a DCP checkpoint" if is_ours else "something else"
-        remedy = "Choose another path, or pass overwrite=True for a DCP checkpoint."
-        refuse(f"save to {target}", expected, got, remedy)
+    commit.check_loadable(path, value)
 
 
 # --- Reading -----------------------------------------------------------------------------------------------
@@ -366,38 +329,27 @@ class Blobs(Source):
 
     def value(self, entry: ValueEntry) -> Any:
         assert entry.chunk is not None
-        self._check_archive(entry, entry.chunk)
-        return self._read(entry, entry.chunk)
+        return self._read(entry, entry.chunk, check=True)
 
     def check(self, entry: TensorEntry, chunk: Chunk) -> None:
         """Compare the checksums of a chunk, and what it holds."""
-        self._check_archive(entry, chunk)
-        self._tensor(entry, chunk)
+        self.tensor(entry, chunk, check=True)
 
-    def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
-        yield partial(self._copy, need, part[need.place.slices])
-
-    def _copy(self, need: Need, place: Tensor) -> None:
-        place.copy_(self._tensor(need.entry, need.chunk)[within(need.shared, need.chunk.box).slices])
-
-    def _tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
-        found = self._read(entry, chunk)
+    def tensor(self, entry: TensorEntry, chunk: Chunk, check: bool = False) -> Tensor:
+        found = self._read(entry, chunk, check)
         expected = f"{entry.dtype} {list(chunk.box.shape)}"
         got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if got != expected or found.layout != torch.strided:
             raise damaged(self.files[chunk.file], f"a tensor {expected}", got, chunk.at, _key_of(entry))
         return cast(Tensor, found)
 
-    def _check_archive(self, entry: Entry, chunk: Chunk) -> None:
+    def _read(self, entry: Entry, chunk: Chunk, check: bool = False) -> Any:
+        """Load a blob with `torch.load`. No code of it runs. `check`: compare its checksums before."""
         path, key = self.files[chunk.file], _key_of(entry)
-        with archives.extract(path, chunk.at, chunk.nbytes, key) as file:
-            archives.check_archive(file, path, key, chunk.at)
-
-    def _read(self, entry: Entry, chunk: Chunk) -> Any:
-        """Load a blob with `torch.load`. No code of it runs."""
-        path, key = self.files[chunk.file], _key_of(entry)
-        with archives.extract(path, chunk.at, chunk.nbytes, key) as file:
-            return archives.load_archive(file, path, {"map_location": "cpu"}, key, chunk.at)
+        with commit.extract(path, chunk.at, chunk.nbytes, key) as file:
+            if check:
+                commit.check_archive(file, path, key, chunk.at)
+            return commit.load_archive(file, path, {"map_location": "cpu"}, key, chunk.at)
 
 
 def _key_of(entry: Entry) -> str:
@@ -408,31 +360,30 @@ def _key_of(entry: Entry) -> str:
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
-    f"{_DCP}.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    f"{_DCP}.filesystem": {"_StorageInfo"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    f"{_DCP}.metadata": "_MEM_FORMAT_ENCODING BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex"
+    " StorageMeta TensorProperties TensorStorageMetadata".split(),
+    f"{_DCP}.filesystem": ["_StorageInfo"],
+    "torch": ["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))],
+    "torch.serialization": ["_get_layout"],
+    "collections": ["OrderedDict"],
+    "pathlib": ["Path", "PosixPath", "WindowsPath"],
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes."""
+class _Unpickler(pickle._Unpickler):
+    """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes.
+
+    It is the one in Python: a crafted pickle can make the one in C reserve any amount of memory. `path`: what an error names.
+    """
+
+    path: Path
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a new class each time, because a pickle may change the classes that it gets."""
         if name not in _ALLOWED.get(module, ()):
-            raise _Refused(f"{module}.{name}, which was not run")
+            expected, got = "only the classes of DCP's metadata", f"{module}.{name}, which was not run"
+            remedy = "Do not load this checkpoint with torch, which would run it; ask where it comes from."
+            raise damaged(self.path, expected, got, remedy=remedy)
         if module == "torch":  # dtypes and torch.Size, which have no attributes to change
             return getattr(torch, name)
         return type(name, (OrderedDict if name == "OrderedDict" else _StandIn,), {})
@@ -453,10 +404,6 @@ def _class_of(thing: Any) -> str:
     return type(thing).__name__ if isinstance(thing, _StandIn) else "something else"
 
 
-class _Refused(Exception):
-    """The metadata asks for a class or function that it may not load."""
-
-
 def read_metadata(directory: Path) -> Blobs:
     """Read and check the list of the checkpoint's contents.
 
@@ -465,98 +412,60 @@ def read_metadata(directory: Path) -> Blobs:
 
     Raises:
         CheckpointError: there is no metadata; it asks for other classes than DCP's own, none of which was run; it is damaged;
-            chunks overlap, leave gaps or exceed their tensor; or a blob is missing or outside the directory.
+            chunks overlap, leave gaps or exceed their tensor; or a blob is outside the directory.
     """
     path = directory / METADATA
     try:
         data = path.read_bytes()
+        expected = (directory / DIGEST).read_bytes().strip() if (directory / DIGEST).exists() else None
     except OSError as error:
         raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
-    _check_digest(path, data)
-    try:
-        _check_opcodes(data)
-        metadata = _Unpickler(io.BytesIO(data)).load()
-    except _Refused as error:
-        expected = "only the classes that DCP's metadata is made of"
-        remedy = "Do not load this checkpoint with torch, which would run it; ask where it comes from."
-        raise damaged(path, expected, str(error), remedy=remedy) from None
-    except Exception as error:
-        raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
-    if _class_of(metadata) != "Metadata":
-        raise damaged(path, "DCP's Metadata", type(metadata).__name__)
-    try:
-        entries, files = _checked_entries(path, metadata)
-    except (AttributeError, TypeError, ValueError, KeyError) as error:  # the file is crafted or cut short
-        raise damaged(path, "the fields of DCP's metadata", told(error)) from error
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    sizes = tuple(file.stat().st_size for file in files)
-    return Blobs(Manifest("", sizes, {}, entries, digest=hashlib.sha256(data).hexdigest()), files, paths)
-
-
-def _check_digest(path: Path, data: bytes) -> None:
-    try:
-        expected = (path.parent / DIGEST).read_text().strip()
-    except FileNotFoundError:
-        return  # torch wrote this checkpoint
-    except (OSError, ValueError) as error:
-        raise damaged(path.parent / DIGEST, "a SHA-256", told(error)) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        expected = f"the metadata with SHA-256 {expected[:12]}…, as {DIGEST} says"
+    digest = hashlib.sha256(data).hexdigest()
+    if expected not in (None, digest.encode()):  # torch writes none
         remedy = f"Take another checkpoint; if torch has written over this one, remove {DIGEST}."
-        raise damaged(path, expected, f"{found[:12]}…", remedy=remedy)
-
-
-def _check_opcodes(data: bytes) -> None:
-    """Refuse a memo index that no normal pickle has. It would make the unpickler reserve far too much memory."""
-    for opcode, argument, position in pickletools.genops(data):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > (position or 0):
-            raise ValueError(f"the memo index {argument} at byte {position}")
-
-
-# --- Structure ---------------------------------------------------------------------------------------------
+        raise damaged(path, f"the metadata whose SHA-256 is in {DIGEST}", f"{digest[:12]}…", remedy=remedy)
+    try:
+        unpickler = _Unpickler(io.BytesIO(data))
+        unpickler.path = path
+        metadata = unpickler.load()
+        if _class_of(metadata) != "Metadata":
+            raise TypeError(f"a {type(metadata).__name__} instead of DCP's Metadata")
+        entries, files = _checked_entries(path, metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the file is crafted or cut short
+        raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:
     """Return every tensor and value, and the files. Raise an error if the metadata is not consistent."""
     # The index of a value has no offset.
-    places = {
-        (_of(str, index.fqn), getattr(index, "offset", None)): info
-        for index, info in metadata.storage_data.items()
-    }
+    infos = {(at.fqn, getattr(at, "offset", None)): info for at, info in metadata.storage_data.items()}
     entries: dict[KeyPath, Entry] = {}
     files: dict[Path, int] = {}
+
+    def chunk_of(key: str, box: Box | None) -> Chunk:
+        info = infos.get((key, box and box.offset))
+        if info is None:
+            raise damaged(path, f"where the part at {box and box.offset} is", "nothing", key=key)
+        file, offset, length = _place_of(path, key, info)
+        return Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length)
+
     for key, entry in metadata.state_dict_metadata.items():
-        boxes: list[Box | None] = [None]
-        dtype: torch.dtype | None = None
-        shape: tuple[int, ...] = ()
         if _class_of(entry) == "TensorStorageMetadata":
-            dtype, shape = _of(torch.dtype, entry.properties.dtype), _sizes(entry.size)
+            dtype, shape = entry.properties.dtype, _sizes(entry.size)
             boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
-            fault = find_fault(shape, [box for box in boxes if box and box.numel]) if boxes else "no chunk"
+            fault = find_fault(shape, [box for box in boxes if box.numel]) if boxes else "no chunk"
             if fault:
-                raise damaged(path, f"chunks that make up the shape {shape}", fault, key=_of(str, key))
-        elif _class_of(entry) != "BytesStorageMetadata":
-            raise damaged(path, "a tensor or a value", type(entry).__name__, key=key)
-        chunks = []
-        for box in boxes:
-            info = places.get((key, box and box.offset))
-            if info is None:
-                raise damaged(path, f"where the part at {box and box.offset} is", "nothing", key=key)
-            file, offset, length = _place_of(path, key, info)
-            chunks.append(Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length))
-        if dtype is None:
-            entries[key,] = ValueEntry((key,), chunk=chunks[0])
+                raise damaged(path, f"chunks that make up the shape {shape}", fault, key=key)
+            entries[key,] = TensorEntry((key,), dtype, shape, tuple(chunk_of(key, box) for box in boxes))
+        elif _class_of(entry) == "BytesStorageMetadata":
+            entries[key,] = ValueEntry((key,), chunk=chunk_of(key, None))
         else:
-            entries[key,] = TensorEntry((key,), dtype, shape, tuple(chunks))
-    _check_places(entries, [*files])
+            raise damaged(path, "a tensor or a value", type(entry).__name__, key=key)
     return entries, [*files]
-
-
-def _of(kind: type[T], value: Any) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -568,36 +477,9 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _place_of(path: Path, key: str, info: Any) -> tuple[Path, int, int]:
     """Return the file, offset and length of a blob."""
-    name = _of(str, info.relative_path)
+    name = info.relative_path
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or re.search(r"[\\:\0]", name) or not name:
         raise damaged(path, "a file in the directory of the checkpoint", f"the path {name!r}", key=key)
     offset, length = _sizes((info.offset, info.length))
-    transforms = getattr(info, "transform_descriptors", None)
-    if transforms:
-        raise damaged(path, "blobs as torch.save writes them", f"transforms {transforms}", key=key)
     return path.parent / name, offset, length
-
-
-def _check_places(entries: dict[KeyPath, Entry], files: list[Path]) -> None:
-    """Raise an error unless every blob lies in an existing file and no two blobs share a byte."""
-    ends = [0] * len(files)
-    sizes: dict[int, int] = {}
-    chunks = [
-        (chunk.file, chunk.at, chunk.nbytes, key)
-        for (key,), entry in entries.items()
-        for chunk in (entry.chunks if isinstance(entry, TensorEntry) else [entry.chunk])
-        if chunk is not None
-    ]
-    for index, at, nbytes, key in sorted(chunks):
-        file = files[index]
-        try:
-            size = sizes.setdefault(index, file.stat().st_size)
-        except OSError as error:
-            raise damaged(file, "a file with chunks of tensors", told(error)) from error
-        if at + nbytes > size:
-            got = f"{size} bytes; the part at {at} has {nbytes}"
-            raise damaged(file, "the size that the metadata says", got, key=key)
-        if at < ends[index]:
-            raise damaged(file, f"a place of its own, after byte {ends[index]}", f"byte {at}", key=key)
-        ends[index] = at + nbytes

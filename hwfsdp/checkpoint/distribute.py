@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, is_expanded, part_of
 from hwfsdp.checkpoint.boxes import refuse_sharded_tensor
-from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.messages import KeyPath, refuse, told
 from hwfsdp.checkpoint.state_dict import to_cpu
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
@@ -110,7 +110,7 @@ def broadcast_state_dict(
 
     _fill(plan, local_state_dict, receive, device, cpu_offload)
     if strict:
-        _prune(local_state_dict, plan)
+        _prune(local_state_dict, {path[:n] for path in plan for n in range(len(path) + 1)})
 
 
 @torch.no_grad()
@@ -181,9 +181,8 @@ def _check_pickles(plan: Plan) -> None:
         try:
             pickle.dumps((path, value))
         except Exception as error:
-            got = f"{type(value).__name__} ({' '.join(str(error).split())})"
             expected = "what can be sent to other ranks: a tensor, or something that can be pickled"
-            refuse(path, expected, got, "Take it out of the full state dict.")
+            refuse(path, expected, told(error), "Take it out of the full state dict.")
 
 
 # --- Agree -------------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ def write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
 
 def _copy_to(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a contiguous copy, never a view: a view of a part would keep the whole tensor alive."""
-    return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
+    return torch.empty(part.shape, dtype=dtype, device=device).copy_(part.detach())
 
 
 def _add_missing(full: Any, local: Any) -> None:
@@ -322,23 +321,21 @@ def _add_missing(full: Any, local: Any) -> None:
         if key in mine:
             _add_missing(child, mine[key])
         elif all(not isinstance(value, Tensor) or value.ndim == 0 for _, value in leaves_of({key: child})):
-            new = map_leaves(_alone, child)
+            new = map_leaves(lambda _, leaf, __: _alone(leaf) if isinstance(leaf, Tensor) else leaf, child)
             if isinstance(local, MutableMapping):
                 local[key] = new
             elif isinstance(local, list) and key == len(local):
                 local.append(new)
 
 
-def _alone(_: KeyPath, leaf: Any, __: Any) -> Any:
-    return _copy_to(leaf.detach(), torch.device("cpu"), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _alone(scalar: Tensor) -> Tensor:
+    return _copy_to(scalar, torch.device("cpu"), scalar.dtype)
 
 
-def _prune(tree: Any, plan: Plan, at: KeyPath = ()) -> None:
-    """Remove the keys of dicts that are not in the plan."""
-    known = {path[: len(at) + 1] for path in plan if path[: len(at)] == at}
-    items = items_of(tree) or {}
-    for key, child in items.items():
+def _prune(tree: Any, known: Collection[KeyPath], at: KeyPath = ()) -> None:
+    """Remove the keys of dicts whose paths do not lead to an entry of the plan. `known`: these paths, and all above them."""
+    for key, child in (items_of(tree) or {}).items():
         if (*at, key) in known:
-            _prune(child, plan, (*at, key))
+            _prune(child, known, (*at, key))
         elif isinstance(tree, dict):
             del tree[key]

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -54,13 +55,13 @@ from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, bytes_of, cast, check_data, check_kind, check_writable, halves_of
 from hwfsdp.checkpoint.boxes import identity_of, intersection, part_of, pieces_of, span_of, strides_of, within
-from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode, header_of
-from hwfsdp.checkpoint.manifest import name_of
-from hwfsdp.checkpoint.messages import KeyPath, check_in_common, on_one_side, path_of, refuse, show
-from hwfsdp.checkpoint.messages import said_once, warn_left_out
+from hwfsdp.checkpoint.manifest import ALIGNMENT, PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, decode
+from hwfsdp.checkpoint.manifest import header_of, name_of
+from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
+from hwfsdp.checkpoint.messages import said_once, show, warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
-from hwfsdp.checkpoint.traverse import child_of, container_kind, containers_in, find_per_rank, is_within
+from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, put
 from hwfsdp.errors import CheckpointError
 
@@ -191,9 +192,16 @@ class Source:
         """Return a value that is not a tensor."""
         raise NotImplementedError
 
+    def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        """Return the values of a chunk."""
+        raise NotImplementedError
+
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
         """Yield functions that read the needed elements and put them into `part` (see `Need`). They may run in any order."""
-        raise NotImplementedError
+        yield partial(self._copy, need, part[need.place.slices])
+
+    def _copy(self, need: Need, place: Tensor) -> None:
+        place.copy_(self.tensor(need.entry, need.chunk)[within(need.shared, need.chunk.box).slices])
 
 
 @dataclass
@@ -233,10 +241,6 @@ def match(
         refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
     manifest, leaves = source.manifest, dict(leaves_of(state_dict))
     others, apart = _of_ranks(state_dict, manifest, rank, size, strict)
-    containers = {
-        path: tree for path, tree in containers_in(state_dict).items() if not is_within(path, apart)
-    }
-    _check_containers({p: v for p, v in leaves.items() if not is_within(p, apart)}, containers, manifest)
     missing, unexpected = _on_one_side(leaves, manifest, others)
     missing += [path for path in leaves if is_within(path, apart) and path not in missing]
     left_out = on_one_side(list(map(show, missing)), list(map(show, unexpected)))
@@ -267,19 +271,6 @@ def match_entries(state_dict: Any, leaves: Mapping[KeyPath, Any], source: Source
             found.values[path] = source.value(entry)
     _check_ties(found)
     return found
-
-
-def _check_containers(leaves: dict[KeyPath, Any], containers: dict[KeyPath, Any], manifest: Manifest) -> None:
-    """Raise an error if a dict meets a sequence, or a container meets a leaf."""
-    for path, tree in containers.items():
-        saved = manifest.containers.get(path)
-        if path in manifest.entries:
-            refuse(path, f"a {type(tree).__name__}, as in the state dict", str(manifest.entries[path]))
-        if saved is not None and (saved == "dict") != (container_kind(tree) == "dict"):
-            refuse(path, f"a {type(tree).__name__}, as in the state dict", f"a {saved}")
-    for path, leaf in leaves.items():
-        if items_of(leaf) is None and path in manifest.containers:
-            refuse(path, f"a {type(leaf).__name__}, as in the state dict", f"a {manifest.containers[path]}")
 
 
 COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
@@ -509,46 +500,69 @@ class Blocks(Source):
     def value(self, entry: ValueEntry) -> Any:
         return decode(entry.json_value)
 
-    def open(self, index: int) -> int:
-        """Return a descriptor of the file with this index."""
+    def open(self, index: int) -> tuple[int, Path]:
+        """Return a descriptor of the file with this index, and its path."""
+        path = self.folder / name_of(index)
         if index not in self.fds:
-            path = self.folder / name_of(index)
             fd = commit.open_file(path, self.manifest.files[index])
             self.opened.callback(os.close, fd)
-            commit.check_header(fd, path, header_of(self.manifest.save_id, index))
+            header = header_of(self.manifest.save_id, index)
+            found = bytearray(len(header))
+            commit.read_exactly(fd, memoryview(found), 0, path)
+            if found != header:
+                got = repr(found.decode(errors="replace").strip())
+                got = "a pickle, which is never opened" if bytes(found[:2]) in PICKLES else got
+                raise damaged(path, f"a file that begins with {header.decode().strip()!r}", got, 0)
             self.fds[index] = fd
-        return self.fds[index]
+        return self.fds[index], path
 
-    def reader(self, entry: TensorEntry, chunk: Chunk) -> commit.BlockReader:
-        fd, path = self.open(chunk.file), self.folder / name_of(chunk.file)
-        nbytes, key = chunk.box.numel * entry.dtype.itemsize, show(entry.path)
-        return commit.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, self.manifest.block_bytes, key)
+    def read(self, entry: TensorEntry, chunk: Chunk, into: memoryview, start: int) -> None:
+        """Fill the memory with whole blocks of the chunk. The first block begins at byte `start` of the chunk.
+
+        Raises:
+            CheckpointError: a block differs from what was written. The message names file, key and offset.
+        """
+        (fd, path), key, block_bytes = self.open(chunk.file), show(entry.path), self.manifest.block_bytes
+        commit.read_exactly(fd, into, chunk.at + start, path, key)
+        for done in range(0, len(into), block_bytes):
+            written = chunk.crc32[(start + done) // block_bytes]
+            crc = zlib.crc32(into[done : done + block_bytes])
+            if crc != written:
+                expected, got = f"a block with the checksum {written:08x}", f"{crc:08x}: it is damaged"
+                raise damaged(path, expected, got, chunk.at + start + done, key)
 
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
         """See `Source` and Note [From boxes to bytes]."""
-        reader, chunk, itemsize = self.reader(need.entry, need.chunk), need.chunk.box, part.dtype.itemsize
+        self.open(need.chunk.file)  # here, and not in several threads at the same time
+        read, chunk, itemsize = (
+            partial(self.read, need.entry, need.chunk),
+            need.chunk.box,
+            part.dtype.itemsize,
+        )
         first, last = span_of(need.place, part.shape)
         if need.shared == chunk and last - first == chunk.numel:
             memory = _memory(part)[first * itemsize : last * itemsize]
-            step = max(1, _PIECE_BYTES // reader.block_bytes) * reader.block_bytes
+            step = max(1, _PIECE_BYTES // self.manifest.block_bytes) * self.manifest.block_bytes
             for start in range(0, len(memory), step):
-                yield partial(reader.read, memory[start : start + step], start)
+                yield partial(read, memory[start : start + step], start)
             return
         needed = within(need.shared, chunk)
         for piece in halves_of(needed, chunk.shape, max(1, _PIECE_BYTES // itemsize)):
             place = part[need.place.slices][within(piece, needed).slices]
-            yield partial(_read_piece, reader, piece, chunk.shape, place)
+            yield partial(self._read_piece, read, piece, chunk, place)
 
-
-def _read_piece(reader: commit.BlockReader, piece: Box, shape: Sequence[int], place: Tensor) -> None:
-    """Read one piece of a chunk of this shape, and copy it into its place."""
-    itemsize = place.dtype.itemsize
-    first, last = span_of(piece, shape)
-    start, stop = reader.covering(first * itemsize, last * itemsize)
-    buffer = torch.empty(stop - start, dtype=torch.uint8)
-    reader.read(_memory(buffer), start)
-    values = buffer.view(place.dtype)
-    place.copy_(values.as_strided(piece.shape, strides_of(shape), first - start // itemsize))
+    def _read_piece(
+        self, read: Callable[[memoryview, int], None], piece: Box, chunk: Box, place: Tensor
+    ) -> None:
+        """Read the blocks that hold one piece of a chunk, and copy the piece into its place."""
+        itemsize, block_bytes = place.dtype.itemsize, self.manifest.block_bytes
+        first, last = span_of(piece, chunk.shape)
+        start = first * itemsize // block_bytes * block_bytes
+        stop = min(-(-last * itemsize // block_bytes) * block_bytes, chunk.numel * itemsize)
+        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        read(_memory(buffer), start)
+        values = buffer.view(place.dtype)
+        place.copy_(values.as_strided(piece.shape, strides_of(chunk.shape), first - start // itemsize))
 
 
 def _memory(dense: Tensor) -> memoryview:

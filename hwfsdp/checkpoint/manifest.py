@@ -12,9 +12,10 @@ The last field is the hash of everything before it. So the hash protects the man
 blocks, every block of every file. `save` is also in the first bytes of every file, and `CURRENT` has it together with the hash
 of the manifest. So files of two saves cannot be mixed. The directory of a save may get another name.
 
-A manifest with a correct hash may still come from an attacker. So this module checks everything before it is used. It makes the
-file names itself and does not take them from the manifest. It checks that chunks tile their tensors, that chunks do not overlap
-in their files, and that no key comes twice.
+A manifest with a correct hash may still come from an attacker. So this module checks everything before it is used. It accepts only
+what `to_bytes` would write for the same contents, byte by byte: so no field is missing, comes twice or has another form, and files
+have the names that this module gives them. It also checks what a text can say and a save cannot mean: that chunks tile their
+tensors, that chunks do not overlap in their files, and that everything is in a container.
 
 A state dict also has small values that are not tensors: learning rates, counters, names, flags. Values of JSON's own types are written
 as they are. Any other value becomes an object that names its type (`encode`). Types outside the list below are refused, because a
@@ -28,6 +29,7 @@ import enum
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -46,7 +48,6 @@ BLOCK_BYTES = 1 << 20  # each block has a checksum
 ALIGNMENT = 64  # bytes; every chunk begins at a multiple
 LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # most bytes of a manifest, of a block
 SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
-_HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
 # how pickles begin, and the files of torch.save
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 KINDS = ("dict", "list", "tuple")
@@ -205,21 +206,20 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
         CheckpointError: the manifest is damaged, is of another version, or contradicts itself.
     """
     tree = parse_json(data, file)
-    found = _HASH.search(data)
-    if not found:
-        raise damaged(file, "a manifest that ends with its hash", "none: it is cut short", len(data))
-    digest = hashlib.sha256(data[: found.start()]).hexdigest()
-    if digest != found[1].decode():
-        raise damaged(file, f"the bytes whose SHA-256 is {found[1].decode()[:12]}…", f"{digest[:12]}…", 0)
     try:
-        manifest = _manifest_of(tree, digest, file)
+        manifest = _manifest_of(tree)
+        written, digest = to_bytes(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(file, "the fields of a manifest", f"{type(error).__name__}: {error}") from error
-    return manifest
+    if written != data:
+        at = len(os.path.commonprefix([written, data]))
+        raise damaged(file, f"{bytes(written[at:][:40])!r}, as a save writes it", f"{data[at:][:40]!r}", at)
+    check_manifest(manifest, file)
+    return replace(manifest, digest=digest)
 
 
 def parse_json(data: bytes, file: Path) -> Any:
-    """Parse an object of this format and version. No key of the JSON may come twice.
+    """Parse an object of this format and version. Its other fields may be anything.
 
     Raises:
         CheckpointError: the data is something else.
@@ -227,7 +227,7 @@ def parse_json(data: bytes, file: Path) -> Any:
     if data[:2] in PICKLES:
         raise damaged(file, "JSON", "a pickle, which is never opened", 0)
     try:
-        tree = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
+        tree = json.loads(data.decode())
     except (ValueError, RecursionError) as error:  # also for data that is not UTF-8
         offset = getattr(error, "pos", getattr(error, "start", 0))
         raise damaged(file, "JSON", f"{' '.join(str(error).split())}", offset) from error
@@ -239,19 +239,6 @@ def parse_json(data: bytes, file: Path) -> Any:
     return tree
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in tree:
-            raise ValueError(f"the key {key[:40]!r} comes twice")
-        tree[key] = value
-    return tree
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _brief(value: Any) -> str:
     """Describe a JSON value in a few words, however large or deep the value is."""
     if isinstance(value, dict):
@@ -259,24 +246,15 @@ def _brief(value: Any) -> str:
     return type(value).__name__ if isinstance(value, list) else repr(value)[:60]
 
 
-def _manifest_of(tree: Any, digest: str, source: Path) -> Manifest:
-    """Turn JSON into a manifest. A value of the wrong type raises KeyError, TypeError or ValueError. `source` is for errors."""
+def _manifest_of(tree: Any) -> Manifest:
+    """Turn JSON into a manifest. A value of the wrong type raises KeyError, TypeError or ValueError."""
     save_id, block_bytes = tree["save"], _natural(tree["block_bytes"])
-    named = isinstance(save_id, str) and SAVE_ID.fullmatch(save_id)
-    if not named or block_bytes % ALIGNMENT or not 0 < block_bytes <= _LARGEST_BLOCK:
+    if not SAVE_ID.fullmatch(save_id) or block_bytes % ALIGNMENT or not 0 < block_bytes <= _LARGEST_BLOCK:
         raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
-    for i, file in enumerate(tree["files"]):
-        if file["name"] != name_of(i):
-            raise ValueError(f"file {i} named {str(file['name'])[:60]!r} instead of {name_of(i)!r}")
     files = tuple(_natural(file["bytes"]) for file in tree["files"])
     containers = {_path(path): str(kind) for path, kind in tree["containers"]}
     entries = [_entry_of(entry, block_bytes) for entry in tree["entries"]]
-    by_path = {entry.path: entry for entry in entries}
-    manifest = Manifest(save_id, files, containers, by_path, block_bytes, digest)
-    if len(by_path) != len(entries) or len(containers) != len(tree["containers"]):
-        raise ValueError("an entry that comes twice")
-    check_manifest(manifest, source)
-    return manifest
+    return Manifest(save_id, files, containers, {entry.path: entry for entry in entries}, block_bytes)
 
 
 def _entry_of(tree: Any, block_bytes: int) -> Entry:
@@ -295,27 +273,27 @@ def _entry_of(tree: Any, block_bytes: int) -> Entry:
 
 
 def _chunk_of(tree: Any) -> Chunk:
-    crc32 = tuple(_crc32(text) for text in tree["crc32"])
+    crc32 = tuple(int(text, 16) for text in tree["crc32"])
     box = Box(_naturals(tree["offset"]), _naturals(tree["shape"]))
     return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
 
 
 def check_manifest(manifest: Manifest, source: Path) -> None:
     """Raise an error if the manifest, which is or will be in the file `source`, contradicts itself."""
-    _check_tree(manifest)
+    _check_tree(manifest, source)
     _check_tensors(manifest, source)
 
 
-def _check_tree(manifest: Manifest) -> None:
-    """Raise an error unless every entry and container is inside a container, up to the outermost one."""
-    for path, kind in manifest.containers.items():
-        if kind not in KINDS:
-            raise ValueError(f"{show(path)}, a {kind[:40]!r}")
+def _check_tree(manifest: Manifest, source: Path) -> None:
+    """Raise an error unless every entry and container is inside a container, up to the outermost one, a dict."""
     for path in [*manifest.entries, *manifest.containers]:
         if path and path[:-1] not in manifest.containers:
-            raise ValueError(f"{show(path)} in what is no container")
-    if manifest.containers.get(()) != "dict" or set(manifest.entries) & set(manifest.containers):
-        raise ValueError("a container that is an entry, too, or no outermost dict")
+            raise damaged(source, "entries in containers", "one in what is no container", key=show(path))
+        if path in manifest.entries and path in manifest.containers:
+            raise damaged(source, "an entry or a container", "both", key=show(path))
+    if not set(manifest.containers.values()) <= {*KINDS} or manifest.containers.get(()) != "dict":
+        got = f"{str(set(manifest.containers.values()))[:60]}"
+        raise damaged(source, f"containers of the kinds {KINDS}, the outermost a dict", got)
 
 
 def _check_tensors(manifest: Manifest, source: Path) -> None:
@@ -325,14 +303,17 @@ def _check_tensors(manifest: Manifest, source: Path) -> None:
     for entry in manifest.entries.values():
         if isinstance(entry, TensorEntry) and entry.same_as is not None:
             if originals.get(entry.same_as) != (entry.dtype, entry.shape):
-                raise ValueError(f"{show(entry.path)} the same as {show(entry.same_as)}")
+                raise damaged(source, f"{entry} at {show(entry.same_as)}", "none", key=show(entry.path))
     for entry in manifest.tensors():
         fault = find_fault(entry.shape, [chunk.box for chunk in entry.chunks])
         if fault:
             raise damaged(source, "parts that make up the tensor", fault, key=show(entry.path))
         for chunk in entry.chunks:
             if chunk.file >= len(used) or chunk.at % ALIGNMENT:
-                raise ValueError(f"a part of {show(entry.path)} in file {chunk.file} at {chunk.at}")
+                got = f"a part in file {chunk.file} at {chunk.at}"
+                raise damaged(
+                    source, f"{len(used)} files, and parts at multiples of 64", got, key=show(entry.path)
+                )
             nbytes = chunk.box.numel * entry.dtype.itemsize
             used[chunk.file].append((chunk.at, chunk.at + nbytes, entry.path))
     for i, ranges in enumerate(used):
@@ -343,7 +324,7 @@ def _check_tensors(manifest: Manifest, source: Path) -> None:
                 raise damaged(source, f"the next place in {name_of(i)}", got, key=show(path))
             end = stop
         if manifest.files[i] != end:
-            raise ValueError(f"{manifest.files[i]} bytes in {name_of(i)}, of which {end} are used")
+            raise damaged(source, f"{manifest.files[i]} bytes in {name_of(i)}", f"{end} that are used")
 
 
 def _natural(value: Any) -> int:
@@ -353,21 +334,13 @@ def _natural(value: Any) -> int:
 
 
 def _naturals(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{str(values)[:40]!r} where a list should be")
     return tuple(_natural(value) for value in values)
 
 
 def _path(keys: Any) -> KeyPath:
-    if not isinstance(keys, list) or not all(type(key) in (int, str) for key in keys):
+    if not all(type(key) in (int, str) for key in keys):
         raise ValueError(f"{str(keys)[:60]!r} where a path of keys should be")
     return tuple(keys)
-
-
-def _crc32(text: Any) -> int:
-    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{8}", text):
-        raise ValueError(f"{str(text)[:40]!r} where a checksum should be")
-    return int(text, 16)
 
 
 # --- Values that are not tensors ---------------------------------------------------------------------------

@@ -81,20 +81,10 @@ def path_of(path: Any, what: str) -> Path:
 
 # --- Disks -------------------------------------------------------------------------------------------------
 
-_FULL = "Free space there, or choose a path on another disk."
-_DISK = {
-    errno.ENOSPC: ("the disk is full", _FULL),
-    errno.EDQUOT: ("the quota of this user is used up", _FULL),
-    errno.EIO: ("the disk failed", "Choose a path on another disk."),
-    errno.EFBIG: (
-        "the file is larger than this file system or user may have",
-        "Choose a path on another disk.",
-    ),
-    errno.EROFS: ("this file system is read-only", "Choose a path on another one."),
-    errno.EACCES: ("this user may not write there", "Change the permissions, or choose another path."),
-    errno.EPERM: ("this user may not write there", "Change the permissions, or choose another path."),
-    errno.ENOTDIR: ("a part of the path is a file", "Choose another path."),
-}
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there, or choose a path on another disk.")
+_REMEDIES |= dict.fromkeys((errno.EIO, errno.EFBIG, errno.EROFS), "Choose a path on another disk.")
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "Change the permissions, or choose another path.")
+_REMEDIES |= {errno.ENOTDIR: "Choose another path."}
 
 
 def with_size(error: Exception, file: str | os.PathLike[str], nbytes: int) -> Exception:
@@ -103,7 +93,7 @@ def with_size(error: Exception, file: str | os.PathLike[str], nbytes: int) -> Ex
     A writer that fails may fail again while it closes the file. Python keeps the first error as the context of the second.
     """
     found: BaseException | None = error
-    while not isinstance(found, OSError) or (found is not error and found.errno not in _DISK):
+    while not isinstance(found, OSError) or (found is not error and found.errno not in _REMEDIES):
         if found is None:
             return error
         found = found.__cause__ or found.__context__
@@ -114,10 +104,11 @@ def with_size(error: Exception, file: str | os.PathLike[str], nbytes: int) -> Ex
 
 def of_disk(error: OSError) -> tuple[str, str]:
     """Say what a disk did not do, for `got`, and the remedy."""
-    why, remedy = _DISK.get(error.errno or 0, ("", "Mend this, and try again."))
-    nbytes = getattr(error, "nbytes", None)
+    remedy, nbytes = _REMEDIES.get(error.errno or 0, "Mend this, and try again."), getattr(
+        error, "nbytes", None
+    )
     size = "" if nbytes is None else f"; {nbytes:,} bytes are to be written there"
-    got = f"{error.strerror or error} ({error.filename or 'no file'}){f': {why}' if why else ''}{size}"
+    got = f"{error.strerror or error} ({error.filename or 'no file'}){size}"
     return got, f"What was there before is as it was. {remedy}"
 
 

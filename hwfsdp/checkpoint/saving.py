@@ -34,15 +34,15 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement, check_alike
 from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, identity_of
-from hwfsdp.checkpoint.boxes import intersection, part_of, pieces_of, slices_of, view_bytes, within
+from hwfsdp.checkpoint.boxes import pieces_of, slices_of, values_in, view_bytes
 from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, LARGEST, Chunk, Entry, Manifest, TensorEntry
 from hwfsdp.checkpoint.manifest import ValueEntry, advice_for, check_manifest, dtype_named, encode, header_of
 from hwfsdp.checkpoint.manifest import name_of, to_bytes
@@ -147,17 +147,11 @@ class Target:
         commit.check_target(self.path, self.overwrite or self.keep is not None)
 
 
-class Unstaged(NamedTuple):
-    """Stands for a state dict that could not be copied; `error` is the reason."""
-
-    error: Exception
-
-
 def save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str:
     """Do the work of `save`, in an agreement that was made before.
 
     Args:
-        state_dict: the state dict, or an `Unstaged`. Then all ranks raise its error.
+        state_dict: the state dict, or the exception that came instead of it. Then all ranks raise it.
     """
     with ExitStack() as held:
         return _Saving(agreement, target, held).run(state_dict)
@@ -168,15 +162,15 @@ class _Saving:
 
     def __init__(self, agreement: Agreement, target: Target, held: ExitStack) -> None:
         self.agreement, self.target, self.held = agreement, target, held
-        self.parts: LocalParts
+        self.tensors: dict[KeyPath, Tensor]
         self.manifest: Manifest
 
     def run(self, state_dict: Any) -> str:
         def describe_mine() -> Any:
-            if isinstance(state_dict, Unstaged):
-                raise state_dict.error
-            self.parts = describe(state_dict, self.agreement.size, self.agreement.rank)
-            return self.parts.description
+            if isinstance(state_dict, Exception):
+                raise state_dict
+            description, self.tensors = describe(state_dict, self.agreement.size, self.agreement.rank)
+            return description
 
         plan = self.agreement.step("planning", describe_mine, self.begin)
         folder: Path = self.target.path / plan["save"]
@@ -189,7 +183,7 @@ class _Saving:
             raise
         if self.agreement.rank == 0:
             with suppress(OSError):  # the save counts already
-                commit.sweep(self.target.path, folder.name, self.target.keep or 1)
+                commit.sweep(self.target.path, self.target.keep or 1)
         return folder.name
 
     # Steps of the leader.
@@ -202,7 +196,7 @@ class _Saving:
         _make_directory(path)
         self.held.enter_context(commit.locked(path))
         self.target.check()  # again, because now no other save can write there
-        commit.sweep(path, None, 1)
+        commit.sweep(path)
         self.manifest = replace(manifest, save_id=commit.begin(path))
         shares = [[(e.path, chunk.at, chunk.box) for e, chunk in share] for share in shares_of(self.manifest)]
         return [
@@ -233,10 +227,12 @@ class _Saving:
 
     def write(self, folder: Path, plan: dict[str, Any]) -> list[list[int]]:
         """Write this rank's file; return the checksums of its chunks."""
+
+        def bytes_of(path: list[Any], box: Any) -> memoryview:
+            return view_bytes(values_in(self.tensors[tuple(path)], box_from(box)))
+
         rank = self.agreement.rank
-        extents = [
-            (at, partial(self.parts.bytes_of, tuple(path), box_from(box))) for path, at, box in plan["share"]
-        ]
+        extents = [(at, partial(bytes_of, path, box)) for path, at, box in plan["share"]]
         file, header = folder / name_of(rank), header_of(folder.name, rank)
         try:
             return commit.write_file(file, header, extents, self.agreement.check)
@@ -256,27 +252,12 @@ def _make_directory(path: Path) -> None:
 Boxed = tuple[KeyPath, Box]  # a box of the tensor at this path
 
 
-@dataclass
-class LocalParts:
-    """This rank's parts of a state dict.
+def describe(
+    state_dict: Mapping[Any, Any], world_size: int, rank: int = 0
+) -> tuple[dict[str, Any], dict[KeyPath, Tensor]]:
+    """Describe this rank's part of a state dict as JSON. What is inside a `PerRank` is marked as "own".
 
-    Attributes:
-        description: everything that the leader needs to know, as JSON.
-        tensors: by path, for each tensor of which this rank has a part: the part, and the boxes that it is made of (`pieces_of`).
-    """
-
-    description: dict[str, Any]
-    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]]
-
-    def bytes_of(self, path: KeyPath, box: Box) -> memoryview:
-        """Return the bytes of a box that lies within a box of this rank's part."""
-        part, pieces = self.tensors[path]
-        outer, own = next(piece for piece in pieces if not box.numel or intersection(box, piece[0]))
-        return view_bytes(part[own.slices][within(box, outer).slices])
-
-
-def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> LocalParts:
-    """Describe this rank's part of a state dict. What is inside a `PerRank` is marked as "own".
+    Returns also the tensors of which this rank has a part, by path.
 
     Raises:
         UsageError: a checkpoint cannot hold a key, value or tensor; the message names it.
@@ -286,7 +267,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> L
         refuse("save", "a state dict or a module", type(state_dict).__name__, "Pass a dict.")
     per_rank = find_per_rank(state_dict, rank)
     entries: list[dict[str, Any]] = []
-    tensors: dict[KeyPath, tuple[Tensor, list[tuple[Box, Box]]]] = {}
+    tensors: dict[KeyPath, Tensor] = {}
     first: dict[Any, dict[str, Any]] = {}
     for path, value in leaves_of(state_dict):
         _check_keys(path)
@@ -301,21 +282,21 @@ def describe(state_dict: Mapping[Any, Any], world_size: int, rank: int = 0) -> L
             _check_plain(path, value)
         check_data(path, value)
         check_kind(path, value)
-        part, pieces, memory = part_of(value), pieces_of(value), identity_of(value)
         entry |= describe_tensor(value)
-        if pieces:
-            tensors[path] = part, pieces  # for an alias, too: on other ranks it may be a separate tensor
-            known = first.setdefault(memory, entry)
+        if entry["boxes"]:
+            tensors[path] = value  # for an alias, too: on other ranks it may be a separate tensor
+            known = first.setdefault(identity_of(value), entry)
             if known is not entry:
                 entry["alias"] = known["path"]
             if not entry["own"] and _has_replicas(value, world_size):
-                crc32 = known.get("crc32") or [zlib.crc32(view_bytes(part[own.slices])) for _, own in pieces]
-                entry["crc32"] = crc32
+                entry["crc32"] = known.get("crc32") or [
+                    zlib.crc32(view_bytes(values_in(value, box))) for box in entry["boxes"]
+                ]
     kinds = [
         (path, container_kind(tree), is_within(path, per_rank))
         for path, tree in containers_in(state_dict).items()
     ]
-    return LocalParts({"containers": kinds, "entries": entries}, tensors)
+    return {"containers": kinds, "entries": entries}, tensors
 
 
 def describe_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -403,13 +384,14 @@ def _listing(description: dict[str, Any]) -> list[tuple[str, str]]:
     """List what must be the same on all ranks (`check_alike`). Only the boxes of tensors may differ."""
     kinds = [(show(tuple(path)), f"a {kind}") for path, kind, own in description["containers"] if not own]
     shared = [entry for entry in description["entries"] if not entry["own"]]
-    return kinds + [(show(tuple(entry["path"])), _brief(entry)) for entry in shared]
+    return kinds + [(show(tuple(entry["path"])), brief(entry)) for entry in shared]
 
 
-def _brief(entry: dict[str, Any]) -> str:
-    if "value" in entry:
-        return f"the value {entry['value']!r}"
-    return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
+def brief(entry: dict[str, Any]) -> str:
+    """Describe what must be the same on all ranks."""
+    if "shape" in entry:
+        return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
+    return f"the value {entry['value']!r}" if "value" in entry else "a value"
 
 
 _REMEDY = "If it differs on purpose, wrap it in hwfsdp.checkpoint.PerRank, under the same key on all ranks. "
@@ -492,35 +474,18 @@ def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
 
 
 class SaveHandle:
-    """A save that is under way.
-
-    Attributes:
-        _state_dict: the staged copy, or `Unstaged`; None when it is not needed any more.
-        _save_id: the id of the save once it has succeeded, "" before. _error: the reason if it has failed. _heard: whether
-            `wait` was called.
-        _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
-    """
+    """A save that is under way, in a thread of its own."""
 
     def __init__(self, agreement: Agreement, state_dict: Any, target: Target) -> None:
-        self._agreement, self._state_dict, self._target = agreement, state_dict, target
-        self._save_id = ""
-        self._error: BaseException | None = None
-        self._heard = False
-        self._thread = threading.Thread(target=self._run, name=f"save into {target.path}")
-        self._thread.start()
-
-    def _run(self) -> None:
-        """Do the work of the save, in its own thread; keep its id, or its error of any kind. Then refer to the staged copy no more."""
-        try:
-            self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._state_dict = None  # its buffers are free for the next save
+        self._heard = False  # whether `wait` was called
+        # The interpreter waits for this thread at exit. When it ends, it refers to the copy no more.
+        thread = ThreadPoolExecutor(1, f"save into {target.path}")
+        self._saved = thread.submit(save_agreed, agreement, state_dict, target)
+        thread.shutdown(wait=False)
 
     def done(self) -> bool:
         """True once the save has ended, with or without an error."""
-        return not self._thread.is_alive()
+        return self._saved.done()
 
     def wait(self) -> str:
         """Wait for the end of the save; return its id. The next save does not raise this save's error again.
@@ -528,21 +493,12 @@ class SaveHandle:
         Raises:
             The error of the save, as `save` raises it, at each call.
         """
-        self._thread.join()
         self._heard = True
-        if self._error is not None:
-            raise self._error
-        return self._save_id
+        return self._saved.result()
 
-    def failed(self) -> bool:
-        """Wait for the end of the save. Return True if it failed."""
-        self._thread.join()
-        return self._error is not None
-
-    def unheard_error(self) -> BaseException | None:
-        """Wait for the end of the save. Return its error if no call of `wait` has raised it, else None."""
-        self._thread.join()
-        return None if self._heard else self._error
+    def failed(self, unheard: bool = False) -> bool:
+        """Wait for the end of the save. Return True if it failed; with `unheard`, only if no call of `wait` has raised its error."""
+        return self._saved.exception() is not None and not (unheard and self._heard)
 
 
 class SaveQueue:
@@ -571,7 +527,7 @@ class SaveQueue:
         try:
             staged = self.stager.stage(state_dict)
         except Exception as error:  # the other ranks must learn of it; they would wait
-            staged = Unstaged(error)
+            staged = error
         self.last = SaveHandle(agreement, staged, target)
         return self.last
 
@@ -585,7 +541,7 @@ class SaveQueue:
 
     def finish(self) -> None:
         """Wait for the last save. Raise its error if no call of `wait` has raised it."""
-        if self.last is not None and self.last.unheard_error() is not None:
+        if self.last is not None and self.last.failed(unheard=True):
             self.last.wait()
 
 

@@ -18,12 +18,11 @@ Note [Lent memory]
     as many again for a save that is still being written. It releases the rest.
 
 Note [Views stay views]
-    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. If more than half
-    of the bytes from the first to the last view of a storage are needed, all its views go into one staged storage, with their
-    strides and the distances between them. Otherwise each *run* of views whose extents overlap is treated alone, in the same
-    way. A run with more holes than elements, such as two columns of a wide matrix, is separated into groups of views without
-    common elements. If a group is a single view with holes, it is closed up: its elements lie densely, in the same order as
-    before. Several views with holes that have elements in common are copied together with the holes.
+    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. Views of one storage whose
+    extents overlap, or are close to each other, are a *run*. A run goes into one staged storage, with the strides of its views and the
+    distances between them, and with the bytes between them. So views of a flat parameter are one copy, and what lies before, behind and
+    far between them is not copied. If a run is a single view with holes, such as a column of a matrix, it is closed up: its elements
+    lie densely, in the same order as before.
 
     Conjugated and negated views have other values than the memory under them. They are resolved into their own memory.
 
@@ -34,13 +33,12 @@ Note [A memo that answers tensors]
     an object to everything that `copy.deepcopy` would copy of it, and copies nothing.
 
     An object may make a new tensor when it returns its state, or copy a tensor without passing the memo on. The id of such a
-    tensor is not in the memo. If it is a view that was staged, `_KnownViews` finds the copy. If an object copies a tensor by
-    itself, for example with `clone`, we find this tensor in the copy, and move it into staged memory.
+    tensor is not in the memo. If it is a view that was staged, `_KnownViews` finds the copy. A tensor that an object copies by itself,
+    for example with `clone`, is where the object puts it.
 
 Left out: references that Python and torch do not count. Another process may have mapped a staged tensor, or a copy from it to a
 device may still be under way. If the staged dict was dropped before this was done, the process or the copy sees the values of the
-next staging. A tensor that is moved afterwards gets new memory each time. It does not share memory with tensors found before.
-The traceback of a failed save refers to its copy, so its buffers are not lent again as long as someone keeps the error or the handle.
+next staging. The traceback of a failed save refers to its copy, so its buffers are not lent again as long as someone keeps the error or the handle.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ import copy
 import threading
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -64,7 +62,7 @@ from hwfsdp.checkpoint.boxes import check_data, end_of
 from hwfsdp.checkpoint.messages import KeyPath, refuse
 from hwfsdp.checkpoint.state_dict import cpu_room
 from hwfsdp.checkpoint.traverse import attributes_of, culprit, objects_in
-from hwfsdp.compat import is_referred_to_elsewhere, is_sharded_tensor, local_of, quantized_over, replace_local
+from hwfsdp.compat import is_referred_to_elsewhere, is_sharded_tensor, local_of, quantized_over
 from hwfsdp.compat import storage_key, wrap_like
 from hwfsdp.errors import FSDPError, UnsupportedError
 from hwfsdp.layout.extents import compute_local_stride
@@ -134,37 +132,8 @@ class StateDictStager:
             tensors = _checked_tensors_of(state_dict)
             staged, copies = self._lay_out({id(tensor): _memory_of(tensor) for tensor in tensors})
             _run(copies, self.pin_memory, wait=not non_blocking)
-            result: T = _rebuilt(state_dict, tensors, staged)
-            self._move_others(result, tensors, staged)
+            result: T = _copied(state_dict, tensors, staged)
         return result
-
-    def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
-        """Move the tensors that objects copied by themselves into staged memory (Note [A memo that answers tensors])."""
-        ours = {id(tensor) for tensor in staged.values()}
-        found = [
-            (path, v)
-            for path, v, _ in objects_in(result)
-            if isinstance(v, Tensor) and id(local_of(v)) not in ours
-        ]
-        known = {storage_key(tensor) for tensor in staged.values()} if found else set()
-        found = [(path, value) for path, value in found if _storage_of(value) not in known]
-        for path, value in found:
-            _check(path, value)
-        if not found:
-            return
-        sources = {_storage_of(tensor) for tensor in tensors}
-        for path, tensor in found:
-            if tensor.numel() and _storage_of(tensor) in sources:
-                remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
-                refuse(path, "an object whose copy shares no tensor with it", "one that does", remedy)
-        moved, copies = self._lay_out({id(tensor): _memory_of(tensor) for _, tensor in found})
-        _run(copies, self.pin_memory)
-        for _, tensor in found:
-            part = moved[id(tensor)]
-            if isinstance(tensor, DTensor):
-                replace_local(tensor, part)
-            else:
-                tensor.data = quantized_over(part, tensor) if tensor.is_quantized else part
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
         """Lend memory for copies of these tensors, and list the copies to make, one for each block. `stage` makes them later.
@@ -182,7 +151,7 @@ class StateDictStager:
             if tensor.numel():
                 sources[tensor.untyped_storage()].setdefault(view_of(tensor), []).append(key)
             else:
-                staged[key] = _over(self._allocate(0), tensor.dtype, 0, tensor.shape, tensor.stride())
+                staged[key] = _over(self._new([], 0), tensor.dtype, 0, tensor.shape, tensor.stride())
 
         for source, views in sources.items():
             blocks = blocks_of(list(views))
@@ -210,18 +179,14 @@ class StateDictStager:
         spares = Counter(sizes)
         for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
             del pool[index]
-        return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
+        return [self._new(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 
-    def _add(self, pool: list[Storage], size: int) -> Storage:
-        """Make a buffer and keep it in the pool. Return it."""
-        pool.append(self._allocate(size))
+    def _new(self, pool: list[Storage], size: int) -> Storage:
+        """Make a buffer of `size` bytes, and keep it in the pool."""
+        pin = self.pin_memory and size >= self.pin_memory_min_bytes
+        pool.append(cpu_room((size,), torch.uint8, pin, self.share_memory).untyped_storage())
         # If references cannot be counted, the pool never lends this buffer again, so it need not keep it.
         return pool.pop() if is_referred_to_elsewhere(pool, -1) is None else pool[-1]
-
-    def _allocate(self, size: int) -> Storage:
-        """Make a buffer of `size` bytes, which no pool keeps."""
-        pin = self.pin_memory and size >= self.pin_memory_min_bytes
-        return cpu_room((size,), torch.uint8, pin, self.share_memory).untyped_storage()
 
 
 # --- Find and check ----------------------------------------------------------------------------------------
@@ -345,14 +310,25 @@ def _run(copies: list[_Copy], pinned: bool, wait: bool = True) -> None:
 # --- Rebuild -----------------------------------------------------------------------------------------------
 
 
-def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
-    """Return a deep copy of the state dict. In it, staged tensors take the place of `tensors`, which are all tensors of the state dict.
+def _copied(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
+    """Return a deep copy. In it, staged tensors take the place of `tensors`, which are all tensors of the state dict.
 
     `staged`: by the id of a tensor, its copy. For a DTensor, the copy is of its local part (Note [A memo that answers tensors]).
     Raises UsageError if something cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
-    return _copied(state_dict, tensors, memo)
+    for tensor in tensors:
+        if type(tensor) is _Bytes:
+            memo[id(tensor.untyped_storage())] = memo[id(tensor)].untyped_storage()
+    try:
+        with _KnownViews(tensors, memo):
+            result = copy.deepcopy(state_dict, memo)
+            for tensor in tensors:
+                for path, attribute in attributes_of(tensor):
+                    setattr(memo[id(tensor)], path[-1], copy.deepcopy(attribute, memo))
+    except Exception as error:
+        raise culprit(state_dict, memo, error) from error
+    return result
 
 
 def _dressed(part: Tensor, like: Tensor) -> Tensor:
@@ -362,22 +338,6 @@ def _dressed(part: Tensor, like: Tensor) -> Tensor:
     if like.is_quantized:
         return quantized_over(part, like)
     return part if type(like) in (Tensor, nn.Parameter) else part.as_subclass(type(like))
-
-
-def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
-    """Make a deep copy. `memo` is a memo of `copy.deepcopy` that has the copies of these tensors. Copy the tensors' attributes, too."""
-    for tensor in tensors:
-        if type(tensor) is _Bytes:
-            memo[id(tensor.untyped_storage())] = memo[id(tensor)].untyped_storage()
-    try:
-        with _KnownViews(tensors, memo):
-            result = copy.deepcopy(value, memo)
-            for tensor in tensors:
-                for path, attribute in attributes_of(tensor):
-                    setattr(memo[id(tensor)], path[-1], copy.deepcopy(attribute, memo))
-    except Exception as error:
-        raise culprit(value, memo, error) from error
-    return result
 
 
 class _KnownViews(TorchFunctionMode):
@@ -454,74 +414,25 @@ def view_of(tensor: Tensor) -> View:
     return View(begin, end_of(tensor), tensor.shape, tensor.stride(), tensor.dtype, lazy)
 
 
+_NEAR = 4096  # bytes; to copy so many costs less than one more copy
+
+
 def blocks_of(views: list[View]) -> list[Block]:
     """Find the views of one storage that are staged together (Note [Views stay views])."""
-    if len(views) == 1:
-        return [_close_up(views[0]) if any(views[0].lazy) else _block(views)]
-    blocks = [_close_up(view) for view in views if any(view.lazy)]
-    plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
-    if len(plain) < 2:
-        return [*blocks, *(_block([view]) for view in plain)]
     runs: list[list[View]] = []
-    end = -1
-    for view in plain:
-        if view.begin >= end:
+    end = 0
+    for view in sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2]):
+        if not runs or view.begin > end + _NEAR:
             runs.append([])
         runs[-1].append(view)
         end = max(end, view.end)
-    if 2 * sum(map(_wanted, runs)) > _span(plain):
-        return [*blocks, _block(plain)]
-    return [*blocks, *(block for run in runs for block in _split(run))]
-
-
-def _span(views: Iterable[View]) -> int:
-    """Return the number of bytes from the first to the last view."""
-    return max(view.end for view in views) - min(view.begin for view in views)
-
-
-def _wanted(views: list[View]) -> int:
-    """Return an upper bound of the bytes that belong to elements."""
-    return min(_span(views), sum(view.nbytes for view in views))
-
-
-def _split(run: list[View]) -> list[Block]:
-    """Return the run as one block. If most of it is holes, return groups of views that have no element in common."""
-    if len(run) == 1 or 2 * _wanted(run) > _span(run):
-        return [_block(run)]
-    groups: list[list[View]] = []
-    for view in run:
-        touched = [group for group in groups if any(_may_share(view, other) for other in group)]
-        groups = [group for group in groups if group not in touched]
-        groups.append([*(other for group in touched for other in group), view])
-    blocks = [_block(group) for group in groups]
-    return blocks if sum(block.nbytes for block in blocks) < _span(run) else [_block(run)]
-
-
-def _may_share(a: View, b: View) -> bool:
-    """True if two views may have an element in common. It is False if some pitch keeps them in separate columns."""
-    if a.end <= b.begin or b.end <= a.begin:
-        return False
-    pitches = {
-        step * v.dtype.itemsize for v in (a, b) for n, step in zip(v.shape, v.stride) if n > 1 and step
-    }
-    return not any(
-        (b.begin - a.begin) % pitch >= _width(a, pitch) and (a.begin - b.begin) % pitch >= _width(b, pitch)
-        for pitch in pitches
-    )
-
-
-def _width(view: View, pitch: int) -> int:
-    """Return the bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
-    steps = [(n, step * view.dtype.itemsize) for n, step in zip(view.stored, view.stride)]
-    return view.dtype.itemsize + sum((n - 1) * step for n, step in steps if step % pitch)
+    return [*(_close_up(view) for view in views if any(view.lazy)), *map(_block, runs)]
 
 
 def _block(views: list[View]) -> Block:
-    if len(views) == 1:
-        view, span = views[0], views[0].end - views[0].begin
-        has_holes = view.nbytes < span and not overlaps_itself(view)
-        return _close_up(view) if has_holes else Block(views, view.begin, span, closed_up=False)
-    begin, end = min(view.begin for view in views), max(view.end for view in views)
+    begin, end = views[0].begin, max(view.end for view in views)
+    if len(views) == 1 and views[0].nbytes < end - begin and not overlaps_itself(views[0]):
+        return _close_up(views[0])
     # torch counts offsets in elements. So the distance to each view must be a multiple of its element's size.
     begin -= begin % max(view.dtype.itemsize for view in views)
     return Block(views, begin, end - begin, closed_up=False)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -372,32 +372,26 @@ def describe(leaf: Any, with_dtype: bool = True) -> str:
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
     if is_sharded_tensor(leaf):
-        return describe_shards(leaf, with_dtype)
+        kind, size = leaf.dtype if with_dtype else "a tensor", list(leaf.size())
+        return f"{kind} {size} as a ShardedTensor of {boxes_of(leaf)}"
     text = f"{leaf.dtype if with_dtype else 'a tensor'} {list(leaf.shape)}"
     if leaf.layout != torch.strided:
         text += f" ({leaf.layout})"
     if isinstance(leaf, DTensor):
-        text += f" as {list(leaf.placements)}, here {list(leaf.to_local().shape)}"
+        text += f" as {list(leaf.placements)}"
     return text
 
 
 # --- ShardedTensor -----------------------------------------------------------------------------------------
 
 
-class OwnedBox(NamedTuple):
-    """A shard's place in the whole, and the global rank that has it; -1 if the metadata names no rank."""
-
-    box: Box
-    rank: int
-
-
-def boxes_of(tensor: Any) -> list[OwnedBox]:
-    """Return the boxes of all shards on all ranks, sorted by offset."""
-    boxes = []
-    for shard in tensor.metadata().shards_metadata:
-        rank = -1 if shard.placement is None else shard.placement.rank()
-        boxes.append(OwnedBox(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)), rank))
-    return sorted(boxes)
+def boxes_of(tensor: Any) -> list[tuple[Box, int]]:
+    """Return the boxes of all shards on all ranks, sorted by offset, each with the global rank that has it; -1: the metadata names none."""
+    places = [
+        (Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)), shard.placement)
+        for shard in tensor.metadata().shards_metadata
+    ]
+    return sorted((box, -1 if placement is None else placement.rank()) for box, placement in places)
 
 
 def shards_in(tensor: Any) -> list[Tensor]:
@@ -406,14 +400,6 @@ def shards_in(tensor: Any) -> list[Tensor]:
         return [tensor]
     ordered = sorted(tensor.local_shards(), key=lambda shard: list(shard.metadata.shard_offsets))
     return [shard.tensor for shard in ordered]
-
-
-def describe_shards(tensor: Any, with_dtype: bool) -> str:
-    """Describe everything that must match before shards are copied unchanged. Without the dtype: before values are cast."""
-    metadata = tensor.metadata()
-    kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
-    boxes = [(*box, rank) for box, rank in boxes_of(tensor)]
-    return f"{kind} {list(metadata.size)} as a ShardedTensor of {boxes}"
 
 
 def check_owners(path: KeyPath, tensor: Any, pg: dist.ProcessGroup | None) -> None:

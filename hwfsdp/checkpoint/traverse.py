@@ -283,22 +283,14 @@ def _companions(path: KeyPath, tree: Any, items: dict[Any, Any], companion: Any)
     if companion is ABSENT or companion is None:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
-    if others is None or _kind_of_container(companion) != _kind_of_container(tree):
-        got = f"{type(tree).__name__} and {brief(companion)}"
-        refuse(
-            path, f"two of a kind, here {_kind_of_container(tree)}", got, _LIKE_THE_FIRST, CompanionMismatch
-        )
+    if others is None or isinstance(companion, list | tuple) != isinstance(tree, list | tuple):
+        expected = f"a container like the {type(tree).__name__} of the first state dict"
+        refuse(path, expected, brief(companion), _LIKE_THE_FIRST, CompanionMismatch)
     if others.keys() != items.keys():
         missing, unknown = ([k for k in a if k not in b] for a, b in ((items, others), (others, items)))
         got = f"{missing} only in the first, {unknown} only in the second"
         refuse(path, "the same keys in both state dicts", got, _LIKE_THE_FIRST, CompanionMismatch)
     return others
-
-
-def _kind_of_container(container: Any) -> str:
-    if isinstance(container, Mapping):
-        return "mappings"
-    return "sequences" if isinstance(container, list | tuple) else "dataclasses"
 
 
 # --- Flat and back -----------------------------------------------------------------------------------------
@@ -371,7 +363,7 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Ke
         leaves[path] = value
     structure = getattr(mapping, "structure", None)
     like = {path: value for path, value in nodes_of({} if structure is None else structure)}
-    return nest(leaves, lambda path, items: _container_like(like.get(path), items))
+    return nest(leaves, lambda path, items: container_like(like.get(path), items))
 
 
 def nest(leaves: Mapping[KeyPath, Any], make: Callable[[KeyPath, dict[Any, Any]], Any]) -> Any:
@@ -404,7 +396,7 @@ def _refuse_path(path: KeyPath) -> NoReturn:
     refuse(f"the path {path!r} in the mapping", "a path of its own, of one key or more", got, remedy)
 
 
-def _container_like(like: Any, items: dict[Any, Any]) -> Any:
+def container_like(like: Any, items: dict[Any, Any]) -> Any:
     """Return a container with these children, of the type of `like`. If `like` is None, the keys decide between list and dict."""
     shape = items_of(like) or {}
     items = {

@@ -7,7 +7,6 @@
     predict    explain, simulate: shards and steps on ranks and GPUs that you do not have
     trace      record a run; show, compare or export its log
     swap       run a program that uses torch's FSDP2 on hwfsdp
-    greeting   the command without a verb: what to do next
     command    run a verb, and return its exit status
 
 The other verbs are functions of `course` and `checkpoint.convert`. A verb's module is imported only when the verb runs. Nothing

@@ -2,7 +2,7 @@
 
 Exit status: 0 when the requested result holds, 1 when it does not, 2 for unusable arguments. An error is one line on stderr;
 on a terminal, it is wrapped to the width. A verb's module is imported when the verb runs, and nothing imports torch before. So
-`hwfsdp --help` answers at once, and so does an unusable argument. Without a verb, `greeting` answers.
+`hwfsdp --help` answers at once, and so does an unusable argument.
 """
 
 from __future__ import annotations
@@ -131,13 +131,10 @@ def _run_verb_of_the_course(args: Namespace) -> int:
             return release(**_options(args))
         case "lab":
             return _lab(args)
-        case None:
-            from hwfsdp.cli.greeting import greet
-
-            return greet()
     from hwfsdp.course import commands
 
-    verbs: dict[str, Callable[..., int]] = {
+    verbs: dict[str | None, Callable[..., int]] = {
+        None: commands.greet,
         "course": commands.write_course,
         "list": commands.list_exercises,
         "check": commands.check,

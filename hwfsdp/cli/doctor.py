@@ -86,7 +86,7 @@ def _row(status: str, name: str, text: str) -> str:
     return f"\n{'':{_WIDTH}}".join([f"{status:<8}{name:<{_WIDTH - 8}}{lines[0]}", *lines[1:]])
 
 
-def examine(ranks: int, seconds: float = _SECONDS) -> Iterator[Look]:
+def examine(ranks: int) -> Iterator[Look]:
     """Take all looks in order; yield each as soon as it is taken."""
     yield Look("Python", "ok", f"{platform.python_version()}, {os.cpu_count()} cores")
     yield (torch := _taken("torch", "broken", look_at_torch))
@@ -94,11 +94,11 @@ def examine(ranks: int, seconds: float = _SECONDS) -> Iterator[Look]:
     yield _taken("temporary files", "broken", look_at_temporary_files)
     if torch.status != "broken":
         start_server()  # only now: it imports torch, and a broken torch would print its own errors
-        yield _taken("ranks", "broken", lambda: look_at_ranks(ranks, seconds=seconds))
+        yield _taken("ranks", "broken", lambda: look_at_ranks(ranks))
         yield (gpu := _taken("GPU", "note", look_at_gpus))
         if gpu.status == "ok" and gpu.says[0].isdigit():
             count = min(2, int(gpu.says.split()[0]))
-            yield _taken("ranks on GPUs", "broken", lambda: look_at_ranks(count, "cuda", seconds))
+            yield _taken("ranks on GPUs", "broken", lambda: look_at_ranks(count, "cuda"))
     yield look_at_packages("pictures", "matplotlib", "pip install matplotlib")
     remedy = "make setup, or in a clone of hwfsdp: pip install -e '.[notebooks]'"
     yield look_at_packages("notebooks", "jupyter_client ipykernel", remedy)

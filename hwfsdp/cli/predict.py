@@ -15,7 +15,7 @@ import torch
 from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.shard_on_meta import Blueprint, explain_on_paper
-from hwfsdp.train.builders import find_builder, find_function, in_one_line
+from hwfsdp.train.models.zoo import find_builder, find_function, told_in_one_line
 from hwfsdp.virtual import run
 from hwfsdp.virtual.devices import device_named
 from hwfsdp.virtual.fitting import Choice, describe_misfit
@@ -90,7 +90,7 @@ def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
     # Otherwise torch prints all arguments of an operator that raises.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
-    of_the_user = in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
+    of_the_user = told_in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
     # The user's step may print, or raise.
     with redirect_stdout(sys.stderr), of_the_user if ":" in args.model else nullcontext():
         found = run.simulate(target, choice.gpus, args.device, nodes=nodes, hsdp=choice.hsdp, **settings)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
-from hwfsdp.launcher.capture import Steps, read_steps
 from hwfsdp.observe import log_report
 from hwfsdp.observe.analysis import Findings, compare, examine
 from hwfsdp.observe.eventlog import EventLog
@@ -19,7 +18,7 @@ def run(args: Namespace) -> int:
     """Record a run, and show its findings. Return 0 if there is no race."""
     from hwfsdp.cli.training import reshard_of
     from hwfsdp.train.implementations import OURS, read_implementation
-    from hwfsdp.train.traced_run import DEMO, Target, trace_run
+    from hwfsdp.train.traced_run import DEMO, Steps, Target, read_steps, trace_run
 
     wanted = read_steps(args.steps) if args.steps else Steps()
     script = None if args.target == DEMO else Path(args.target)

@@ -22,7 +22,6 @@ Note [Which one is at fault]
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sysconfig
 from collections import Counter
@@ -33,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from hwfsdp.comm.flight_recorder import Call, State, members_of
+from hwfsdp.errors import shown_path
 
 _BEFORE, _AFTER = 5, 2  # rows shown before and after the row where ranks diverge
 _TABLES = 2  # the most tables to show
@@ -393,8 +393,7 @@ def place_in(stack: str, users_only: bool = False) -> str:
     if not users and (users_only or not frames):
         return ""
     path, line, function = (users or frames)[-1]
-    near = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
-    return f"{near}:{line}, in {function}"
+    return f"{shown_path(path)}:{line}, in {function}"
 
 
 def _is_library(path: str) -> bool:

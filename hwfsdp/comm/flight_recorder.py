@@ -298,9 +298,8 @@ def stacks(last: int | None = None) -> str:
     Args:
         last: the thread whose stack comes last, also if it is the current thread; by default those in `waiting`, or the main thread.
     """
-    main, names = threading.main_thread().ident, {
-        thread.ident: thread.name for thread in threading.enumerate()
-    }
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     unseen = {threading.get_ident(), *(thread for thread, name in names.items() if name == _ANSWERS)} - {last}
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in unseen}
     order = sorted(frames, key=lambda thread: (thread == last, thread in waiting, thread == main))

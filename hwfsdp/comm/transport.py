@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat
-from hwfsdp.comm import desync_report, flight_recorder, shared_memory
+from hwfsdp.comm import flight_recorder, shared_memory
+from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
 from hwfsdp.comm.flight_recorder import Note, State, begin
 from hwfsdp.comm.group_identity import Member, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
@@ -228,16 +229,11 @@ def _collective_error(name: str, owner: str, cause: RuntimeError) -> CollectiveE
     """Make the error, with a table of all ranks' last calls if the ranks must exchange them themselves (`flight_recorder.exchange`)."""
     error = CollectiveError(name, owner, dist.get_rank(), cause)
     told = flight_recorder.exchange()
-    error.table = desync_report.describe_divergence(
-        [
-            (
-                desync_report.Report(rank, said.calls, place=desync_report.place_in(said.stack))
-                if said
-                else desync_report.Report(rank, None)
-            )
-            for rank, said in told.items()
-        ]
-    )
+    reports = [
+        Report(rank, said.calls, place=place_in(said.stack)) if said else Report(rank, None)
+        for rank, said in told.items()
+    ]
+    error.table = describe_divergence(reports)
     return error
 
 
@@ -274,9 +270,8 @@ class GroupTransport(Transport):
 
     def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a buffer. The first call for a group of ranks may need all its ranks to meet. This may fail."""
-        how: Any = (
-            self.gather if purpose == "all_gather" else self.scatter
-        )  # not necessarily one of the classes above
+        # not necessarily one of the classes above
+        how: Any = self.gather if purpose == "all_gather" else self.scatter
         make = how.allocate
         if purpose == "result":
             make = getattr(how, "allocate_result", make)

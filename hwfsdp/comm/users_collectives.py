@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -120,7 +120,7 @@ def _watched(method: Callable[..., Any], op: str, whole: int) -> Callable[..., A
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if here.issuing is not None:
             return method(group, *args, **kwargs)
-        wait = _describe(group, op, args, list(_tensors_in(args[whole : whole + 1])))
+        wait = _describe(group, op, args, tensors_in(args[whole : whole + 1]))
         with _Waiting(wait):
             work = method(group, *args, **kwargs)
         is_open = isinstance(work, dist.Work)
@@ -173,9 +173,8 @@ def _describe(group: dist.ProcessGroup, op: str, args: tuple[Any, ...], whole: l
     frame, function = _caller(sys._getframe(2))
     first = (whole[0].dtype, whole[0].shape) if whole else None
     peer = args[1] if op in _BETWEEN_TWO and len(args) > 2 else None
-    note, is_users = None, frame is not None and not str(frame.f_globals.get("__name__")).startswith(
-        "hwfsdp."
-    )
+    is_users = frame is not None and not str(frame.f_globals.get("__name__")).startswith("hwfsdp.")
+    note = None
     if is_users and op not in _BETWEEN_TWO:
         nbytes = sum(tensor.nbytes for tensor in whole)
         note = flight_recorder.begin(op, None, group, whole[0].dtype if whole else None, nbytes)
@@ -193,9 +192,9 @@ def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
     return frame, function
 
 
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in an argument or a result: the value itself, or all tensors in its lists and dicts, to any depth."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _tensors_in(part)
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -4,7 +4,6 @@
     plugin        markers, fixtures, options; what pytest prints
     ranks         the student's file on ranks: questions, launches, answers
     probing       the side of a rank: load the file, call probes, write reports
-    probes        what ranks import ahead
     packing       numbers and tensors as bytes, between processes
     failures      what a rank raised, in the course's words
     walls         what the operating system takes away from the file
@@ -28,7 +27,7 @@
     lesson        helpers of the notebooks
 
     Commands
-    commands      list, check, hint, status, watch, reset, catchup
+    commands      list, check, hint, status, watch, reset, catchup; what to do next
     progress      what has passed
     compare       the page "yours beside the reference"
     release       the student's edition

@@ -1,4 +1,4 @@
-"""The student's commands: list, check, hint, status, watch, reset, catchup. Each returns the exit status.
+"""The student's commands: list, check, hint, status, watch, reset, catchup; and the greeting, without a verb. Each returns the exit status.
 
 All but `check` and `watch` answer at once: they load neither torch nor pytest. `check` is a run of pytest on the exercise's own tests,
 then on the tests of earlier stations, the last one first. `pytest exercises/NN_name` runs the same tests; only its page is pytest's own.
@@ -18,19 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date
-from html import escape
 from itertools import count
 from pathlib import Path
-from typing import Any
 
+from hwfsdp import __version__
 from hwfsdp.course.exercises import Course, Exercise, find_course, read_course, read_text
-from hwfsdp.course.progress import Progress, Standing
+from hwfsdp.course.progress import Progress
 from hwfsdp.course.stages import CARRIED, OWN_FILE, caught_up, is_given, starter_of
-from hwfsdp.course.text import answer, filled, shown_path
-from hwfsdp.errors import UsageError
+from hwfsdp.course.text import answer, filled, rendered, write_whole
+from hwfsdp.errors import UsageError, shown_path
 
 SIDE_QUEST = "02"  # no later station needs it
 LAST = "10"  # after this station, the student gets the certificate
+_DEMO = Path("runs", "demo", "summary.json")
 POLL_SECONDS = 0.1  # time between two looks at the files in `watch`
 _HEADING = re.compile(r"# -+ (\d\d) ")
 _TODO = re.compile(r"TODO\((\w\w)\)")
@@ -282,8 +282,11 @@ def watch(number: str | None, as_json: bool) -> int:
     chosen = (
         [course.exercise(number, "watch")] if number else list({e.path: e for e in course.exercises}.values())
     )
+    from hwfsdp.launcher.fork_server import start_method
+
     saves = saved(chosen, time.sleep)
-    import torch  # noqa: F401  # once, for all checks
+    if start_method() == "forkserver":
+        import torch  # noqa: F401  # once, for all checks
 
     if not as_json:
         print(f"Watching {', '.join(shown_path(each.path) for each in chosen)}. Ctrl-C ends.", flush=True)
@@ -294,8 +297,10 @@ def watch(number: str | None, as_json: bool) -> int:
 
 
 def _check_again(course: Course, exercise: Exercise, as_json: bool) -> None:
-    """Check in a child process, which has torch already and leaves nothing in this one."""
-    child = os.fork()
+    """Check in a child process, which leaves nothing in this one."""
+    from hwfsdp.launcher.fork_server import fork
+
+    child = fork()
     if child == 0:
         try:
             _run(course, exercise, [], as_json)
@@ -350,26 +355,97 @@ def write_certificate(progress: Progress) -> Path | None:
         or any((s.status, s.stale) != ("passed", False) for s in needed)
     ):
         return None
-    path = course.root / ".hwfsdp" / "certificate.html"
-    page = Path(__file__).with_name("templates") / "certificate.html"
     try:
         content = needed[0].exercise.path.read_bytes()
-        path.write_text(
-            page.read_text(encoding="utf-8").format(**_certified(progress, standings, content)),
-            encoding="utf-8",
+        page = rendered(
+            "certificate.html",
+            lines=len(content.splitlines()),
+            standings=standings,
+            measured=progress.measured,
+            day=date.today().isoformat(),
+            file=OWN_FILE,
+            digest=hashlib.sha256(content).hexdigest(),
         )
+        return write_whole(course.root / ".hwfsdp" / "certificate.html", page)
     except OSError:
         return None
-    return path
 
 
-def _certified(progress: Progress, standings: Sequence[Standing], content: bytes) -> dict[str, Any]:
-    def rows(pairs: Sequence[tuple[str, str]]) -> str:
-        return "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in pairs)
+# --- Without a verb ------------------------------------------------------------------------------------------
 
-    points = [
-        (f"{s.exercise.number} {s.exercise.title}", f"{s.score} of {s.exercise.points}") for s in standings
-    ]
-    named = {"lines": len(content.splitlines()), "stations": rows(points), "day": date.today().isoformat()}
-    digest = hashlib.sha256(content).hexdigest()
-    return {**named, "measured": rows(list(progress.measured.items())), "file": OWN_FILE, "digest": digest}
+
+def greet() -> int:
+    """Say what hwfsdp is, and name the next thing to do. An exercise is passed if `hwfsdp status` says so.
+
+    no course here or in the package     the demo
+    the course, nothing checked yet      the demo, then the exercises
+    no exercise passed                   the page on how the course works, then the first exercise
+    some exercises passed                the first exercise that is not passed
+    all passed                           the homework, then the lab
+    """
+    print(f"hwfsdp {__version__}: a small, readable FSDP, and a drop-in for PyTorch's fully_shard.\n")
+    print("\n".join(_proposal()))
+    print("\nhwfsdp --help lists all verbs. hwfsdp doctor checks this machine.")
+    return 0
+
+
+def _proposal() -> Iterator[str]:
+    try:
+        course = find_course()
+    except UsageError:
+        yield from _without_course()
+        return
+    progress = Progress.load(course)
+    if not progress.outcomes and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
+        yield from _demo(
+            f"Then the course, exercises {course.exercises[0].short_number} to {_numbered(course)[-1].short_number}:\n  hwfsdp list"
+        )
+        return
+    standings = [progress.standing(exercise) for exercise in _numbered(course)]
+    passed = sum(s.status == "passed" for s in standings)
+    yield f"{passed} of {len(standings)} exercises passed."
+    left = [s.exercise for s in standings if not s.is_over]
+    if not left:
+        yield from _after_the_exercises(course)
+        return
+    following = left[0]
+    if not passed:
+        yield f"First, how the course works:\n  read   {shown_path(course.root / 'exercises' / 'README.md')}"
+    yield f"Next, exercise {following.short_number}, {following.title.lower()}:"
+    yield f"  read   {shown_path(following.folder / 'README.md')}"
+    yield f"  edit   {shown_path(following.path)}"
+    yield f"  check  hwfsdp check {following.short_number}"
+
+
+def _numbered(course: Course) -> list[Exercise]:
+    return [each for each in course.exercises if each.has_number]
+
+
+def _without_course() -> Iterator[str]:
+    """Propose the demo, then a copy of the course if the package carries one."""
+    course = read_course(CARRIED.parent)
+    if course is None:
+        yield from _demo("")
+        return
+    if not _DEMO.exists():
+        yield from _demo(f"Then write the course, {len(_numbered(course))} exercises, to a folder:")
+    else:
+        yield "Next, write the course to a folder to work in:"
+    yield "  hwfsdp course fsdp-course"
+
+
+def _demo(then: str) -> Iterator[str]:
+    yield "Next, see it train a small GPT on two processes, beside torch's FSDP2:"
+    yield "  hwfsdp demo"
+    if then:
+        yield then
+
+
+def _after_the_exercises(course: Course) -> Iterator[str]:
+    homework = course.root / "exercises" / "homework"
+    if homework.is_dir():
+        yield "Next, the homework, FSDP in one file:"
+        yield f"  read   {shown_path(homework / 'README.md')}"
+        yield "  check  hwfsdp check homework"
+    if (course.root / "exercises" / "lab").is_dir():
+        yield "Then the lab, scripts that train wrongly: hwfsdp lab"

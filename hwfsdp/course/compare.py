@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
-from html import escape
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import WIDE, Program, Step, askers, probe_step
 from hwfsdp.course.ranks import Course
+from hwfsdp.course.text import rendered, write_whole
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
@@ -30,24 +30,6 @@ if TYPE_CHECKING:
 MINE, THEIRS = "yours", "the reference"
 OURS = Path("hwfsdp")  # as a reference: the package
 FOLDER = Path("runs", "check")
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }}
-img {{ width: 100%; }}
-td, th {{ padding: 0.2em 1.2em 0.2em 0; text-align: right; }}
-td:first-child, th:first-child {{ text-align: left; }}
-</style>
-<h1>{title}</h1>
-<p>{about}</p>
-<img alt="{title}" src="data:image/png;base64,{picture}">
-<table>
-{rows}
-</table>
-</html>
-"""
 
 
 class Row(NamedTuple):
@@ -108,12 +90,9 @@ def page(mine: Step, theirs: Step) -> str:
     """Return the page as HTML. It asks for nothing from elsewhere."""
     file = BytesIO()
     picture(mine, theirs).savefig(file, format="png", dpi=160)
-    cells = [Row("", MINE, THEIRS), *figures(mine, theirs)]
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-    title = f"Yours beside the reference: {mine.name}"
-    about = "One step, with calculated times. Bytes travel alone while no unit computes. A difference is no mistake by itself."
     encoded = base64.b64encode(file.getvalue()).decode()
-    return _PAGE.format(title=escape(title), about=about, picture=encoded, rows=rows)
+    rows = [Row("", MINE, THEIRS), *figures(mine, theirs)]
+    return rendered("compare.html", step=mine.name, picture=encoded, rows=rows)
 
 
 def beside(course: Course, folder: Path) -> str:
@@ -129,9 +108,12 @@ def beside(course: Course, folder: Path) -> str:
     if not (found or folder == OURS) or not is_simulated:
         return ""
     try:
-        path, rows = write_page(course, found[0].resolve() if found else OURS)
+        mine = askers(course)["host"](WIDE)
+        theirs = step_of(found[0].resolve() if found else OURS, WIDE, "host")
     except Finding as finding:
         return f"There is no page beside the reference: {finding}"
+    path, rows = FOLDER / f"{course.path.stem}.html", figures(mine, theirs)
+    write_whole(path, page(mine, theirs))
     lines = [f"  {row.name:<34}{row.mine:>12}{row.theirs:>15}" for row in (Row("", MINE, THEIRS), *rows)]
     return "\n".join([*lines, f"  See it, beside the reference: open {path} in a browser."])
 
@@ -153,18 +135,3 @@ def step_of(reference: Path, program: Program, machine: str) -> Step:
             return askers(course)[machine](program)
         finally:
             course.end()
-
-
-def write_page(
-    course: Course, reference: Path, program: Program = WIDE, machine: str = "host", folder: Path = FOLDER
-) -> tuple[Path, list[Row]]:
-    """Run a step of a student's file and of the reference. Write the page; return its path and its table.
-
-    Raises:
-        Finding: one of the two files does not run through.
-    """
-    mine, theirs = askers(course)[machine](program), step_of(reference, program, machine)
-    path = folder / f"{course.path.stem}.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(mine, theirs), encoding="utf-8")
-    return path, figures(mine, theirs)

@@ -21,9 +21,8 @@ LONG = 30  # instructions of a function that is compared by them; about four sta
 TELLING = 40  # characters of a docstring that two people do not write alike
 NAMED = 8  # functions that a remark names
 ALIKE = 100  # instructions that two students share, before anyone is told
-NO_FSDP = set(
-    "course cli plot observe virtual train launcher startup".split()
-)  # folders of the package without answers
+# folders of the package without answers
+NO_FSDP = set("course cli plot observe virtual train launcher startup".split())
 
 
 class Function(NamedTuple):

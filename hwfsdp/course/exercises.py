@@ -151,12 +151,9 @@ def _read(path: Path) -> Exercise | None:
     """Read one test file; None if it has no marker of an exercise."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        markers = [
-            node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and "pytestmark" in _targets(node)
-        ]
-        for marker in (mark for each in markers for mark in _marks([each], "exercise")):
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        markers = [each.value for each in assigned if ast.unparse(each.targets[0]) == "pytestmark"]
+        for marker in _marks(markers, "exercise"):
             (number,), named = _arguments(marker)
             checks = tuple(_checks(tree, number))
             return Exercise(number, str(named["title"]), str(named["file"]), path.parent, checks)
@@ -174,17 +171,10 @@ def _checks(tree: ast.Module, number: str) -> Iterator[Check]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             marks = [_arguments(mark) for mark in _marks(node.decorator_list, "points")]
-            sentence, name = (ast.get_docstring(node) or "").partition("\n")[0], node.name.removeprefix(
-                "test_"
-            )
-            points, is_bonus = sum(given[0] for given, _ in marks), any(
-                named.get("bonus") for _, named in marks
-            )
-            yield Check(f"{number}.{name}", sentence, int(points), is_bonus)
-
-
-def _targets(node: ast.Assign) -> list[str]:
-    return [target.id for target in node.targets if isinstance(target, ast.Name)]
+            sentence = (ast.get_docstring(node) or "").partition("\n")[0]
+            points = sum(given[0] for given, _ in marks)
+            is_bonus = any(named.get("bonus") for _, named in marks)
+            yield Check(f"{number}.{node.name.removeprefix('test_')}", sentence, int(points), is_bonus)
 
 
 def _marks(nodes: list[ast.expr], name: str) -> Iterator[ast.Call]:

@@ -1,4 +1,4 @@
-"""What is observed of a student's file on ranks: it is looked at from outside what is registered, computed, sent and kept.
+"""What is observed, from outside, of a student's file on ranks: what it registers, computes, sends and keeps.
 
 A fact is data: numbers, names, bytes, tensors. `laws` compares facts with oracles. A probe is called on every rank; the student's file
 is loaded there (`submitted`). `fully_shard` of the file, of the homework and of torch are called in the same way (`Shard`).
@@ -7,7 +7,7 @@ is loaded there (`submitted`). `fully_shard` of the file, of the homework and of
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.compat import default_store, local_of, storage_key
 from hwfsdp.course import scenarios
 from hwfsdp.course.probing import FAILED, Report, attempt, simulates, submitted
@@ -30,7 +31,6 @@ from hwfsdp.course.watching import (
     count_of_events,
     is_there,
     ready,
-    tensors_in,
     watch_wire,
 )
 from hwfsdp.launcher.supervisor import LOST_PEER
@@ -175,11 +175,10 @@ def places_of(model: nn.Module) -> list[list[str]]:
 # --- Training ----------------------------------------------------------------------------------------------
 
 
-def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
-    """Train each model with the student's file."""
+def probe_training(report: Report, seed: int, scenario: Scenario) -> None:
+    """Train a model with the student's file."""
     ready()
-    for scenario in scenarios_:
-        attempt_together(report, scenario.name, partial(trained, scenario, seed, students_shard()))
+    attempt_together(report, scenario.name, partial(trained, scenario, seed, students_shard()))
 
 
 def probe_fsdp2(report: Report, seed: int, scenario: Scenario) -> None:
@@ -214,7 +213,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
             model(scenarios.batch_of(model, seed, dist.get_rank(), 0))
         for module in noting.values():
             module.seen.clear()
-        watcher = Watcher(scenario.about, refuses=True, counts=False, logs=False)
+        watcher = Watcher(scenario.about, refuses=True)
         with record() as log, watcher:
             losses.append(_step(built, scenario, seed, step, spans, watcher, early))
         if step == min(1, scenario.steps - 1):
@@ -231,7 +230,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        outputs = tensors_in([model(scenarios.batch_of(model, seed, 0, 0))])
+        outputs = tensors_in(model(scenarios.batch_of(model, seed, 0, 0)))
         output = [str(t.dtype) for t in outputs if t.is_floating_point()]
     found = {"rows": rows, "places": places, "losses": losses, "grads": grads, "early": early, "seen": seen}
     kept = {name: param is params.get(name) for name, param in model.named_parameters()}
@@ -312,10 +311,9 @@ def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
 
 
 @simulates
-def probe_held(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
-    """Count the bytes that sharding holds in a step of each model, on a simulated machine."""
-    for scenario in scenarios_:
-        attempt(report, scenario.name, partial(held, scenario, seed))
+def probe_held(report: Report, seed: int, scenario: Scenario) -> None:
+    """Count the bytes that sharding holds in a step of a model, on a simulated machine."""
+    attempt(report, scenario.name, partial(held, scenario, seed))
 
 
 def held(scenario: Scenario, seed: int) -> dict[str, Any]:

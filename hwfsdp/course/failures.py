@@ -85,9 +85,8 @@ def explain(key: str, raised: Sequence[Raised], world_size: int, path: Path) -> 
     for each in raised:
         by_file = bool(each.frames) and each.frames[-1]["file"] == str(path)
         for pattern, (kind, words) in RAISED.items():
-            if (
-                kind == "missing" and by_file
-            ):  # students read this name, with a secret too: the file must not choose it
+            # students read this name, with a secret too: the file must not choose it
+            if kind == "missing" and by_file:
                 continue
             if found := re.search(pattern, each.message if each.message else each.kind):
                 said = one_line((each.message or each.kind).splitlines()[0], LONGEST)
@@ -142,9 +141,8 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
     line = _line_in(stacks, path, innermost=0)
     if "SIGXCPU" in got:
         return Finding("endless", f"Rank {rank} computed for {SECONDS:g} s without an end.{line}")
-    said = re.findall(
-        r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", stacks
-    )  # by native code, at its end
+    # by native code, at its end
+    said = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", stacks)
     words = f" It said: {one_line(said[0], LONGEST)}" if said else ""
     is_mismatch = any(sign in f"{got}{words}" for sign in MISMATCH)
     return Finding("order-diverged" if is_mismatch else "died", f"Rank {rank}: {got}.{line}{words}")

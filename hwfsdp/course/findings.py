@@ -36,9 +36,8 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     name: Misconception(**entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
 }
-_UNWRITTEN = re.compile(
-    r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b"
-)  # a number that no training gives
+# a number that no training gives
+_UNWRITTEN = re.compile(r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b")
 
 
 class Finding(Exception):
@@ -46,16 +45,16 @@ class Finding(Exception):
 
     Args:
         misconception: its id. sentence: the evidence, in one or two sentences with names and numbers.
-        expected, got: two values to compare, if they help. seen: a moment of a recorded run to look at; it stays in this process.
+        expected, got: two values to compare, if they help.
     """
 
     def __init__(
-        self, misconception: str, sentence: str, expected: object = None, got: object = None, seen: Any = None
+        self, misconception: str, sentence: str, expected: object = None, got: object = None
     ) -> None:
         assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
         sentence = plain(sentence)  # it may quote a rank
         super().__init__(sentence)
-        self.misconception, self.message, self.seen = misconception, sentence, seen
+        self.misconception, self.message = misconception, sentence
         self.expected, self.actual = shown(expected), shown(got)
         if misconception == "wrong-value" and _UNWRITTEN.search(sentence):  # the trace of a missing wait
             self.misconception = "used-before-wait"

@@ -15,12 +15,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from hwfsdp.course.findings import MISCONCEPTIONS
 from hwfsdp.course.results import LONGEST, Data, Gradebook, Result
+from hwfsdp.course.text import rendered, write_whole
 from hwfsdp.errors import UsageError
-from hwfsdp.optional_packages import needed_by
 
 PRAIRIELEARN = 1_000_000  # bytes of a result
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with these, a spreadsheet computes
@@ -175,23 +174,11 @@ def _prairielearn(book: Gradebook, result: Result, longest: int = LONGEST) -> Da
     )
 
 
-# --- Pages ---------------------------------------------------------------------------------------------------
-
-
-def _page(name: str, **values: Any) -> str:
-    with needed_by("the gradebook's pages"):
-        import jinja2
-    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(name).render(**values, misconceptions=MISCONCEPTIONS)
-
-
-def _class_page(book: Gradebook) -> str:
-    return _page("class.html", book=book, for_student=False)
-
-
-def _student_page(book: Gradebook, result: Result) -> str:
-    return _page("student.html", book=book, result=result, for_student=True)
+def _page(book: Gradebook, result: Result | None = None) -> str:
+    """The page of a student, or of the class."""
+    template = "student.html" if result else "class.html"
+    values = {"book": book, "result": result, "misconceptions": MISCONCEPTIONS}
+    return rendered(template, for_student=result is not None, **values)
 
 
 # --- Files ---------------------------------------------------------------------------------------------------
@@ -202,7 +189,7 @@ FORMATS: dict[
 ] = {
     "csv": ({"grades.csv": _csv}, {}),
     "json": ({"grades.json": as_json}, {}),
-    "html": ({"grades.html": _class_page}, {"students/*.html": _student_page}),
+    "html": ({"grades.html": _page}, {"students/*.html": _page}),
     "gradescope": ({}, {"gradescope/*/results.json": _gradescope}),
     "classroom50": ({"classroom50/scores.json": _scores50}, {"classroom50/*/result.json": _classroom50}),
     "prairielearn": ({}, {"prairielearn/*/results.json": _prairielearn}),
@@ -233,19 +220,11 @@ def write(book: Gradebook, kinds: Iterable[str], folder: Path) -> list[Path]:
     for kind in kinds:
         of_class, of_student = FORMATS[kind]
         for name, make in of_class.items():
-            written.append(_whole(folder / name, make(book)))
+            written.append(write_whole(folder / name, make(book)))
         for name, make_one in of_student.items():
             for result in book.results:
                 found = make_one(book, result)
                 text = found if isinstance(found, str) else json.dumps(found, indent=1) + "\n"
-                _whole(folder / name.replace("*", result.key), text)
+                write_whole(folder / name.replace("*", result.key), text)
             written.append(folder / name.partition("/")[0])
     return list(dict.fromkeys(written))
-
-
-def _whole(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-    return path

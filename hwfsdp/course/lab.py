@@ -391,9 +391,8 @@ def find_bug(number: str, verb: str = "lab") -> Bug:
 def files(root: Path, values: Mapping[str, str]) -> dict[Path, str]:
     """Return the text of each file that is made, by path. `values`: the evidence, by bug."""
     folder = root / "exercises" / "lab"
-    bugs, key = read_bugs(folder), tomllib.loads(
-        (root / "solutions" / "lab" / "key.toml").read_text(encoding="utf-8")
-    )
+    bugs = read_bugs(folder)
+    key = tomllib.loads((root / "solutions" / "lab" / "key.toml").read_text(encoding="utf-8"))
     empty = [f'\n[{bug.name}]\nevidence = ""\ncause = ""\nfix = ""\n' for bug in bugs]
     sealed = ["# Made from solutions/lab/key.toml; see hwfsdp/course/lab.py.\n"]
     for bug in bugs:
@@ -419,9 +418,8 @@ _ANSWERS = """\
 
 def page(bug: Bug) -> str:
     """Return the page of a bug: symptom, where to look, questions."""
-    number, quoted = int(bug.number), "\n>\n".join(
-        _lines(part, "> ", "> ") for part in bug.symptom.split("\n\n")
-    )
+    number = int(bug.number)
+    quoted = "\n>\n".join(_lines(part, "> ", "> ") for part in bug.symptom.split("\n\n"))
     asked = [f"**What is the {question}?**\n\n{choices_of(bug, question, '- ')}" for question in CHOSEN]
     return f"""# Lab {bug.number} · {bug.title}
 

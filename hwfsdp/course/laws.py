@@ -191,7 +191,9 @@ def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float =
                 _no_gradient(where, rows, oracle["params"][name].requires_grad)
                 continue
             try:
-                _compare_gradient(where, rows, grads[name], scenario, tolerance)
+                whole = _joined(where, rows, grads[name])
+                if not _is_near(whole, grads[name], tolerance):
+                    raise _gradient_finding(where, rows, whole, grads[name], scenario.micros)
             except Finding as finding:
                 raise _theory(finding, where, rows, oracle, step, name) from None
 
@@ -226,14 +228,6 @@ def _no_gradient(where: str, rows: Sequence[Tensor | None], is_trained: bool) ->
                 f"{where} has a gradient on rank {rank}, {'' if grad.any() else 'of zeros, '}although {why}."
             )
             raise Finding("grad-of-nothing", said, None, f"a gradient of shape {tuple(grad.shape)}")
-
-
-def _compare_gradient(
-    where: str, rows: Sequence[Tensor | None], expected: Tensor, scenario: Scenario, tolerance: float
-) -> None:
-    whole = _joined(where, rows, expected)
-    if not _is_near(whole, expected, tolerance):
-        raise _gradient_finding(where, rows, whole, expected, scenario.micros)
 
 
 def _joined(where: str, rows: Sequence[Tensor | None], expected: Tensor) -> Tensor:
@@ -355,11 +349,8 @@ def _same_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
             "wrong-value", f"{where} has shape {shapes[1]}; FSDP2's has shape {shapes[0]}.", *shapes
         )
     if not torch.equal(grad, expected):
-        kind = (
-            "reduced-in-wrong-dtype"
-            if torch.allclose(grad, expected, rtol=0.05, atol=1e-3)
-            else "wrong-value"
-        )
+        near = torch.allclose(grad, expected, rtol=0.05, atol=1e-3)
+        kind = "reduced-in-wrong-dtype" if near else "wrong-value"
         raise Finding(kind, f"{where} is not FSDP2's bit for bit {largest_difference(grad, expected)}.")
 
 
@@ -471,11 +462,8 @@ def only(found: Facts, scenario: Scenario, *ops: str) -> None:
     for rank, facts in enumerate(found):
         for op, owner, nbytes, _ in moved(facts, ""):
             if op not in ops:
-                kind = (
-                    "whole-gradients"
-                    if op == "all_reduce" and not moved(facts, "forward", op)
-                    else "too-much-traffic"
-                )
+                of_gradients = op == "all_reduce" and not moved(facts, "forward", op)
+                kind = "whole-gradients" if of_gradients else "too-much-traffic"
                 said = f"{scenario.name}, rank {rank}: step 2 makes {NAMES.get(op, op)}, here of {nbytes:,} B {owner}"
                 right = " and ".join(NAMES[each] for each in ops)
                 raise Finding(kind, f"{said.rstrip()}.", right, NAMES.get(op, op))
@@ -593,10 +581,8 @@ def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> N
             if phase == "backward" and found["late"]:
                 kind, cause = "reduced-late", " No gradient is reduced before the last gather."
             elif phase == "backward" and found["grads"] > unit:
-                kind, cause = (
-                    "grad-not-freed",
-                    f" {found['grads']:,} B of gradients are still there after the step.",
-                )
+                kind = "grad-not-freed"
+                cause = f" {found['grads']:,} B of gradients are still there after the step."
             said = (
                 f"{scenario.name}: in a {phase}, {found[phase]:,} B of {what} and buffers are alive at once, "
                 f"{found[phase] / unit:.1f} times the largest unit.{cause} {scenario.about}"
@@ -621,9 +607,8 @@ def nothing_whole(
     _shards(found, scenario)
     unit = max(found["units"].values())
     for moment in moments or MOMENTS:
-        bound = LITTLE * unit + (
-            found["units"].get("model", 0) if moment == "between" else 0
-        )  # the root may stay whole
+        root = found["units"].get("model", 0) if moment == "between" else 0  # it may stay whole
+        bound = LITTLE * unit + root
         if found[moment] > bound:
             if moment != "between" and found[moment] - found["grads"] <= bound:
                 kind = "grad-not-freed"

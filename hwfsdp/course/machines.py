@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from hwfsdp.core.streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
-from hwfsdp.course.ranks import Course, Report, attempt, simulates
+from hwfsdp.course.probing import Report, attempt, simulates
+from hwfsdp.course.ranks import Course
 from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.walls import limit_processor
-from hwfsdp.course.watching import ready, watched
+from hwfsdp.course.watching import logged, ready
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
@@ -195,7 +196,7 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
         world.restart()
         before = len(made)
         with record() as log:
-            with runner.watch.looking(), watched(counts=False) as watcher:
+            with runner.watch.looking(), logged() as watcher:
                 runner.step(watcher.unseen)
             world.clock.synchronize()
         watch = runner.watch
@@ -212,6 +213,7 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
         }
 
 
+@cache
 def computing(program: Program, machine: str) -> dict[str, float]:
     """Return the µs in which the program's model computes on this machine if it is not sharded: "forward", "backward"."""
     with MACHINES[machine].entered() as world:
@@ -343,8 +345,9 @@ class Watch:
                 out.register_hook(lambda grad: self.enter("backward", names.get(block, "")))
             return out
 
-        with mock.patch.object(clock, "run", watched_run), mock.patch.object(
-            Block, "forward", watched_forward
+        with (
+            mock.patch.object(clock, "run", watched_run),
+            mock.patch.object(Block, "forward", watched_forward),
         ):
             yield
 
@@ -399,7 +402,7 @@ class Step:
 
     def compute_us(self, part: str) -> float:
         """Return the time in which the same model computes without sharding, in a forward or a backward."""
-        return computing_once(self.program, self.machine)[part]
+        return computing(self.program, self.machine)[part]
 
     def duration_us(self, part: str) -> float:
         """Return the time of the first forward or backward of the step."""
@@ -445,9 +448,8 @@ class Step:
     def in_flight(self) -> list[int]:
         """Count, whenever a reduction starts, the reductions that compute has not waited for, with this one."""
         reductions, stream_of = self.travels("reduction"), {e.seq: e.stream for e in self.events}
-        over: dict[int, int] = (
-            {}
-        )  # seq of a reduction → seq of the first wait for it, or for a later event of its stream
+        # seq of a reduction → seq of the first wait for it, or for a later event of its stream
+        over: dict[int, int] = {}
         for wait in self.log.select("wait", stream="compute"):
             for each in reductions:
                 if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
@@ -494,6 +496,3 @@ def askers(course: Course) -> dict[str, Callable[[Program], Step]]:
 def travel_us(op: str, nbytes: int, machine: str) -> float:
     _, device, gpus, _ = MACHINES[machine]
     return collective_us(op, nbytes, span_of(range(gpus), device.per_node), device)
-
-
-computing_once = cache(computing)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hwfsdp.course.findings import Finding, Outcome, cause_of, folded
+from hwfsdp.errors import shown_path
 
 _CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
 _MARKS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "error": ("!", "red")}
@@ -159,9 +160,3 @@ def _points(outcomes: Sequence[Outcome]) -> tuple[int, int]:
     return sum(each.points for each in outcomes if each.status == "passed"), sum(
         each.points for each in outcomes
     )
-
-
-def shown_path(path: Path) -> Path:
-    """Return a path relative to the current folder, if it is below this folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -21,25 +21,20 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hwfsdp.course import pages
 from hwfsdp.course.findings import Finding, Outcome
 from hwfsdp.course.progress import remember
+from hwfsdp.course.text import write_whole
 
 if TYPE_CHECKING:
     from hwfsdp.course.ranks import Course
 
-PROBES = "hwfsdp.course.probes"  # what ranks import ahead
+PROBES = "hwfsdp.course.machines"  # ranks import it ahead, with all that probes need
 ASKERS = ("ranks", "held", "gpu", "host", "cluster")  # fixtures that ask ranks
-
-
-class Sizes(NamedTuple):
-    """Sizes that the seed draws if there is a secret. `world_size`: a number of ranks where any will do."""
-
-    world_size: int = 3
 
 
 class Session:
@@ -47,7 +42,7 @@ class Session:
 
     Attributes:
         outcomes: by node id without parameters. courses: by path of a student's file.
-        fatal: by path, the test that ended the runs of a file. files: digests of the judged files, by name.
+        fatal: by path, the test that ended the runs of a file. titles: title and file of each exercise, by number.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -66,9 +61,6 @@ class Session:
             return self.drawn
         number = str(_exercise(item).args[0])
         return int.from_bytes(hmac.digest(self.secret, number.encode(), "sha256")[:4], "big") >> 12
-
-    def sizes_of(self, item: pytest.Item) -> Sizes:
-        return Sizes(2 + self.seed_of(item) % 2) if self.secret else Sizes()
 
     def folder_of(self, item: pytest.Item) -> Path:
         """Return a folder that the ranks of one test share, the same whenever it is asked."""
@@ -110,12 +102,7 @@ class Session:
         from hwfsdp.course.ranks import askers
 
         seed, course = self.seed_of(item), self.course_of(item)
-        known = {
-            "seed": seed,
-            "sizes": self.sizes_of(item),
-            "submission": course,
-            "measured": lambda of, figures: None,
-        }
+        known = {"seed": seed, "submission": course, "measured": lambda of, figures: None}
         return askers(course, seed) | known | {"folder": self.folder_of(item)}
 
     def end(self) -> None:
@@ -272,12 +259,6 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def sizes(request: pytest.FixtureRequest) -> Sizes:
-    """Sizes where any will do."""
-    return request.config.stash[_SESSION].sizes_of(request.node)
-
-
-@pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Path:
     """An empty folder, which ranks can read and write if a question has it among its arguments."""
     return request.config.stash[_SESSION].folder_of(request.node)
@@ -305,13 +286,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if error is None:
         if call.when == "call":
             outcome.add("passed")
-    elif isinstance(error, Finding) or hasattr(
-        error, "misconception"
-    ):  # the second: of laws that are not moved yet
-        found = error if isinstance(error, Finding) else _moved(error)
-        outcome.add("failed", found)
-        report.outcome, report.longrepr, report.when = "failed", pages.evidence(outcome, found), "call"
-        if found.known.fatal:
+    elif isinstance(error, Finding):
+        outcome.add("failed", error)
+        report.outcome, report.longrepr, report.when = "failed", pages.evidence(outcome, error), "call"
+        if error.known.fatal:
             known.fatal[known.path_of(item)] = outcome.test
     elif isinstance(error, pytest.skip.Exception):
         outcome.add("skipped", note=str(error))
@@ -322,10 +300,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 ("the course", f"{outcome.test} is broken. This is not your mistake: tell your instructor.")
             )
     return report
-
-
-def _moved(error: Any) -> Finding:
-    return Finding(error.misconception, error.message, error.expected, error.actual)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -368,9 +342,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         }
         titles = {number: title for number, (title, _) in known.titles.items()}
         found = {"seed": None if known.secret else known.drawn, "file": digests, "titles": titles}
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(found | {"tests": [each.as_dict() for each in outcomes]}, indent=1))
-        new.replace(path)
+        write_whole(path, json.dumps(found | {"tests": [each.as_dict() for each in outcomes]}, indent=1))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

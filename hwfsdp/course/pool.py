@@ -1,7 +1,7 @@
 """The runs of `hwfsdp grade`: one pytest run for each submission, several at once.
 
     the command             finds submissions, waits, and writes the formats (`gradebook`); it imports no torch
-      └ the keeper          imports torch once; starts and ends the runs
+      └ the keeper          imports torch once, where a fork may (`start_method`); starts and ends the runs
           └ one run         a fork that collects the student's files and calls pytest.main on exercises/
               └ ranks       forks as well (`fork_server.fork_here`): a run imports nothing again
 
@@ -18,7 +18,6 @@ their points. `GRACE` seconds later the run is killed.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import importlib
@@ -29,9 +28,8 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,11 +37,14 @@ from typing import Any
 
 from hwfsdp.course import copies, submissions
 from hwfsdp.course.submissions import Submission
+from hwfsdp.course.text import write_whole
+from hwfsdp.course.walls import descendants, libc, remove, running
 from hwfsdp.errors import UsageError
+from hwfsdp.launcher.fork_server import adopt_orphans, fork, fork_here, start_method
 
 MINUTES, GRACE = 10.0, 20.0
 LOOK = 0.05  # seconds between two looks at the runs
-NEEDED = ("torch", "pytest", "hwfsdp.launcher.launch", "hwfsdp.course.probes", "hwfsdp.launcher.preload")
+NEEDED = ("torch", "pytest", "hwfsdp.launcher.launch", "hwfsdp.course.machines", "hwfsdp.launcher.preload")
 UNCHANGED = 75  # the exit status of a run whose submission was graded before
 UNDONE = {
     2: "pytest was interrupted",
@@ -51,7 +52,7 @@ UNDONE = {
     4: "pytest could not start",
     5: "there was no test",
 }
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,13 @@ class Options:
 
 def kept(work: Callable[[], None]) -> int:
     """Do `work` in the keeper (Note [Nothing is left]). Return 0, or 130 if it was interrupted, or 1 if it failed."""
-    parent, keeper = os.getpid(), _fork()
+    parent, keeper = os.getpid(), fork()
     if keeper == 0:
         status = 1
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _end_with_parent(signal.SIGTERM)
+            adopt_orphans()
             if os.getppid() == parent:
                 work()
             status = 0
@@ -131,7 +132,7 @@ def kept(work: Callable[[], None]) -> int:
             traceback.print_exc()
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            _end_below(os.getpid())
+            _end_children()
             with suppress(OSError):
                 sys.stdout.flush()
             os._exit(status)
@@ -141,15 +142,6 @@ def kept(work: Callable[[], None]) -> int:
                 return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
             except KeyboardInterrupt:  # the keeper ends its runs first
                 signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
-
-
-def _fork() -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns if there are threads. The threads of libraries wait for work, so a fork is safe.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 @contextmanager
@@ -168,40 +160,25 @@ def _ending(keeper: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _prctl(what: int, value: int) -> None:
+def _end_with_parent(number: signal.Signals) -> None:
+    """Let this process get a signal when its parent ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
+        libc().prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def _end_below(pid: int, but: Sequence[int] = ()) -> None:
-    """Kill all descendants of a process, except the children `but` and their descendants, until none is left."""
+def _end_children(but: Collection[int] = ()) -> None:
+    """Kill all descendants of this process, except the children `but` and their descendants, until none is left."""
     for _ in range(200):
-        left = below(pid, but)
+        left = descendants([os.getpid()], (each for each in running() if each.pid not in but))
         for each in left:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         with suppress(ChildProcessError):
-            while pid == os.getpid() and not but and os.waitpid(-1, os.WNOHANG)[0]:
+            while not but and os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not left:
             return
         time.sleep(0.01)
-
-
-def below(pid: int, but: Sequence[int] = ()) -> list[int]:
-    """Return the ids of the processes below one that have not ended; none if the system does not list processes."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, todo = list[int](), [pid]
-    while todo:
-        below = [each for each in children.get(todo.pop(), []) if each not in but]
-        found += below
-        todo += below
-    return found
 
 
 # --- The keeper ----------------------------------------------------------------------------------------------
@@ -228,7 +205,7 @@ class Pool:
 
     def run(self, waiting: Sequence[Submission]) -> None:
         """Grade these submissions."""
-        for name in NEEDED:
+        for name in NEEDED if start_method() == "forkserver" else ():
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
@@ -240,7 +217,7 @@ class Pool:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid in self.running:
                     run = self.running.pop(pid)
-                    _end_below(os.getpid(), tuple(self.running))
+                    _end_children(self.running.keys())
                     self.done += 1
                     self._record(run, code := os.waitstatus_to_exitcode(status))
                     took = f"{time.monotonic() - run.began:.0f} s"
@@ -262,7 +239,7 @@ class Pool:
         ):
             path.mkdir(exist_ok=True)
             path.chmod(mode)
-        keeper, pid = os.getpid(), _fork()
+        keeper, pid = os.getpid(), fork()
         if pid:
             self.running[pid] = Run(submission, folder, pid, time.monotonic())
             return
@@ -271,7 +248,7 @@ class Pool:
             os.setsid()  # so Ctrl-C reaches only the keeper
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _end_with_parent(signal.SIGKILL)
             path = self.options.out / "logs" / f"{submission.key}.txt"
             log = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
             for stream, opened in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
@@ -298,10 +275,8 @@ class Pool:
 
     def _record(self, run: Run, status: int) -> None:
         """Write the outcomes of a run that has ended, in a process of its own (Note [What ranks inherit])."""
-        from hwfsdp.course.walls import remove  # it imports torch, which the command does not
-
         if status != UNCHANGED:
-            pid = _fork()
+            pid = fork()
             if pid == 0:
                 try:
                     self._write(run, status)
@@ -322,8 +297,8 @@ class Pool:
             "problems": [],
             "remarks": [],
             "functions": {},
+            "tests": [],
         }
-        found |= {"tests": []}
         for name in ("collected.json", "outcomes.json"):
             with suppress(OSError, ValueError):
                 found |= json.loads((run.folder / "private" / name).read_text())
@@ -345,10 +320,7 @@ class Pool:
             )
             errors.append(f"{ended}; {about}")
         found |= {"errors": errors, "seconds": round(time.monotonic() - run.began, 1)}
-        path = self.options.outcome(run.submission)
-        draft = path.with_suffix(".new")
-        draft.write_text(json.dumps(found, indent=1))
-        draft.replace(path)
+        write_whole(self.options.outcome(run.submission), json.dumps(found, indent=1))
 
 
 # --- One run -------------------------------------------------------------------------------------------------
@@ -359,8 +331,6 @@ def _judged(
 ) -> int:
     """Collect a student's files, run pytest on them, and return its exit status (Note [What ranks inherit])."""
     import pytest
-
-    from hwfsdp.launcher.fork_server import fork_here
 
     # ranks may read the folders of sys.path (`walls`): the instructor's must not be among them
     ours = [options.out, submission.path, *filter(None, [options.secret])]

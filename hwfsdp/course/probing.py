@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hwfsdp.comm import flight_recorder
 from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.packing import pack
 from hwfsdp.course.walls import Walls, limit_processor
@@ -222,14 +223,10 @@ def _described(error: Exception) -> dict[str, Any]:
 
 def describe_wait() -> str:
     """Describe the collective in which this rank waits, with its number among this rank's collectives; "" if there is none."""
-    history, events = sys.modules.get("hwfsdp.comm.flight_recorder"), sys.modules.get("hwfsdp.observe.events")
-    waiting = getattr(history, "waiting", {}).get(threading.main_thread().ident)
-    pending = str(waiting or _collective_called())
-    recorder = events.active() if events else None
-    if not pending or recorder is None:
-        return pending
-    issued = [draft for draft in recorder.drafts if draft.op in COLLECTIVES]
-    if not issued:
+    waiting = flight_recorder.waiting.get(threading.main_thread().ident or 0)
+    pending, recorder = str(waiting or _collective_called()), events.active()
+    issued = [draft for draft in recorder.drafts if draft.op in COLLECTIVES] if recorder else []
+    if not pending or not issued:
         return pending
     last = issued[-1]
     name = f"{last.op} of {last.owner!r}" if last.owner else str(last.op)

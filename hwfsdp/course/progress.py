@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.exercises import Course, Exercise, find_course, read_text
 from hwfsdp.course.stages import is_given, starter_of
+from hwfsdp.course.text import write_whole
 from hwfsdp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,10 +87,7 @@ class Progress:
         path = _file(self.course)
         kept = {"hints": self.hints, "outcomes": self.outcomes, "measured": self.measured}
         try:
-            path.parent.mkdir(exist_ok=True)
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-            draft.replace(path)
+            write_whole(path, json.dumps(kept, indent=1))
         except OSError as error:
             print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 

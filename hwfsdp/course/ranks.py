@@ -38,17 +38,7 @@ from hwfsdp.course import rules
 from hwfsdp.course.failures import Raised, ended, explain
 from hwfsdp.course.findings import Finding, one_line, plain
 from hwfsdp.course.packing import unpack
-from hwfsdp.course.probing import (
-    FAILED,
-    Order,
-    Probe,
-    Question,
-    Report,
-    attempt,
-    on_rank,
-    simulates,
-    submitted,
-)
+from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
 from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
 from hwfsdp.errors import RankError
 from hwfsdp.launcher import pickling
@@ -58,31 +48,13 @@ from hwfsdp.launcher.supervisor import LARGEST_REPORT, read_message
 if TYPE_CHECKING:
     from hwfsdp.course.scenarios import Scenario
 
-__all__ = [
-    "FAILED",
-    "Answer",
-    "Course",
-    "NotYet",
-    "Probe",
-    "Ranks",
-    "Report",
-    "askers",
-    "attempt",
-    "simulates",
-    "submitted",
-]
-
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
 RANKS = 4  # at once, of all files: more would only wait for processors, and need memory
 # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
 PRINTED = 1 << 24
-FORGED = (
-    TypeError,
-    KeyError,
-    ValueError,
-    RecursionError,
-)  # what comes from reading something else than a report
+# errors of reading something else than a report
+FORGED = (TypeError, KeyError, ValueError, RecursionError)
 KEPT = """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
     MKL_NUM_THREADS PYTHONHASHSEED PYTHONPATH PYTHONWARNINGS""".split()  # environment variables that ranks keep
 
@@ -206,9 +178,8 @@ class Course:
 
     def begin(self) -> None:
         """Begin to answer all questions that have been asked (Note [Asked ahead])."""
-        for world_size, is_simulated in sorted(
-            self._ahead, key=lambda each: not each[1]
-        ):  # the longest first
+        longest_first = sorted(self._ahead, key=lambda each: not each[1])
+        for world_size, is_simulated in longest_first:
             asked = self._ahead[world_size, is_simulated]
             new = {key: question for key, question in asked.items() if key not in self._answers}
             self._answers |= {key: Future() for key in new}
@@ -360,7 +331,7 @@ class Ranks:
         """Train the model of a scenario. Return the facts of each rank (`facts.trained`)."""
         from hwfsdp.course.facts import probe_training
 
-        return self.ask(probe_training, scenario.name, seed=seed, scenarios_=(scenario,))
+        return self.ask(probe_training, scenario.name, seed=seed, scenario=scenario)
 
     def shard(self, scenario: Scenario, seed: int) -> list[Any]:
         """Shard the model of a scenario, without running it. Return what each rank registers (`facts.shards_of`)."""
@@ -395,7 +366,7 @@ def askers(course: Course, seed: int) -> dict[str, Any]:
     from hwfsdp.course.facts import probe_held
 
     def held(scenario: Scenario) -> Any:
-        found = course.ranks(1).ask(probe_held, scenario.name, seed=seed, scenarios_=[scenario])
+        found = course.ranks(1).ask(probe_held, scenario.name, seed=seed, scenario=scenario)
         return found if course.asking else found[0]
 
     return {"ranks": course.ranks, "held": held} | machines.askers(course)

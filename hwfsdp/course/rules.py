@@ -82,12 +82,8 @@ class _Scan:
     """
 
     def __init__(self, tree: ast.Module, may: frozenset[str]) -> None:
-        self.nodes, self.may, self.imported, self.own = (
-            list(ast.walk(tree)),
-            may,
-            dict[str, str](),
-            set[str](),
-        )
+        self.nodes, self.may = list(ast.walk(tree)), may
+        self.imported, self.own = dict[str, str](), set[str]()
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.imported |= dict(_names_of(node))
@@ -111,10 +107,10 @@ class _Scan:
                 if self.is_closed(whole):
                     yield Use(f"{verb} {whole}", line, _kind(whole))
             if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                is_others = self.dotted(node) or self.dotted(node.value)
-                what = (
-                    f"changes {ast.unparse(node)}, which is not its own" if is_others else self.stored(node)
-                )
+                if self.dotted(node) or self.dotted(node.value):
+                    what = f"changes {ast.unparse(node)}, which is not its own"
+                elif isinstance(node, ast.Attribute):
+                    what = self.attribute(node.attr)
             elif isinstance(node, ast.Attribute):
                 what = self.changed(node) or self.attribute(node.attr, node.value)
             elif isinstance(node, ast.MatchClass):  # reads attributes without an `ast.Attribute`
@@ -130,15 +126,9 @@ class _Scan:
         """Yield a verb and the whole name of each imported thing that the node names."""
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (("imports", whole) for _, whole in _names_of(node))
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and (whole := self.dotted(node))
-        ):
-            yield "uses", whole
-
-    def stored(self, node: ast.Attribute | ast.Subscript) -> str:
-        return self.attribute(node.attr) if isinstance(node, ast.Attribute) else ""
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if whole := self.dotted(node):
+                yield "uses", whole
 
     def changed(self, node: ast.Attribute) -> str:
         """Say what a call of `__setattr__` changes, if it is an imported thing."""

@@ -38,7 +38,7 @@ class Scenario(NamedTuple):
     """
 
     name: str
-    model: str = "gpt"
+    model: str
     steps: int = 3
     micros: int = 1
     sync_last: bool = False
@@ -334,21 +334,9 @@ class Checkpoint(nn.Module):
 # --- How they are built ------------------------------------------------------------------------------------
 
 
-def _gained(
-    draw: random.Random, tied: bool = False, layers: int = 3, dims: Sequence[int] = (10, 14), vocab: int = 0
-) -> Built:
-    return _built(
-        Gained(
-            GPTConfig(
-                draw.choice(dims),
-                layers,
-                2,
-                draw.choice([5, 7, 11]),
-                vocab or draw.choice([13, 17, 19]),
-                tied,
-            )
-        )
-    )
+def _gained(draw: random.Random, tied: bool = False, layers: int = 3) -> Built:
+    dim, seq_len, vocab = (draw.choice(sizes) for sizes in ([10, 14], [5, 7, 11], [13, 17, 19]))
+    return _built(Gained(GPTConfig(dim, layers, 2, seq_len, vocab, tied)))
 
 
 def _stack(
@@ -523,23 +511,22 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 # --- What several exercises train --------------------------------------------------------------------------
 
 PLAIN = Scenario("a GPT", "gpt of two layers")  # one of its parameters has a single row
-_ABOUT = {
-    "tied": "One parameter is registered in two places of a unit.",
-    "frozen": "Some parameters are frozen; in some units all of them, in others a frozen layer comes before a trained one.",
-    "twice": "A unit runs twice in one forward.",
-    "unused": "Some parameters, and a whole unit, take no part in the loss.",
-    "recomputed": "Each block runs its forward a second time, in the middle of the backward.",
-    "nested": "Units lie inside units; they get a keyword argument, and return tensors in a dict.",
+_ABOUT = {  # name, model → what is unusual about it
+    ("tied weights", "tied"): "One parameter is registered in two places of a unit.",
+    (
+        "frozen layers",
+        "frozen",
+    ): "Some parameters are frozen; in some units all of them, in others a frozen layer comes before a trained one.",
+    ("a layer that runs twice", "twice"): "A unit runs twice in one forward.",
+    ("unused parameters", "unused"): "Some parameters, and a whole unit, take no part in the loss.",
+    (
+        "recomputed layers",
+        "recomputed",
+    ): "Each block runs its forward a second time, in the middle of the backward.",
+    (
+        "nested units",
+        "nested",
+    ): "Units lie inside units; they get a keyword argument, and return tensors in a dict.",
 }
-_NAMES = (
-    "tied weights",
-    "frozen layers",
-    "a layer that runs twice",
-    "unused parameters",
-    "recomputed layers",
-    "nested units",
-)
-BREAKING = tuple(
-    Scenario(name, model, about=_ABOUT[model]) for name, model in zip(_NAMES, _ABOUT, strict=True)
-)
+BREAKING = tuple(Scenario(name, model, about=about) for (name, model), about in _ABOUT.items())
 TIED, FROZEN, TWICE, UNUSED, RECOMPUTED, NESTED = BREAKING

@@ -29,9 +29,8 @@ from hwfsdp.errors import UsageError
 
 OWN_FILE = "my_fsdp.py"  # the student's file for all stations
 START, END = "00", "zz"  # the first and the last stage of a file
-CARRIED = (
-    Path(__file__).parents[1] / "_course" / "exercises"
-)  # in an installed package: the starters, as they were
+# in an installed package: the starters, as they were
+CARRIED = Path(__file__).parents[1] / "_course" / "exercises"
 _MARK = re.compile(r"^\s*# @(\d\d|h\d|end)$", re.MULTILINE)
 _OLD = re.compile(r"\s*# \|(?: (.*))?$")
 _BEGINS = re.compile(r"\s*(class |def |@|# ---)")

@@ -30,11 +30,8 @@ SUFFIXES = (".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".tar", ".zip")
 NOT_THEIRS = frozenset(
     "__macosx .git __pycache__ .venv venv node_modules .ipynb_checkpoints .pytest_cache".split()
 )
-ARCHIVE, UNPACKED, FILE = (
-    64 << 20,
-    256 << 20,
-    1 << 20,
-)  # bytes of an archive, of all that is in it, and of one file
+# bytes of an archive, of all that is in it, and of one file
+ARCHIVE, UNPACKED, FILE = 64 << 20, 256 << 20, 1 << 20
 ENTRIES = 20_000
 MEMORY = 512 << 20  # bytes that reading an archive may take
 NOBODYS = Path(os.sep, "nobodys")  # the folder that tar's filter imagines; nothing is written there
@@ -141,20 +138,9 @@ def collect(path: Path, judged: Sequence[str], into: Path) -> Collected:
         with little_memory(), ExitStack() as opened:
             _take(_entries(path, opened), judged, into, found)
     except (
-        OSError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-        MemoryError,
-        tarfile.TarError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-    ) as error:
-        found.problems.append(f"cannot be read: {_said(error)}")
-    except (
         Exception
     ) as error:  # readers of archives raise whatever a library below them raises, such as zlib.error
-        found.problems.append(f"the archive is damaged: {_said(error)}")
+        found.problems.append(f"cannot be read: {_said(error)}")
     return found
 
 

@@ -1,12 +1,15 @@
-"""What commands print: JSON, or lines of text."""
+"""What commands print, and what they write: text, JSON, pages made of `templates/`."""
 
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hwfsdp.optional_packages import needed_by
 
 
 def answer(as_json: bool, found: Any, lines: Sequence[str], holds: bool = True) -> int:
@@ -23,7 +26,22 @@ def filled(text: str, indent: str = "  ") -> list[str]:
     return [line for part in text.splitlines() for line in wrapper.wrap(part)]
 
 
-def shown_path(path: Path) -> str:
-    """Return a path relative to the current folder, if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def rendered(template: str, **values: Any) -> str:
+    """Fill values into a template. Each value is escaped.
+
+    Raises:
+        MissingPackageError: jinja2 is not installed.
+    """
+    with needed_by(f"the page {template}"):
+        import jinja2
+    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(**values)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file, and make its folder. Readers never see a part of the text, even if this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    return draft.replace(path)

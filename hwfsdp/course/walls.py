@@ -38,8 +38,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import hwfsdp
 
 PACKAGE = Path(hwfsdp.__file__).parent
@@ -59,12 +57,6 @@ _SYSTEM = tuple(
     /etc/group /etc/protocols /etc/services""".split()
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
-# the laws, and what a student writes, in other words
-_ANSWERS = (
-    PACKAGE / "course",
-    PACKAGE / "course",
-    Path(torch.__file__).parent / "distributed/fsdp/_fully_shard",
-)
 
 
 # --- The plan, and how a rank carries it out ---------------------------------------------------------------
@@ -90,6 +82,8 @@ class Walls:
 
     def enter(self, folder: str) -> None:
         """Give up all rights except file access. `folder`: where the ranks of the run meet; the new user becomes its owner."""
+        import torch
+
         # The course computes on the CPU. torch asks CUDA once and keeps the answer; under the limits, CUDA fails and torch warns.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.cuda.is_available()
@@ -99,9 +93,8 @@ class Walls:
         if self.network is not None:
             _enter_network(self.network)
         if self.user is not None:
-            libc().unshare(
-                _CLONE_NEWIPC
-            )  # shared memory of System V ends with the rank, unless the system forbids this
+            # shared memory of System V ends with the rank, unless the system forbids this
+            libc().unshare(_CLONE_NEWIPC)
             _hide_environment()
             for path in (*self.write, Path(folder)):
                 _give(path, self.user)
@@ -120,7 +113,11 @@ def plan(folder: Path, hidden: Iterable[Path] = (), shared: Sequence[Path] = ())
         folder: the folder of the run, which the ranks may write to. shared: further such folders, which outlive the run.
         hidden: paths that the ranks must not see, besides the course's own.
     """
-    read, look = _readable({*_ANSWERS, *hidden})
+    import torch  # only here and on ranks: `pool` imports this module before torch
+
+    # the laws, and what a student writes, in other words
+    answers = PACKAGE / "course", Path(torch.__file__).parent / "distributed/fsdp/_fully_shard"
+    read, look = _readable({*answers, *hidden})
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     own_user = _is_root() and (landlock_version() or not reads_all)
     user = _FIRST_USER + os.getpid() % _USERS if own_user else None
@@ -166,13 +163,16 @@ class Limit(NamedTuple):
 def in_force() -> list[Limit]:
     """Return every limit, and whether this machine enforces it."""
     walls = plan(Path(os.devnull))
+    linux = "needs Linux"
     no_root = "only root can, and the grader is not root" if os.geteuid() else "the system forbids it"
     unreadable = "Python lies in a folder that only root may enter, and there is no Landlock"
     old = "needs Landlock, of Linux 5.13 or later, and not forbidden"
+    if sys.platform != "linux":
+        no_root = old = linux
     counted = f"at most {PROCESSES} processes, {MEMORY >> 30} GiB of memory each, files of {FILE >> 30} GiB"
     limits = [  # name, whether it is in force, why it would not be
         ("time, memory, and a session of its own", True, ""),
-        (counted, sys.platform == "linux", "needs Linux, to count them"),
+        (counted, sys.platform == "linux", linux),
         ("a user of its own", walls.user is not None, unreadable if _is_root() else no_root),
         ("no network", walls.network is not None, no_root),
         ("no files but Python's and its own", bool(landlock_version()), old),
@@ -318,10 +318,15 @@ class Watch:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        # without a list of processes, end those in the ranks' own groups
+        for rank in () if _PROC.exists() else self._ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank, signal.SIGKILL)
 
     def _mine(self) -> set[int]:
         processes = list(running())
-        below = descendants([server_pid() or 0], processes)  # ids may be used again, for processes elsewhere
+        # ids may be used again, for processes elsewhere
+        below = descendants([server_pid() or os.getpid()], processes)
         found = descendants(self._ranks, processes) | self._ranks | self._seen
         found |= {process.pid for process in processes if process.session in self._ranks}
         self._seen = found & below

@@ -1,6 +1,6 @@
 """What a rank computes and sends, watched below every function that a student's file may call.
 
-    Watcher     every operator: it must not read free memory; the bytes that are alive; events for `races.find_races`
+    Watcher     every operator: it must not read free memory; events for `races.find_races`
     Wire        every message and collective: what is sent, to whom; and what comes of it if other bytes are sent
 
 A file packs, copies and frees in its own way, and no instrument of the package is in it. So the watcher works where every operator
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
 from hwfsdp.core.streams import HostStream
 from hwfsdp.observe import events
@@ -51,41 +52,22 @@ class Watcher(DispatchMode):
     """A mode that sees the operators called in its block, including autograd's.
 
     Args:
-        about: what is unusual about the model; `WeightGone` says it. ignored: memory of this dtype is not counted.
-        refuses: refuse operators on free memory, which would read from address 0. counts: count bytes. logs: make events of operators.
+        about: what is unusual about the model; `WeightGone` says it.
+        refuses: refuse operators on free memory, which would read from address 0. logs: make events of operators.
 
     Attributes:
         phase: "forward" or "backward"; began: number of recorded events when it began.
-        made: the storages that were allocated. nbytes: of all of them since `restart`; largest: of the largest one; peak: most bytes
-            alive at once.
     """
 
-    def __init__(
-        self,
-        about: str = "",
-        ignored: torch.dtype | None = None,
-        refuses: bool = False,
-        counts: bool = True,
-        logs: bool = True,
-    ) -> None:
+    def __init__(self, about: str = "", refuses: bool = False, logs: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.about, self.ignored = about, ignored
-        self.refuses, self.counts, self.logs = refuses, counts, logs
+        self.about, self.refuses, self.logs = about, refuses, logs
         self.began, self.phase, self._is_quiet = 0, "forward", False
-        self.made: dict[int, Watched] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        self.nbytes, self.largest, self.peak = 0, 0, self.alive()
 
     def begin(self, phase: str) -> int:
         """Begin a phase, and return the number of events so far."""
         self.phase, self.began = phase, count_of_events()
         return self.began
-
-    def alive(self) -> int:
-        """Count the bytes alive in storages that were allocated in the block."""
-        return sum(storage.nbytes() for ref in self.made.values() if (storage := ref()) is not None)
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -101,15 +83,10 @@ class Watcher(DispatchMode):
                     return op(*args, **kwargs)
             raise WeightGone(self._said(name))
         out, recorder = op(*args, **kwargs), events.active()
-        if not (self.counts or self.logs):
-            return out
-        given = {storage_key(t) for t in tensors_in((*args, *kwargs.values()))}
-        fresh = [t for t in tensors_in((out,)) if storage_key(t) not in given and not t.is_meta]
-        if self.counts:
-            for tensor in fresh:
-                self._see(tensor)
         logs = self.logs and not self._is_quiet and op.namespace == "aten"
         if logs and recorder is not None and not recorder.inside_collective:
+            given = {storage_key(t) for t in tensors_in((*args, *kwargs.values()))}
+            fresh = [t for t in tensors_in(out) if storage_key(t) not in given and not t.is_meta]
             self._log(recorder, op, name, args, kwargs, fresh)
         return out
 
@@ -122,14 +99,6 @@ class Watcher(DispatchMode):
         where = f"in a {self.phase}, the operator {name} reads memory that is free{so_far}."
         return f"{kind}: {where} {self.about}".rstrip()
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if tensor.dtype != self.ignored and id(storage) not in self.made:
-            self.made = {key: ref for key, ref in self.made.items() if ref() is not None}
-            self.made[id(storage)] = weakref.ref(storage)
-            self.nbytes += storage.nbytes()
-            self.largest, self.peak = max(self.largest, storage.nbytes()), max(self.peak, self.alive())
-
     def _log(
         self,
         recorder: events.Recorder,
@@ -141,8 +110,8 @@ class Watcher(DispatchMode):
     ) -> None:
         """Log one event, unless the operator only makes a view."""
         given = {a.name: value for a, value in zip(arguments_of(op), args, strict=False)} | dict(kwargs)
-        written = [t for a in arguments_of(op) if a.is_written for t in tensors_in((given.get(a.name),))]
-        read = [] if name.startswith("new_") or name.endswith("_like") else list(tensors_in(given.values()))
+        written = [t for a in arguments_of(op) if a.is_written for t in tensors_in(given.get(a.name))]
+        read = [] if name.startswith("new_") or name.endswith("_like") else tensors_in(given)
         if not written and not fresh:
             return
         own = {id(t) for t in written}
@@ -176,7 +145,7 @@ class _Storages(DispatchMode):
         if DTensor in types:
             return NotImplemented
         out = op(*args, **kwargs or {})
-        for tensor in tensors_in((out,)):
+        for tensor in tensors_in(out):
             if not tensor.is_meta:
                 self.memory.see(tensor.untyped_storage())
         return out
@@ -191,9 +160,9 @@ def bytes_counted() -> Iterator[Allocator]:
 
 
 @contextmanager
-def watched(**options: Any) -> Iterator[Watcher]:
-    """Watch everything that a probe does in the block. What a wait does is no event."""
-    watcher = Watcher(**options)
+def logged() -> Iterator[Watcher]:
+    """Log every operator of the block. What a wait does is no event."""
+    watcher = Watcher(logs=True)
     with ExitStack() as stack:
         for owner, name in ((HostStream, "finish"), (dist.Work, "wait")):
             stack.enter_context(mock.patch.object(owner, name, watcher.unseen(getattr(owner, name))))
@@ -212,15 +181,6 @@ def is_there(value: object) -> bool:
         return True
     part = local_of(value)
     return not part.numel() or part.untyped_storage().nbytes() > 0
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list | dict):
-            yield from tensors_in(value.values() if isinstance(value, dict) else value)
 
 
 def count_of_events() -> int:

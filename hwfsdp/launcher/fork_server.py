@@ -2,10 +2,14 @@
 
 It imports torch once, for all ranks (`preload`). This module does not, so that a command can start the server first and
 import torch itself while the server does.
+
+Only Linux forks a process safely that has loaded torch. Elsewhere there is no server, and each rank is a new Python process that
+imports torch itself (`start_method`): it starts in seconds, not in a tenth of one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing as mp
 import os
@@ -14,8 +18,27 @@ import sys
 import warnings
 from multiprocessing import connection, forkserver
 
+from hwfsdp.errors import UsageError
+
 _PRELOAD = "hwfsdp.launcher.preload"
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ahead: list[str] = []
+
+
+def start_method() -> str:
+    """Return how processes with torch start: "forkserver", or "spawn" on systems other than Linux.
+
+    `HWFSDP_START_METHOD` in the environment chooses one of the two.
+    """
+    asked = os.environ.get("HWFSDP_START_METHOD", "")
+    if asked not in ("", "forkserver", "spawn"):
+        raise UsageError(
+            "HWFSDP_START_METHOD",
+            expected="forkserver or spawn",
+            got=asked,
+            remedy="Set one of them, or unset it.",
+        )
+    return asked or ("forkserver" if sys.platform == "linux" else "spawn")
 
 
 def import_ahead(*modules: str) -> None:
@@ -23,11 +46,34 @@ def import_ahead(*modules: str) -> None:
     _ahead.extend(name for name in modules if name not in _ahead)
 
 
+def left_to_import() -> tuple[str, ...]:
+    """Return the modules that each rank must import itself, because no server has imported them."""
+    return (_PRELOAD, *_ahead) if start_method() == "spawn" else ()
+
+
 def start_server(*modules: str) -> None:
     """Start the server if it does not run yet, and return at once. `modules`: to import ahead."""
     import_ahead(*modules)
+    if start_method() == "spawn":
+        return
     mp.get_context("forkserver").set_forkserver_preload([_PRELOAD, *_ahead])
     forkserver.ensure_running()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants' orphans. Do nothing on systems other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
+
+
+def fork() -> int:
+    """Fork this process. Python 3.12 warns if there are threads; those of libraries wait for work, so a fork is safe."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def fork_here(*modules: str) -> None:
@@ -35,23 +81,19 @@ def fork_here(*modules: str) -> None:
 
     Only for a process without threads that compute. `start_server` then finds this server.
     """
+    import_ahead(*modules)
     server = getattr(forkserver, "_forkserver")  # the module has no public way
-    if server._forkserver_pid is not None:
+    if server._forkserver_pid is not None or start_method() == "spawn":
         return
     for module in (_PRELOAD, *modules):
         importlib.import_module(module)
-    from hwfsdp.launcher.preload import adopt_orphans
-
     address = getattr(connection, "arbitrary_address")("AF_UNIX")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     os.chmod(address, 0o600)
     listener.listen()
     alive, keep_alive = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns if there are threads. Those of libraries wait for work, so a fork is safe.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         status = 1
         try:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from hwfsdp.errors import UsageError, WrongTypeError
 from hwfsdp.launcher import pickling
+from hwfsdp.launcher.fork_server import left_to_import
 from hwfsdp.launcher.supervisor import Caller, Rank, end_ranks, start_ranks
 from hwfsdp.launcher.pickling import Script, find_script, for_the_same_script, pickle_call, refuse_import
 from hwfsdp.launcher.worker import (
@@ -159,7 +160,10 @@ def run_ranks(
         limit = timeout + _ASKED_FIRST if timeout else COLLECTIVE_TIMEOUT
         threads = max(1, (os.cpu_count() or 1) // world_size)
         first, isatty = None if prepare is None else pickling.dumps(prepare), sys.stdout.isatty()
-        task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first, script)
+        modules = left_to_import()
+        task = Task(
+            call, world_size, device, limit, rendezvous, environ, threads, isatty, modules, first, script
+        )
         ranks = start_ranks(task)
         started([rank.process.pid or 0 for rank in ranks])
         _running.append(ranks)

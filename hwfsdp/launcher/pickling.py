@@ -41,9 +41,8 @@ except ModuleNotFoundError:
 
 _AS_IMPORTED = "__mp_main__"  # multiprocessing's name for a script that a spawned process imports
 
-_received: dict[str, object] = (
-    {}
-)  # on a rank: name in `__main__` → the function or class that arrived from the caller
+# on a rank: name in `__main__` → the function or class that arrived from the caller
+_received: dict[str, object] = {}
 _to_run: Script | None = None  # on a rank: the script, until it is run (Note [Names that were not sent])
 
 
@@ -215,9 +214,8 @@ class _Pickler(_Base):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, is_known: Callable[[str], bool] | None) -> None:
         super().__init__(file)
-        self._is_known = (
-            is_known  # in the reader's `__main__`; None: the reader is a rank that knows no name yet
-        )
+        # in the reader's `__main__`; None: the reader is a rank that knows no name yet
+        self._is_known = is_known
         if is_known is None:
             self.globals_ref[id(vars(sys.modules["__main__"]))] = _MainGlobals()
 

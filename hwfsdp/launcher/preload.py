@@ -1,7 +1,7 @@
-"""The start of the server from which ranks are forked: it imports modules, and adopts orphans.
+"""The start of a process from which ranks are forked: it imports modules, and adopts orphans.
 
-Only that server imports this module, before all others (`fork_server`). Nothing here may start threads or ask a driver for GPUs, because
-both break in forked processes. After a single call of `torch.cuda.is_available`, CUDA refuses to start in every rank.
+Only such a process imports this module (`fork_server`), or a rank that was not forked. Nothing here may start threads or ask a driver
+for GPUs, because both break in forked processes. After a single call of `torch.cuda.is_available`, CUDA refuses to start in every rank.
 
 The server makes no garbage, and looks for none: its imports take a fifth less time. Ranks turn collection on again (`worker.run_rank`).
 
@@ -11,20 +11,10 @@ them.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
-import sys
-import warnings
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans. Do nothing on systems other than Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
+from hwfsdp.launcher.fork_server import adopt_orphans
 
 
 def import_for_ranks() -> None:

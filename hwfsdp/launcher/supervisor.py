@@ -46,7 +46,7 @@ from typing import Any, BinaryIO, NamedTuple
 from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
-from hwfsdp.launcher.fork_server import start_server
+from hwfsdp.launcher.fork_server import start_method, start_server
 from hwfsdp.launcher.worker import Task, run_rank
 
 _SILENT, _GONE = "does not answer", "gone"
@@ -133,7 +133,7 @@ class Rank:
 
 def start_ranks(task: Task) -> list[Rank]:
     start_server()
-    context = mp.get_context("forkserver")
+    context: Any = mp.get_context(start_method())  # declared without `Process`
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""The process of one rank. Its caller is in `launch`.
+"""The process of one rank. Its caller is in `supervisor`.
 
 Note [Time runs out]
     The main thread of a rank that hangs cannot say where it hangs. So each rank has another thread, which listens to the caller. It
@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import importlib
 import io
 import itertools
 import os
@@ -44,6 +45,7 @@ class Task:
 
     Attributes:
         folder: the ranks meet here, and the files of their histories are here.
+        modules: to import first (`fork_server.left_to_import`).
         prepare: a pickled function. It is called with the folder before anything else.
         script: the caller's `__main__`; None if the rank must not have its names.
     """
@@ -56,6 +58,7 @@ class Task:
     environ: dict[str, str]
     threads: int
     isatty: bool
+    modules: tuple[str, ...] = ()
     prepare: bytes | None = None
     script: Script | None = None
 
@@ -100,6 +103,8 @@ class _Relay(io.TextIOBase):
 
 def run_rank(rank: int, task: Task, connection: Connection) -> None:
     """Run the task's function in an initialized process group, and tell the caller how it ended."""
+    for module in task.modules:
+        importlib.import_module(module)
     gc.freeze()  # a collection would write to the objects of the server, and so copy their memory
     gc.enable()
     if task.prepare is not None:
@@ -255,9 +260,8 @@ def init_process_group(
 
 
 _meetings: Iterator[int] = itertools.count()  # all ranks call `launch` equally often
-_stores: list[tuple[Any, int, int]] = (
-    []
-)  # torchrun's store, once it is connected, with the rank and the world size
+# torchrun's store, once it is connected, with the rank and the world size
+_stores: list[tuple[Any, int, int]] = []
 
 
 def _meet_once_more(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:

@@ -1,7 +1,6 @@
 """The part of a tensor that a rank holds: extents by placement, the table of a model, weights drawn row by row.
 
     operator_arguments  sizes and meshes among the arguments of operators
-    stripes             several boxes of a tensor that one rank holds
     extents             the part that a rank holds under the placements of a DTensor, even strided and uneven parts
     explain             a model's parameters as a table
     init_shards         the same weights for any number of ranks
@@ -17,14 +16,12 @@ from hwfsdp.layout.operator_arguments import (
 from hwfsdp.layout.extents import (
     SHARDS as SHARDS,
     LocalExtent as LocalExtent,
-    check_shards as check_shards,
     compute_global_tensor_info as compute_global_tensor_info,
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     compute_local_stride as compute_local_stride,
     explicit_order_placements as explicit_order_placements,
     extents_of as extents_of,
     front_of as front_of,
-    impossible_factor as impossible_factor,
     largest_shape as largest_shape,
     local_extent_of as local_extent_of,
     nested_extent as nested_extent,

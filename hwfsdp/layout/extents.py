@@ -35,6 +35,13 @@ Note [Right to left]
     Another way seems possible: step through the tensor from left to right, and give a strided rank one stripe of each of the f
     pieces. This is right only if all pieces are equally long. In the 7 rows above, the stripes of rank 0 along fsdp would be 0 1
     and 4, and rank 2 would have only the stripe 6. Then tp would cut this stripe, and give row 6 to its rank 0.
+
+Note [Stripes]
+    `_StridedShard(d, split_factor=f)` says that dim d is in f pieces when its mesh dim cuts. Mostly, other mesh dims have made the
+    pieces, and a rank holds one box. But no mesh dim has made them if the tensor was flattened. Flatten a tensor of
+    shape (2, 8) whose columns four ranks share: each rank has two of 16 elements from the first row, and two from the second row. The
+    placement is _StridedShard(0, split_factor=2), without a cut on its right. `stripes_of` lists the boxes of such a rank.
+    Functions that need one box refuse such placements (`explicit_order_placements`, `local_extent_of`).
 """
 
 from __future__ import annotations
@@ -52,7 +59,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from hwfsdp.compat import StridedShard
 from hwfsdp.errors import RuntimeRefusedError, UnsupportedError, UsageError
 from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.layout.stripes import are_striped, joined_extent, stripes_of
 
 SHARDS = (StridedShard, Shard)  # these cut; in some versions of torch, a strided shard is a `Shard`
 _PLACEMENTS = (*SHARDS, Replicate, Partial)
@@ -127,21 +133,14 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
         factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
         if factor not in pieces:
-            raise impossible_factor(mesh_shape, mesh_dim, placement, pieces)
+            raise RuntimeRefusedError(
+                f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
+                expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
+                got=str(factor),
+                remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
+            )
         order.insert(pieces.index(factor), mesh_dim)
     return orders
-
-
-def impossible_factor(
-    mesh_shape: Sequence[int], mesh_dim: int, placement: Placement, pieces: Sequence[int]
-) -> UsageError:
-    """Make the error for a placement on `mesh_dim`. `pieces`: the numbers of pieces that cuts on its right do make, including 1."""
-    return RuntimeRefusedError(
-        f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
-        expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
-        got=f"{getattr(placement, 'split_factor', 1)}",
-        remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
-    )
 
 
 def local_extent_of(
@@ -235,7 +234,7 @@ def compute_local_shape_and_global_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (shape, offset) of this rank's part (`local_extent_of`), or ((0,), ()) if this rank is not in the mesh.
 
-    If the rank holds stripes, it is their joined shape, and the offset of the first one (Note [Stripes] in `stripes`). With
+    If the rank holds stripes, it is their joined shape, and the offset of the first one (Note [Stripes]). With
     `skip_offset`, the offset is () as well.
     """
     coordinate = mesh.get_coordinate()
@@ -371,7 +370,7 @@ def unshard_strided(
         UsageError: a shard has no possible shape for its place, or there is not one shard for each coordinate.
     """
     extents = extents_of(global_shape, mesh_shape, placements)
-    check_shards(shards, mesh_shape, extents)
+    _check_shards(shards, mesh_shape, extents)
     firsts: dict[LocalExtent, Tensor] = {}
     for extent, shard in zip(extents.values(), shards):
         firsts.setdefault(extent, shard)
@@ -381,7 +380,7 @@ def unshard_strided(
     return whole
 
 
-def check_shards(
+def _check_shards(
     shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int, ...], LocalExtent]
 ) -> None:
     """Raise UsageError if the shards do not match the extents in number and shape. Of replicas, only the first one is checked."""
@@ -429,3 +428,93 @@ def slices_of(extent: LocalExtent) -> tuple[slice, ...]:
 def front_of(extent: LocalExtent) -> tuple[slice, ...]:
     """Return the index of a shard without its padding: `padded[front_of(extent)]` is a view of everything except padding."""
     return tuple(slice(n) for n in extent.shape)
+
+
+# --- Stripes -----------------------------------------------------------------------------------------------
+
+Runs = list[list[tuple[int, int]]]  # of each dim: start and length in the whole, in the order of the part
+
+
+class Stripe(NamedTuple):
+    """A box that a rank holds: its shape, its offset in the whole tensor, and its offset `at` in the rank's part."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+def are_striped(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """True if a rank may hold several boxes of a tensor: no cuts make the pieces of a strided shard (Note [Stripes])."""
+    if not any(isinstance(placement, StridedShard) for placement in placements):
+        return False
+    orders = _orders_with_pieces(mesh_shape, placements, 0) or {}
+    return any(mesh_dim is None for order in orders.values() for mesh_dim, _ in order)
+
+
+def stripes_of(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> list[Stripe]:
+    """Return the boxes that the rank at this mesh coordinate holds, in the order of its part. The placements are striped."""
+    runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
+    placed = [list(zip(dim_runs, accumulate((n for _, n in dim_runs), initial=0))) for dim_runs in runs]
+    stripes = []
+    for box in product(*placed):
+        shape, offset = tuple(length for (_, length), _ in box), tuple(start for (start, _), _ in box)
+        stripes.append(Stripe(shape, offset, tuple(at for _, at in box)))
+    return stripes
+
+
+def joined_extent(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of all stripes of a rank together, and the offset of the first one. The placements are striped."""
+    runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
+    offset = tuple(of_dim[0][0] if of_dim else size for of_dim, size in zip(runs, global_shape))
+    return tuple(sum(length for _, length in of_dim) for of_dim in runs), offset
+
+
+def _runs_of(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> Runs:
+    orders = _orders_with_pieces(mesh_shape, placements, len(global_shape))
+    assert orders is not None
+    runs = [[(0, size)] for size in global_shape]
+    for dim, order in orders.items():
+        for mesh_dim, parts in order:
+            indices = range(parts) if mesh_dim is None else [coordinate[mesh_dim]]
+            chunks = [(start, chunk_extent(size, parts, i)) for start, size in runs[dim] for i in indices]
+            runs[dim] = [(start + begin, length) for start, (begin, length) in chunks if length]
+    return runs
+
+
+def _orders_with_pieces(
+    mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
+) -> dict[int, list[tuple[int | None, int]]] | None:
+    """Return the cuts of each tensor dim in their order, as `orders_of_cuts` does: mesh dims and their sizes; None if there is no order.
+
+    The mesh dim is None for pieces that no mesh dim makes, as many as a strided shard still needs when all on its right have cut.
+    Dims may be counted from the end of `ndim` dims.
+    """
+    orders: defaultdict[int, list[tuple[int | None, int]]] = defaultdict(list)
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
+        if not isinstance(placement, StridedShard | Shard):
+            continue
+        order = orders[placement.dim + ndim if placement.dim < 0 else placement.dim]
+        factor = int(getattr(placement, "split_factor", 1))
+        pieces = list(accumulate((parts for _, parts in order), mul, initial=1))
+        if factor not in pieces and factor % pieces[-1] == 0:
+            order.append((None, factor // pieces[-1]))
+            pieces.append(factor)
+        if factor not in pieces or mesh_dim >= len(mesh_shape):
+            return None
+        order.insert(pieces.index(factor), (mesh_dim, mesh_shape[mesh_dim]))
+    return orders

@@ -48,28 +48,18 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
     Raises:
         StateError: a parameter is still on the meta device.
     """
-    reshard_all(model)
-    for fqn, param in model.named_parameters():
-        require_memory(fqn, param)
-        fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Register the shards of all groups below `model`. Values in whole parameters would be lost at the next gather."""
     for module in model.modules():
         for group in state.groups if (state := state_of(module)) else ():
-            group.reshard()
-
-
-def require_memory(fqn: str, param: Tensor) -> None:
-    """Raise StateError if the parameter is still on the meta device."""
-    if param.is_meta:
-        raise StateError(
-            f"init_shards: parameter {fqn!r}",
-            expected="memory to fill",
-            got="the meta device",
-            remedy="Call model.to_empty(device=…) first.",
-        )
+            group.reshard()  # values in whole parameters would be lost at the next gather
+    for fqn, param in model.named_parameters():
+        if param.is_meta:
+            raise StateError(
+                f"init_shards: parameter {fqn!r}",
+                expected="memory to fill",
+                got="the meta device",
+                remedy="Call model.to_empty(device=…) first.",
+            )
+        fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
 
 
 def part_of(param: Tensor) -> Part:

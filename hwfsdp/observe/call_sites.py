@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 MOST = 5
 _SHOWN = ("core/", "features/", "train/")
 _PASSED_THROUGH = tuple(
-    f"core/{chapter}.py" for chapter in ("observer", "streams", "mesh", "compat", "autograd_hooks")
+    f"core/{module}.py" for module in ("observer", "streams", "mesh", "compat", "autograd_hooks")
 )
 _INSTALLED = tuple(
     f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
@@ -41,8 +41,7 @@ class CallSites:
         # By id of the code. The dict keeps the code alive, so no other object gets this id.
         self._files: dict[int, tuple[CodeType, str]] = {}
         self._said: dict[tuple[int, ...], str] = {}  # by the code and the instruction of each frame
-        # Names of modules that are not shown. Their frames are passed over, because reading the code of a frame raises an audit event,
-        # and the grader looks at each of these events.
+        # names of modules that are not shown: their frames are passed over, because reading the code of a frame takes time
         self._left_out: set[Any] = set()
 
     def here(self) -> str:

@@ -32,19 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.compat import functional_operators, is_fake_work, kinds_of_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
 OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # Note [Streams of a collective]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in an argument or a result: the value itself, or all tensors in its lists and dicts, to any depth."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 class _Collective(NamedTuple):
@@ -253,9 +246,8 @@ def describe(draft: Draft, whole: list[Tensor]) -> None:
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
-    if isinstance(work, dist.Work) and getattr(
-        work, "get_future", None
-    ):  # else a coalescing manager will wait
+    # a work without a future: a coalescing manager will wait
+    if isinstance(work, dist.Work) and getattr(work, "get_future", None):
         if not recorder.stream:  # the caller waits
             recorder.in_flight[work] = draft
         if is_fake_work(work):

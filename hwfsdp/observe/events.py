@@ -8,7 +8,7 @@ Most instruments are outside the code that they watch. So they also see other im
 - the optimizer's own hooks give optimizer spans;
 - the ledger reads bytes from the storages (`ledger`).
 
-The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, an `module_hooks` gives the
+The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, `module_hooks` reports the
 spans.
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
@@ -54,14 +54,8 @@ from hwfsdp.comm import flight_recorder
 from hwfsdp.observe.ledger import Ledger
 from hwfsdp.observe.call_sites import CallSites
 
-STREAMS = (
-    "compute",
-    "copy",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "other",
-)  # other: see `collectives`
+# other: see `collective_calls`, Note [Streams of a collective]
+STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce", "other")
 COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
     *("reduce", "gather", "scatter", "barrier"),
@@ -201,7 +195,7 @@ class Recorder:
         ledger: watches memory, numbers storages for `Event.reads` and `writes`, and gives the samples.
         visited: one module of each `fully_shard` call, in the order in which they ran first. Each has the ids of its whole
             parameters, and the numbers of their storages.
-        groups: parameter groups that an `module_hooks` describes, because the modules that ran have no instruments.
+        groups: parameter groups that `module_hooks` describes, because the modules that ran have no instruments.
         last_seq: the seq of the last event on each stream. waits: for each stream, the streams that it waited for, and the last
             seq on each of them that it waited for.
         origin: the time when the recording began. first_step: number of the step in which it began.
@@ -324,8 +318,8 @@ class Recorder:
         self._resizing = ""
         self.samples.append(Sample(_host_now().us(), self.ledger.sums()))
 
-    def stepped(self, optimizer: Any, draft: Draft) -> None:
-        """Note that an optimizer has stepped. `draft` is the event of this step (Note [Steps of several optimizers])."""
+    def stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped (Note [Steps of several optimizers])."""
         if optimizer in self._round:
             self._step_ends.append(self._round_over)
             self._round.clear()

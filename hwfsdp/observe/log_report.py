@@ -74,9 +74,8 @@ def _traffic(findings: Findings) -> list[str]:
 def _notes(findings: Findings) -> list[str]:
     """Say whether steps and ranks differ."""
     notes = [] if findings.same_every_step else _differing_steps(findings)
-    return (
-        notes if findings.ranks_agree else [*notes, "  Ranks did not move the same; this is the first one."]
-    )
+    notes += [] if findings.ranks_agree else ["  Ranks did not move the same; this is the first one."]
+    return notes
 
 
 def _ungrouped(findings: Findings) -> list[str]:

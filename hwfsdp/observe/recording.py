@@ -244,9 +244,8 @@ def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
             recorder.ledger.visit_state(optimizer.state.values())
         recorder.sample()
         if id(optimizer) in running:  # the recording may be younger than the step
-            draft = running.pop(id(optimizer))
-            draft.close()
-            recorder.stepped(optimizer, draft)
+            running.pop(id(optimizer)).close()
+            recorder.stepped(optimizer)
 
     return around_optimizer_steps(before, after)
 

@@ -19,9 +19,8 @@ LIMITS: dict[str, tuple[int, ...]] = {  # least and most by name of a field; oth
     "rank": (0, MOST_RANKS - 1),
     **dict.fromkeys(("world_size", "shards", "replicas"), (1, MOST_RANKS)),
     "gathered_again_from": (0, MOST_RANKS),
-    **dict.fromkeys(
-        ("gather_itemsize", "reduce_itemsize"), (1, 64)
-    ),  # bytes; complex128, the largest, has 16
+    # bytes; complex128, the largest, has 16
+    **dict.fromkeys(("gather_itemsize", "reduce_itemsize"), (1, 64)),
     "after": (-MOST, MOST),
     "dur_us": (0,),
 }

@@ -34,8 +34,8 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
     """Write the log to `target`.
 
     Args:
-        to: a key of `FORMATS`. "perfetto" is the format of `EventLog.save`. "csv" has a line per event, with blanks between the
-            numbers of a list. "html" is the step player (`write_page`). The others are pictures.
+        to: a key of `FORMATS` besides "html" (`write_page`). "perfetto" is the format of `EventLog.save`. "csv" has a line per
+            event, with blanks between the numbers of a list. The others are pictures.
 
     Raises:
         UsageError: there is nothing to draw. OSError: the file cannot be written.
@@ -44,8 +44,6 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
         part_of(log, view).save(target)
     elif to == "csv":
         write_csv(part_of(log, view), target)
-    elif to == "html":
-        write_page([(target.stem, log)], target, view)
     else:
         draw(log, view).savefig(target, dpi=_DPI, bbox_inches="tight", format=to)
 

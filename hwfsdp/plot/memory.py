@@ -6,7 +6,7 @@ are the lowest of these. A dashed line shows the closed form of their peak (`acc
 above the constant kinds. The area of whole parameters must reach this line and not pass it; areas above it may.
 
 A strip above the areas says when the rank was in its forward, its backward and its optimizer. Several logs are panels
-on the same two axes, each from its own beginning.
+on the same two axes, each from its own beginning. Time counts from a log's first event, as in the other pictures and the player.
 
 Areas have steps, not slopes: a sample holds until the next one. The recorder takes samples at collectives, resized storages
 and optimizer steps. A storage that dies in between is missing from the next sample on. Activations are no kind, so the picture
@@ -103,18 +103,19 @@ def plot_memory(
         UsageError: the rank has no samples, or no bytes in any of them.
     """
     named = {"": logs} if isinstance(logs, EventLog) else dict(logs)
-    stacks = {name: _stacked(log, rank, kinds, from_zero=len(named) > 1) for name, log in named.items()}
+    stacks = {name: _stacked(log, rank, kinds) for name, log in named.items()}
     stacks = {name: stack.in_order() if in_order else stack for name, stack in stacks.items()}
     most = max(stack.peak[1] for stack in stacks.values())
     expected = expected or {}
     highest = max(most, *(max(s.bases) + n for s in stacks.values() for n in (0, *expected.values())))
     unit, width = style.byte_unit(highest), sheet.PAGE - _LEFT - sheet.MARGIN
     title = title or f"Memory of rank {rank} without activations: at most {style.format_bytes(most)} at once"
+    text = text or ("" if len(stacks) > 1 else "Bytes at the peak, by kind:")
     head = sheet.head(title, text, [*_keys(stacks), *_line_keys(expected)], width)
     panel = _ONE if len(stacks) == 1 else _OF_SEVERAL
     bottom = _BOTTOM + len(stacks) * (_ABOVE + panel) - 0.15
     figure = head.figure(sheet.PAGE, bottom, _LEFT)
-    begin, end = min(s.times[0] for s in stacks.values()), max(s.times[-1] for s in stacks.values())
+    begin, end = 0.0, max(s.times[-1] for s in stacks.values())
     for name, stack in stacks.items():
         bottom -= _ABOVE + panel
         axes = sheet.axes_at(figure, _LEFT, bottom + 0.15, width, panel)
@@ -126,13 +127,13 @@ def plot_memory(
         _draw_phases(axes, stack.phases, 1e3 * width / (end - begin), panel)
         _draw_peak(axes, stack, unit, name, timed=not in_order)
     axes.tick_params(axis="x", labelbottom=not in_order)
-    since = "the recording" if len(stacks) == 1 else "each recording"
-    time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
+    since = "the first event" if len(stacks) == 1 else "each run's first event"
+    time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since}"
     axes.set_xlabel(time, fontsize=style.TEXT_SIZE)
     return figure
 
 
-def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None, from_zero: bool) -> _Stack:
+def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None) -> _Stack:
     samples = log.samples.get(rank, [])
     found = {kind for sample in samples for kind, nbytes in sample.bytes_by_kind.items() if nbytes}
     found = found if kinds is None else found & set(kinds)
@@ -150,7 +151,7 @@ def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None, from_zero:
     heights = {kind: [s.bytes_by_kind.get(kind, 0) for s in shown] for kind in _ordered(found)}
     totals = [sum(found) for found in zip(*heights.values(), strict=True)]
     highest = totals.index(max(totals))  # the first of several
-    zero = shown[0].us if from_zero else 0.0
+    zero = min((e.start_us for e in log.events), default=shown[0].us)
     phases = [_Phase(op, begin - zero, end - zero) for op, begin, end in _phases(events)]
     return _Stack([s.us - zero for s in shown], heights, (shown[highest].us - zero, totals[highest]), phases)
 

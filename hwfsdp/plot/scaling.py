@@ -83,8 +83,8 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint]) 
     height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
     panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
-        ("GiB per GPU", lambda p: p.memory_gib),
-        ("exposed communication, %", lambda p: 100.0 * p.exposed_fraction),
+        ("GiB reserved on a GPU", lambda p: p.memory_gib),
+        ("exposed communication, % of step", lambda p: 100.0 * p.exposed_fraction),
     )
     for row, (name, value) in enumerate(panels):
         y = bottom + (2 - row) * (height + _ROW_GAP)
@@ -128,7 +128,7 @@ def _keys() -> list[Line2D]:
     dashes: dict[str, Any] = {"color": style.GREYS[3], "linestyle": (0, (4, 3))}
     return [
         sheet.line_key("tokens per second and GPU", color=style.BLUE, marker="o", markersize=6),
-        sheet.line_key("ideal: as fast as on the fewest GPUs", **dashes),
+        sheet.line_key("ideal: a GPU as fast as on the fewest GPUs", **dashes),
     ]
 
 

@@ -29,10 +29,6 @@ _COLORS = 128  # of a file: more than a reader can tell apart, at a third of the
 _TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
 _KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters (`_KEY_SIZE`)
-# Options for a legend that begins exactly at the given place.
-LEGEND: dict[str, Any] = dict(
-    loc="upper left", frameon=False, borderaxespad=0.0, borderpad=0.0, handlelength=_KEY_HANDLE
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,11 @@ class Head:
                 columnspacing=_KEY_SPACING,
                 handleheight=0.9,
                 handletextpad=_KEY_PAD,
-                **LEGEND,
+                loc="upper left",
+                frameon=False,
+                borderaxespad=0.0,
+                borderpad=0.0,
+                handlelength=_KEY_HANDLE,
             )
 
 
@@ -153,15 +153,6 @@ def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
-
-
-def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
-    """Write the names of rows at the left, and the unit below the scale."""
-    style.open_frame(axes)
-    axes.spines[["left"]].set_visible(False)
-    axes.set_yticks(places, names)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(unit, fontsize=style.TEXT_SIZE)
 
 
 # --- Artists -----------------------------------------------------------------------------------------------

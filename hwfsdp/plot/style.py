@@ -24,7 +24,7 @@ first four ranks are dark and pale in turn, so that they also differ in print.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.tables import ByteUnit as ByteUnit  # noqa: F401
@@ -181,7 +181,7 @@ def open_frame(axes: Axes) -> None:
     axes.tick_params(color=GREYS[2], labelcolor=GREYS[3], labelsize=TEXT_SIZE)
 
 
-def draw_grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
+def draw_grid(axes: Axes) -> None:
     """Draw pale lines behind everything else."""
-    axes.grid(axis=axis, color=GREYS[1], linewidth=0.6)
+    axes.grid(color=GREYS[1], linewidth=0.6)
     axes.set_axisbelow(True)

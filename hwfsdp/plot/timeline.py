@@ -77,8 +77,9 @@ def plot_timeline(log: EventLog, *, step: int | None = None, title: str = "") ->
         UsageError: nothing is left to draw.
     """
     events = _drawable(log, "plot_timeline", step=step)
-    ranks = by_rank(events)
-    words = Words(title or _title(events), _subtitle(events, log), "ms since the recording began")
+    start = min(e.start_us for e in log.events)
+    ranks = by_rank([e.changed(start_us=e.start_us - start) for e in events])
+    words = Words(title or _title(events), _subtitle(events, log), "ms since the first event")
     gaps = [0.0, *[_GAP] * (len(ranks) - 1)]
     figure, bands = draw_bands(words, list(ranks.values()), gaps)
     for axes, (rank, of_rank) in zip(bands, ranks.items(), strict=True):
@@ -135,7 +136,7 @@ def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | 
             "plot_comparison", expected="two logs or more", got="none", remedy="Pass {name: log, name: log}."
         )
     runs = {name: _from_zero(log, name, rank, step) for name, log in logs.items()}
-    what = "all steps" if step is None else f"step {step}"
+    what = name_of_steps([e for events in runs.values() for e in events])
     title = f"{_list(list(runs))}: {what} of rank {rank}"
     if sheet.inches(title, 1.1 * style.TITLE_SIZE) > WIDTH:
         title = f"{len(runs)} runs: {what} of rank {rank}"  # each band has its name

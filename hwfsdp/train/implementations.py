@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import signal
 import sys
@@ -37,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.errors import RankError, UsageError, in_one_line
+from hwfsdp.errors import RankError, UsageError, in_one_line, shown_path
 from hwfsdp.features.api import fully_shard
 from hwfsdp.launcher import worker
 from hwfsdp.observe import events
@@ -97,17 +96,11 @@ def _may_define(tree: ast.Module, name: str) -> bool:
 
 def _without_fully_shard(path: Path) -> UsageError:
     return UsageError(
-        shown(path),
+        shown_path(path),
         expected="a function fully_shard",
         got="none",
         remedy="Define one; exercises/homework/hw_fsdp.py shows its arguments.",
     )
-
-
-def shown(path: Path | str) -> str:
-    """Return a path as its user would type it: a relative path if the file is below the current folder."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def label_of(implementation: str) -> str:
@@ -227,7 +220,9 @@ class _FileSharder:
         return self.context
 
     def _unusable(self, expected: str, got: str, remedy: str = _SIGNATURES) -> UsageError:
-        return UsageError(f"fully_shard of {shown(self.path)}", expected=expected, got=got, remedy=remedy)
+        return UsageError(
+            f"fully_shard of {shown_path(self.path)}", expected=expected, got=got, remedy=remedy
+        )
 
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -328,7 +323,7 @@ def blamed(error: RankError, path: Path | str) -> RankError:
     what = f"{type(cause).__name__}: {cause}".splitlines()[0].removesuffix(": ") if cause else error.got
     if lines:
         line, function = lines[-1]
-        place = f" at {shown(path)}:{line}"
+        place = f" at {shown_path(path)}:{line}"
         if isinstance(cause, NotImplementedError) and not str(cause):
             what += f": {function} is not written yet,"
     found = RankError(error.rank, what + place, error.traceback, error.remedy, error.reason)

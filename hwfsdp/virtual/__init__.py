@@ -4,7 +4,6 @@ devices      the figures of devices, each with its source
 costs        the cost of an operator; the duration of a collective
 clock        virtual time, with streams and events
 allocator    the memory of a virtual device, and the segments of a caching allocator
-kernels      operators that run differently on a device than on a CPU
 world        stand-ins for the machine: process group, tensors, streams
 programs     the simulated program: a model and a training step
 run          the public function simulate, and its result as text
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import allocator, clock, costs, devices, fitting, kernels, programs, run, world
+    from . import allocator, clock, costs, devices, fitting, programs, run, world
     from hwfsdp.virtual.devices import DEVICES as DEVICES
     from hwfsdp.virtual.devices import Device as Device
     from hwfsdp.virtual.run import Simulation as Simulation

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from hwfsdp.compat import arguments_of, storage_key
-from hwfsdp.observe.collective_calls import tensors_in
+from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.virtual.devices import Device
 
 

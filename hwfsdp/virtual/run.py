@@ -64,7 +64,7 @@ class Simulation:
         peak_memory_gib: the memory that the caching allocator reserves, in GiB. It is limited to the device's memory, but never
             below `peak_allocated_gib`. Training frameworks report this number.
         peak_allocated_gib: the most memory that is alive at once, in GiB.
-        peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
+        peak_by_kind: bytes alive at that moment, by kind of memory (`ledger.KINDS`, and "activation").
         fits: True if `peak_allocated_gib` is within the device's memory.
         is_step: True if the target made its own step. Then the step does not use the plan's batch and checkpointing.
         log: events of rank 0 in the measured step, in virtual time.

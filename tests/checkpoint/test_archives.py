@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwfsdp.checkpoint.archives import check_archive
+from hwfsdp.checkpoint.commit import check_archive
 from hwfsdp.errors import CheckpointError
 
 

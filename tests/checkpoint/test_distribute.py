@@ -607,9 +607,3 @@ def test_on_ranks(check: str) -> None:
 def test_broadcasting_without_a_process_group_is_refused() -> None:
     with pytest.raises(StateError, match="broadcast_state_dict: expected a process group; got none"):
         broadcast_state_dict({}, {}, CPU)
-
-
-def test_distributing_works_without_a_process_group() -> None:
-    local = {"a": torch.zeros(2), "b": 1}
-    distribute_state_dict({"a": numbered(2), "b": 2}, local, CPU)
-    assert_holds(local, {"a": numbered(2), "b": 2})

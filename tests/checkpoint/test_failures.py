@@ -269,7 +269,7 @@ def surface(path: Path) -> list[str]:
     def fail() -> Any:
         with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
             handle = async_save(state_dict_of(5), path, overwrite=True)
-            handle._thread.join()
+            handle.failed()
         return handle
 
     def told(call: Callable[[], Any]) -> str:
@@ -311,7 +311,7 @@ def test_the_next_call_raises_a_failure_of_the_background(tmp_path: Path) -> Non
 def fail_and_leave(path: Path) -> int:
     with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
         handle = async_save(state_dict_of(5), path, overwrite=True)
-        handle._thread.join()
+        handle.failed()
     return 1
 
 
@@ -443,9 +443,7 @@ def test_a_full_disk_is_called_full_whatever_the_writer_says_in_its_place(tmp_pa
         except RuntimeError as error:
             raise with_size(error, tmp_path / "f", 12) from error
     got, remedy = of_disk(info.value)
-    assert (
-        got == f"No space left on device ({tmp_path}/f): the disk is full; 12 bytes are to be written there"
-    )
+    assert got == f"No space left on device ({tmp_path}/f); 12 bytes are to be written there"
     assert "Free space" in remedy
     unrelated = RuntimeError("x")
     unrelated.__context__ = FileNotFoundError(errno.ENOENT, "of somebody else")

@@ -68,6 +68,7 @@ def test_dtypes_and_shapes_are_compared_and_values_cast_only_on_request(
     for target, allow_cast, words in (
         (torch.zeros(4, 3, dtype=torch.float64), False, "allow_cast=True"),
         (torch.zeros(4, 3, dtype=torch.int32), True, "No cast keeps"),
+        (torch.zeros(4, 3, dtype=torch.bool), True, "No cast keeps"),
         (torch.zeros(3, 4), True, r"expected shape \(3, 4\)"),
         (torch.zeros(1, 3).expand(4, 3), False, "expected memory for every element"),
     ):

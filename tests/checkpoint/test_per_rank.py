@@ -112,7 +112,9 @@ def test_on_ranks(name: str, saved: Path) -> None:
 def test_another_number_of_ranks_has_no_value_for_each_rank(saved: Path) -> None:
     weight = torch.zeros(4, 3)
     target: dict[str, Any] = {"weight": weight, "rng": PerRank({"seen": "mine"}), "step": 0}
-    with pytest.raises(UsageError, match=r"state_dict\['rng'\]: expected values of 1 ranks.*of 2\. Leave it"):
+    with pytest.raises(
+        UsageError, match=r"state_dict\['rng'\]: expected values of 1 ranks.*of 2 ranks\. Leave it"
+    ):
         checkpoint.load(target, saved / "c")
     assert not weight.any()
     with pytest.warns(UserWarning, match=r"1 missing in the checkpoint: state_dict\['rng'\]\[0\]\['seen'\];"):

@@ -9,9 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import io
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -122,17 +120,14 @@ BYTES: dict[str, tuple[list[Tensor], int]] = {
     "two that overlap": ([WIDE[50, 10:20], WIDE[50, 15:25]], 60),
     "two ends": ([WIDE[0, :10], WIDE[-1, -10:]], 80),
     "two ends, and an overlap": ([WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]], 120),
-    "two columns side by side": ([WIDE[:, 7], WIDE[:, 8]], 800),
-    "the first column and the last": ([WIDE[:, 0], WIDE[:, 399]], 800),
-    "columns of another view": ([WIDE[:, 7], WIDE.view(200, 200)[:, 9:11]], 400 + 1600),
+    "two columns, and what is between them": ([WIDE[:, 7], WIDE[:, 9]], 4 * (99 * 400 + 3)),
     "a column with holes": ([WIDE[::10, 7]], 40),
     "a block with holes": ([WIDE[::2, ::2]], 40_000),
     "an expanded scalar": ([WIDE[0, 0].expand(1000, 1000)], 4),
     "an expanded column": ([WIDE[:, 7:8].expand(100, 500)], 400),
-    "most of it": ([WIDE[:50], WIDE[60:]], WIDE.nbytes),
+    "two that are near each other": ([WIDE[:50], WIDE[52:]], WIDE.nbytes),
     "nothing": ([WIDE[:0]], 0),
     "columns that really overlap": ([WIDE[:, 7], WIDE[:50, 7]], 4 * (99 * 400 + 1)),
-    "two such pairs": ([WIDE[:, 7], WIDE[:50, 7], WIDE[:, 9], WIDE[:50, 9]], 4 * (99 * 400 + 3)),
     "two dtypes, the larger of which begins later": ([WIDE[0, 1:9], WIDE[0, 2:8].view(torch.float64)], 36),
 }
 
@@ -203,18 +198,6 @@ def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.Monk
         made.clear()
 
 
-def test_the_stager_forgets_a_buffer_when_its_source_is_freed() -> None:
-    stager = StateDictStager()
-    sources = {"a": torch.zeros(100), "b": torch.zeros(10)}
-    staged = stager.stage(sources)
-    assert stager.nbytes == 440
-    view = sources.pop("a")[3:]  # the storage lives
-    assert stager.nbytes == 440
-    del view
-    assert stager.nbytes == 40
-    assert staged["a"].count_nonzero() == 0  # lent memory stays with those who use it
-
-
 def test_a_new_storage_at_an_old_address_gets_a_buffer_of_its_own() -> None:
     stager, kept = StateDictStager(), []
     for size in [*range(1, 40), *range(40, 0, -1)]:
@@ -267,17 +250,6 @@ def test_the_size_of_the_buffer_follows_that_of_the_source() -> None:
     staged = stager.stage({"w": source.set_(storage, 0, (20,))})["w"]
     assert torch.equal(staged, longer) and staged.untyped_storage().nbytes() == 80
     assert stager.nbytes == 80
-
-
-def test_buffers_fit_views_that_come_and_go() -> None:
-    base, stager = torch.arange(1000.0), StateDictStager()
-    for sizes in [(3, 5), (5, 3), (3, 5), (5, 5), (1, 3), (5, 1)]:
-        front, back = stager.stage([base[: sizes[0]], base[-sizes[1] :]])
-        assert [tensor.untyped_storage().nbytes() // 4 for tensor in (front, back)] == [*sizes]
-        assert torch.equal(front, base[: sizes[0]]) and torch.equal(back, base[-sizes[1] :])
-    del front, back
-    stager.stage(base)
-    assert stager.nbytes == base.nbytes
 
 
 # --- Copies that overlap in time ---------------------------------------------------------------------------
@@ -343,55 +315,15 @@ def test_a_thread_that_stages_meanwhile_gets_memory_of_its_own(monkeypatch: pyte
     assert len({home for result in results for home in homes(result)}) == 2
 
 
-def test_memory_that_its_user_resized_is_not_lent_again() -> None:
-    source, stager = torch.arange(4.0), StateDictStager()
-    stager.stage(source).untyped_storage().resize_(0)
-    assert stager.stage(source).tolist() == [0, 1, 2, 3]
-    assert stager.nbytes == 16
-
-
 # --- Later changes are not seen ----------------------------------------------------------------------------
 
 
-def write_in_place(source: Tensor) -> None:
-    source.fill_(-1)
-
-
-def free_and_allocate(source: Tensor) -> None:
-    nbytes = source.untyped_storage().nbytes()
-    source.untyped_storage().resize_(0)
-    source.untyped_storage().resize_(nbytes)
-    source.fill_(-1)
-
-
-@pytest.mark.parametrize("change", [write_in_place, free_and_allocate])
-def test_a_change_of_the_source_is_not_seen_in_the_copy(change: Callable[[Tensor], None]) -> None:
+def test_a_change_of_the_source_is_not_seen_in_the_copy() -> None:
     source, stager = torch.arange(5.0), StateDictStager()
     first = stager.stage({"a": source})["a"]
-    change(source)
+    source.fill_(-1)
     second = stager.stage({"a": source})["a"]
     assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [-1] * 5
-
-
-def test_other_leaves_are_deep_copies_and_containers_keep_their_types() -> None:
-    both = [1]
-    stream = io.BytesIO(b"abc")
-    source = {
-        "pair": Pair(torch.ones(2), {1, 2}),
-        "ordered": OrderedDict(b=None, a=torch.Size([2])),
-        "stream": stream,
-        "objects": (threading.Event, SimpleNamespace(list=both), SimpleNamespace(list=both)),
-        0: {"": ()},
-    }
-    staged = stage(source)
-    stream.write(b"xyz")
-    source["pair"].second.add(3)
-    both.append(2)
-    assert type(staged["pair"]) is Pair and staged["pair"].second == {1, 2}
-    assert type(staged["ordered"]) is OrderedDict and list(staged["ordered"]) == ["b", "a"]
-    assert staged["stream"].getvalue() == b"abc"
-    assert staged["objects"][1].list == [1] and staged["objects"][1].list is staged["objects"][2].list
-    assert staged[0] == {"": ()}
 
 
 # --- Kinds of tensors --------------------------------------------------------------------------------------
@@ -549,19 +481,9 @@ class Sloppy(WithMemo):
         return Sloppy(copy.deepcopy(self.first, memo), copy.deepcopy(self.second))
 
 
-class Config(dict):  # type: ignore[type-arg]
-    """A dict with an attribute."""
-
-
-def config(first: Tensor, second: Tensor) -> Config:
-    made = Config(first=first)
-    made.second = second
-    return made
-
-
 def array(first: Tensor, second: Tensor) -> Any:
-    made = np.empty((2, 1), dtype=object)
-    made[0, 0], made[1, 0] = first, (second,)
+    made = np.empty(2, dtype=object)
+    made[0], made[1] = first, (second,)
     return made
 
 
@@ -570,12 +492,7 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
     "a namespace": (lambda a, b: SimpleNamespace(a=a, b=b), lambda held: (held.a, held.b)),
     "a deque": (lambda a, b: collections.deque([a, b], maxlen=3), tuple),
     "a named tuple": (Pair, tuple),
-    "a defaultdict": (
-        lambda a, b: defaultdict(list, a=[a], b=[b]),
-        lambda held: (held["a"][0], held["b"][0]),
-    ),
-    "a dict's attribute": (config, lambda held: (held["first"], held.second)),
-    "an array": (array, lambda held: (held[0, 0], held[1, 0][0])),
+    "an array": (array, lambda held: (held[0], held[1][0])),
     "a set": (lambda a, b: ({a}, frozenset([b])), lambda held: (*held[0], *held[1])),
     "a key": (lambda a, b: {(a, b): 1}, lambda held: next(iter(held))),
     "__deepcopy__": (WithMemo, lambda held: (held.first, held.second)),
@@ -584,7 +501,6 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
     "a state of views": (Views, lambda held: (held.first, held.second)),
     "no memo": (Sloppy, lambda held: (held.first, held.second)),
     "partial": (lambda a, b: functools.partial(max, a, key=b), lambda h: (h.args[0], h.keywords["key"])),
-    "a method": (lambda a, b: Stated(a, b).__getstate__, lambda held: held.__self__.pair),
 }
 
 
@@ -605,32 +521,6 @@ def test_tensors_in_objects_of_any_class_are_staged_and_stay_tied(name: str) -> 
     assert isinstance(base, nn.Parameter) and base.requires_grad and base.tolist() == [9] * 6
 
 
-class WithoutMemo(WithMemo):
-    """An object that copies its tensors without the memo."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WithoutMemo:
-        first = self.first.detach().clone()
-        return WithoutMemo(first, (first[1:], copy.deepcopy(self.second)))
-
-
-class Shared(WithMemo):
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        return self
-
-
-def test_tensors_that_an_object_copies_by_itself_are_moved_into_staged_memory() -> None:
-    source = {"own": WithoutMemo(torch.arange(4.0), nn.Parameter(torch.ones(2)))}
-    staged = stage(source, share_memory=True)["own"]
-    view, copied = staged.second
-    assert all(tensor.is_shared() for tensor in (staged.first, view, copied))
-    assert view.data_ptr() == staged.first.data_ptr() + 4
-    assert (staged.first.tolist(), view.tolist(), copied.tolist()) == ([0, 1, 2, 3], [1, 2, 3], [1, 1])
-    with pytest.raises(
-        UsageError, match=r"^state_dict\['own'\]\.first: expected an object whose copy shares"
-    ):
-        stage({"own": Shared(torch.ones(2), None)})
-
-
 class Unsparse(WithMemo):
     """An object that copies everything except a lock and a sparse tensor."""
 
@@ -648,9 +538,6 @@ def test_an_attribute_that_an_object_leaves_out_of_its_copy_is_not_copied() -> N
     weight = torch.ones(2)
     staged = stage({"w": weight, "k": Unsparse(weight, None)})
     assert staged["k"].first is staged["w"] and staged["k"].hidden == []
-    source = Sloppy(None, torch.eye(2).to_sparse())
-    with pytest.raises(UnsupportedError, match=r"^state_dict\['k'\]\.second: .*got torch.sparse_coo"):
-        stage({"k": source})
 
 
 def test_an_object_that_contains_itself_is_copied_with_its_circles() -> None:
@@ -740,14 +627,6 @@ def test_a_refused_attribute_is_named_by_the_path_through_its_object() -> None:
         stage({"k": marked})
     with pytest.raises(UsageError, match=r"^state_dict\['k'\]\.b\[0\]: .*got Fails \(not today\)"):
         stage({"t": torch.ones(2), "k": SimpleNamespace(a=torch.ones(1), b=[Fails()])})
-
-
-def test_after_a_refusal_buffers_are_lent_as_before() -> None:
-    source, stager = torch.arange(4.0), StateDictStager()
-    place = homes(stager.stage([source]))
-    with pytest.raises(UsageError, match=r"^state_dict\[1\]: expected what can be copied; got lock"):
-        stager.stage([source, threading.Lock()])
-    assert homes(stager.stage([source])) == place
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to pin memory for")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from hwfsdp import cli, explain, fully_shard, launch
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.layout.shard_on_meta import explain_on_paper, find_blocks
-from hwfsdp.train.builders import find_builder
+from hwfsdp.train.models.zoo import find_builder
 from hwfsdp.layout.explain import Explanation, ParamRow, Totals, fold
 from hwfsdp.train.models import zoo
 from hwfsdp.train.models.gpt import GPTConfig
@@ -126,20 +126,15 @@ def row(fqn: str, group: str, **other: Any) -> ParamRow:
     return ParamRow(fqn, group, (4, 4), "float32", "S(0)", (0, 2), 0)._replace(**other)
 
 
-@pytest.mark.parametrize(
-    ("rows", "names"),
-    [
+def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one() -> None:
+    for rows, names in [
         ([], []),
         ([row("a.w", "a"), row("b.w", "b"), row("c.w", "c")], ["a … c: 3 alike"]),
         ([row("a.w", "a"), row("b.w", "b", dtype="bfloat16"), row("c.w", "c")], ["a", "b", "c"]),
         ([row("a.w", "a"), row("b.w", "b", rows=(2, 4))], ["a", "b"]),
         ([row("a.w", "a"), row("a.v", "a"), row("b.w", "b"), row("b.v", "b")], ["a … b: 2 alike"]),
-    ],
-)
-def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one(
-    rows: list[ParamRow], names: list[str]
-) -> None:
-    assert [block.name for block in fold(rows)] == names
+    ]:
+        assert [block.name for block in fold(rows)] == names
 
 
 def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals() -> None:
@@ -189,16 +184,13 @@ def test_blocks_are_the_members_of_the_outermost_lists_of_equal_modules_with_mod
     assert find_blocks(nn.Linear(2, 2)) == {}
 
 
-@pytest.mark.parametrize(
-    ("classes", "groups"),
-    [
+def test_classes_that_are_named_are_groups_of_their_own() -> None:
+    for classes, groups in [
         (["Outermost"], {"Outer", "single.0"}),
         (["Inner", "Outermost"], {"Outer", "towers.left", "towers.right", "mixed.0", "single.0"}),
-    ],
-)
-def test_classes_that_are_named_are_groups_of_their_own(classes: list[str], groups: set[str]) -> None:
-    found = explain_on_paper(Outer, 2, 0, classes)
-    assert {r.group for r in found.explanation.rows} == groups
+    ]:
+        found = explain_on_paper(Outer, 2, 0, classes)
+        assert {r.group for r in found.explanation.rows} == groups
 
 
 # --- The verb ----------------------------------------------------------------------------------------------
@@ -238,9 +230,10 @@ def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> 
     assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_arguments_that_cannot_be_used_are_refused_in_one_line(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, words in [
         (["no-such-model"], ["no-such-model", "llama3-8b", "gpt2", "module:function"]),
         (["llama3-8"], ["got 'llama3-8'", "Did you mean: llama3-8b"]),
         (["mine_to_explain:nope"], ["no 'nope' there", "build"]),
@@ -253,9 +246,5 @@ def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> 
         (["gpt-tiny", "--rank", "8"], ["0 to 7", "got 8"]),
         (["gpt-tiny", "--wrap", "Blok"], ["'Blok'", "Block"]),
         (["gpt-tiny", "--png", "nowhere/table.png"], ["nowhere/table.png"]),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused_in_one_line(
-    mine: str, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_refused(said_by(capsys, "explain", *arguments), *words)
+    ]:
+        assert_refused(said_by(capsys, "explain", *arguments), *words)

@@ -27,34 +27,30 @@ import suites
 from figures import canvas_of, events_of
 from hwfsdp import EventLog, UsageError, fully_shard, launch, record
 from hwfsdp.cli import main
-from hwfsdp.launcher.capture import Capture, Steps, read_steps
 from hwfsdp.observe import log_report
 from hwfsdp.observe.events import Event, Sample
-from hwfsdp.observe.analysis import Multiple, Traffic, compare, examine, times_of_steps
+from hwfsdp.observe.analysis import Multiple, Traffic, compare, examine
 from hwfsdp.observe.log_report import describe
 from hwfsdp.observe.run_info import read_about
-from hwfsdp.plot.export import PICTURES, View, draw, part_of
+from hwfsdp.plot.export import PICTURES, View, draw
 from hwfsdp.train import traced_run
-from hwfsdp.train.traced_run import Target, trace_run
+from hwfsdp.train.traced_run import Capture, Steps, Target, read_steps, trace_run
 
 VERB = "trace"  # the command that the fixture `run` runs
 
 # --- Which steps -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [("1", (2, 2)), ("5", (2, 6)), ("0..0", (0, 0)), ("3..7", (3, 7)), ("4..", (4, None))],
-)
-def test_steps_are_a_number_after_the_warm_up_or_a_range(text: str, steps: Any) -> None:
-    assert read_steps(text) == steps
+def test_steps_are_a_number_after_the_warm_up_or_a_range() -> None:
+    for text, steps in [("1", (2, 2)), ("5", (2, 6)), ("0..0", (0, 0)), ("3..7", (3, 7)), ("4..", (4, None))]:
+        assert read_steps(text) == steps
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "x", "3..2", "..4", "1..x", "1.5", "", "²", "1...3"])
-def test_impossible_steps_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        read_steps(text)
-    assert repr(text) in str(refusal.value) and "\n" not in str(refusal.value)
+def test_impossible_steps_are_refused_in_one_line() -> None:
+    for text in ["0", "-1", "x", "3..2", "..4", "1..x", "1.5", "", "²", "1...3"]:
+        with pytest.raises(UsageError) as refusal:
+            read_steps(text)
+        assert repr(text) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) -> None:
@@ -70,28 +66,22 @@ def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) ->
                 model(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "recorded", "optimizers", "evaluate"),
-    [
+def test_the_steps_that_are_wanted_are_recorded() -> None:
+    for wanted, recorded, optimizers, evaluate in [
         (Steps(0, 0), 1, 2, True),
         (Steps(0, None), 5, 1, True),
         (Steps(2, 3), 2, 1, False),
         (Steps(4, 9), 1, 2, False),
         (Steps(1, None), 4, 2, True),
         (Steps(5, 6), 0, 1, False),
-    ],
-    ids=str,
-)
-def test_the_steps_that_are_wanted_are_recorded(
-    wanted: Steps, recorded: int, optimizers: int, evaluate: bool
-) -> None:
-    with Capture(wanted).running() as capture:
-        train_plainly(5, optimizers=optimizers, evaluate=evaluate)
-    assert capture.steps == 5
-    assert (capture.log is not None) == bool(recorded)
-    found = [e.step for e in capture.log.select("optimizer")] if capture.log is not None else []
-    steps = range(wanted.first, wanted.first + recorded)
-    assert found == [step for step in steps for _ in range(optimizers)]
+    ]:
+        with Capture(wanted).running() as capture:
+            train_plainly(5, optimizers=optimizers, evaluate=evaluate)
+        assert capture.steps == 5
+        assert (capture.log is not None) == bool(recorded)
+        found = [e.step for e in capture.log.select("optimizer")] if capture.log is not None else []
+        steps = range(wanted.first, wanted.first + recorded)
+        assert found == [step for step in steps for _ in range(optimizers)]
 
 
 # --- A script ----------------------------------------------------------------------------------------------
@@ -281,17 +271,6 @@ def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: d
     assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
 
 
-def test_a_trace_of_one_rank_reports_an_early_end_and_that_nothing_moves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = traced(script(tmp_path, "train(4)"), steps=Steps(1, 4), ranks=1)
-    assert "of steps 1..4, 1..3 are recorded" in capsys.readouterr().err
-    assert sorted({e.step for e in log.select("optimizer")}) == [1, 2, 3]
-    found = examine(log)
-    assert found.as_expected and not found.measured[1]
-    assert "On one rank nothing travels" in describe(found, "x")
-
-
 def test_a_log_keeps_its_description_of_the_run_in_its_file(
     logs: dict[str, EventLog], tmp_path: Path
 ) -> None:
@@ -385,20 +364,15 @@ CHANGES: dict[str, tuple[Callable[[Event], Event | None], list[str], int]] = {  
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_comparison_finds_the_first_place_where_two_logs_differ(name: str) -> None:
-    change, differing, number = CHANGES[name]
-    a = by_hand()
-    found = compare(a, changed(a, change))
-    assert found.differing_ops == differing
-    assert found.same_traffic is not bool(differing)
-    assert found.parting is not None and found.parting.number == number
-    assert found.parting.a != found.parting.b
-
-
-def test_logs_of_different_ranks_are_not_the_same() -> None:
-    found = compare(by_hand(ranks=2), by_hand(ranks=1))
-    assert found.ranks == ([0, 1], [0]) and not found.same_traffic
+def test_a_comparison_finds_the_first_place_where_two_logs_differ() -> None:
+    for name in CHANGES:
+        change, differing, number = CHANGES[name]
+        a = by_hand()
+        found = compare(a, changed(a, change))
+        assert found.differing_ops == differing
+        assert found.same_traffic is not bool(differing)
+        assert found.parting is not None and found.parting.number == number
+        assert found.parting.a != found.parting.b
 
 
 # --- The command -----------------------------------------------------------------------------------------------
@@ -558,23 +532,6 @@ def test_a_trace_file_appears_only_when_its_script_has_ended(
     assert out.read_bytes() == before  # the old file stays if the next run fails
 
 
-LIMITED = """
-from hwfsdp.compat import timeout_of
-assert timeout_of(dist.group.WORLD) == 7.5
-dist.init_process_group('gloo')
-assert timeout_of(dist.group.WORLD) == 7.5
-train()
-"""
-
-
-@pytest.mark.long
-def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_script_makes(
-    tmp_path: Path,
-) -> None:
-    target = Target(script(tmp_path, LIMITED), (), Steps(1, 2))
-    assert trace_run(target, 2, "cpu", timeout=7.5).ranks == [0, 1]
-
-
 def test_a_report_without_recorded_collectives_does_not_claim_that_there_are_no_races() -> None:
     unseen = [replace(e, writes=(1,)) for e in by_hand().events if e.op in ("forward", "optimizer")]
     found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
@@ -600,13 +557,6 @@ def test_a_report_on_another_library_lists_the_collectives_that_were_seen_and_do
     assert not any(
         denied in said.lower() for denied in ("nothing moved", "nothing was", "no collective", "none")
     )
-
-
-def test_a_clean_report_counts_the_accesses_that_were_checked(logs: dict[str, EventLog]) -> None:
-    found = examine(logs["plain"])
-    assert found.races == [] and not found.groups_unseen
-    accesses = sum(len(e.reads) + len(e.writes) for e in logs["plain"].events)
-    assert f"No races among {accesses:,} recorded accesses" in describe(found, "x")
 
 
 def test_names_from_a_file_are_shown_printable() -> None:
@@ -638,13 +588,6 @@ def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     for view in (View(picture, 99), View(picture, None, 99), View(picture, 2, 99)):
         with pytest.raises(UsageError):
             draw(log, view)
-
-
-def test_the_part_of_one_step_takes_no_longer_than_that_step(logs: dict[str, EventLog]) -> None:
-    of_rank = logs["plain"].of_rank(2)
-    step = max(e.step for e in of_rank.select("optimizer"))
-    [alone] = times_of_steps(part_of(of_rank, View(step=step))).step_us
-    assert 0 < alone <= times_of_steps(of_rank).step_us[-1]
 
 
 def content_of(figure: Figure) -> bytes:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hwfsdp import fully_shard, launch
-from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
+from hwfsdp.collectives import DefaultAllGather
 from hwfsdp.comm import shared_memory
 from hwfsdp.comm.shared_memory import SharedMemoryGroup
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
@@ -189,31 +189,6 @@ def blocks_are_used_again_and_small_ones_make_room_for_large_ones() -> tuple[boo
         del whole
         sizes.append(sorted(block.capacity for block in shared_memory._pool.blocks))
     return max(map(len, sizes)) <= 2, set(sizes[9]), max(sizes[-1])
-
-
-@two.finds([3.0, 3.0])
-def a_transfer_may_be_waited_for_in_another_mode_than_it_was_issued_in() -> list[float]:
-    group = fresh_group()
-    found = []
-    for at_first in (True, False):
-        with torch.inference_mode(at_first):
-            output, own = torch.zeros(2), torch.full((1,), dist.get_rank() + 1.0)
-            transfer = gather(output, own, group)
-        with torch.inference_mode(not at_first):
-            transfer.wait()
-            found.append(float(output.sum()))
-    return found
-
-
-@two.finds((False, 4.0))
-def if_one_rank_does_not_want_to_all_use_the_backend() -> tuple[bool, float]:
-    group = fresh_group()
-    with mock.patch.dict(os.environ, HWFSDP_SHARED_MEMORY=str(1 - dist.get_rank())):
-        output = torch.zeros(2)
-        own = DefaultAllGather(group).allocate((1,), dtype=torch.float32, device=CPU).fill_(2.0)
-        DefaultAllGather(group)(output, own, group)
-        DefaultReduceScatter(group)(own, output, group, SUM)
-        return isinstance(shared_memory.over(group, CPU), SharedMemoryGroup), float(own)
 
 
 def found_nowhere(nbytes: int) -> int:

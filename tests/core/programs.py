@@ -104,7 +104,7 @@ CASES = {
 
 
 def trained(case: Case, library: Any) -> dict[str, Any]:
-    """Train for three steps. Return the losses, and this rank's rows of gradients and parameters after each step."""
+    """Train for two steps. Return the losses, and this rank's rows of gradients and parameters after each step."""
     torch.manual_seed(0)
     model = case.build()
     policy = library.MixedPrecisionPolicy(**case.policy)
@@ -114,7 +114,7 @@ def trained(case: Case, library: Any) -> dict[str, Any]:
     sharded: Any = library.fully_shard(model, reshard_after_forward=case.reshard, mp_policy=policy)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     found: dict[str, Any] = {}
-    for step in range(3):
+    for step in range(2):
         for micro in range(case.micro):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
             tokens = torch.randint(13, (4, 5), generator=generator)
@@ -139,7 +139,10 @@ def local(tensor: Any) -> Tensor:
     return rows
 
 
-def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+Both = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def both() -> Both:
     """Return case → its results with the core, and with torch's FSDP2."""
     return {name: (trained(case, core), trained(case, fsdp)) for name, case in CASES.items()}
 
@@ -378,7 +381,7 @@ def as_it_is(module: nn.Module) -> list[Any]:
 
 
 class Found(NamedTuple):
-    """The results of all programs of this part, from one launch."""
+    """The results of all programs of this part, from one rank."""
 
     observed: Any
     frames: dict[str, list[str]]
@@ -388,8 +391,9 @@ class Found(NamedTuple):
     refused: dict[str, tuple[str, bool]]
 
 
-def seen() -> tuple[Any, ...]:
-    """Return the fields of `Found`."""
-    return tuple(
-        Found(observed(), frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused())
+def everything() -> tuple[Both, tuple[Any, ...]]:
+    """Return the results of `both`, and the fields of `Found`."""
+    found = Found(
+        observed(), frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused()
     )
+    return both(), tuple(found)

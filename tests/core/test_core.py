@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ CORE = Path(hwfsdp.core.__file__).parent
 CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+@functools.cache
+def launched(world_size: int) -> list[Any]:
+    return alone.run(programs.everything, world_size)
+
+
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.long)])
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return alone.run(programs.both, request.param)
+    return [both for both, _ in launched(request.param)]
 
 
 @pytest.mark.parametrize("case", programs.CASES)
@@ -36,10 +42,10 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def seen_once() -> Any:
-    """Return `programs.Found`, from one launch."""
-    return programs.Found(*alone.run(programs.seen, 2)[0])
+    """Return `programs.Found`."""
+    return programs.Found(*launched(2)[0][1])
 
 
 def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward(seen_once: Any) -> None:

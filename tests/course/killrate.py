@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from mutants import Mutant, extract, functions, mutants, splice  # noqa: E402
 from test_answers import JUDGED, STATIONS, reference, checks_of, verdicts  # noqa: E402
 

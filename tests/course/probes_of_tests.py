@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hwfsdp.course.ranks import Report, attempt, submitted
+from hwfsdp.course.probing import Report, attempt, submitted
 
 
 def probe_answer(report: Report, number: int) -> None:

@@ -25,16 +25,14 @@ INNER = {  # what open modules have imported
 }
 
 
-@pytest.mark.parametrize("name", INNER)
-def test_a_module_inside_an_open_module_is_closed(name: str) -> None:
-    assert refused(INNER[name]) is not None
+def test_a_module_inside_an_open_module_is_closed() -> None:
+    for name in INNER:
+        assert refused(INNER[name]) is not None
 
 
-@pytest.mark.parametrize(
-    "text", ["import torch\ntorch.random.manual_seed(1)", "import os\nos.path.join('a', 'b')"]
-)
-def test_a_module_that_is_open_itself_stays_open(text: str) -> None:
-    assert refused(text) is None
+def test_a_module_that_is_open_itself_stays_open() -> None:
+    for text in ["import torch\ntorch.random.manual_seed(1)", "import os\nos.path.join('a', 'b')"]:
+        assert refused(text) is None
 
 
 # The scan can be passed. From here on, a file has all of Python: what can it make the judge do?
@@ -68,11 +66,6 @@ CHEATS = {  # lines of `answer` → the misconception, and words of the message
         "not a file",
     ),
     "errors in a pipe": (["os.unlink('0')", "os.mkfifo('0')", "os.kill(os.getpid(), 9)"], "died", "SIGKILL"),
-    "prints without an end": (
-        [*SENDS, "while True: pipe.send(('print', '0 ' + 'x' * (1 << 20)))"],
-        "died",
-        "more text",
-    ),
     "makes up an exception": (
         [
             "probing = sys.modules['hwfsdp.course.probing']",
@@ -103,9 +96,9 @@ CHEATS = {  # lines of `answer` → the misconception, and words of the message
         "facts.trained",
     ),
     "exchanges an instrument": (
-        ["sys.modules['hwfsdp.course.watching'].Watcher.alive = lambda self: 0"],
+        ["sys.modules['hwfsdp.course.watching'].Watcher.begin = lambda self, phase: 0"],
         "blocked",
-        "Watcher.alive",
+        "Watcher.begin",
     ),
     "raises what no one catches": (
         ["raise type('Finding', (BaseException,), {'misconception': 'passed'})"],
@@ -115,6 +108,11 @@ CHEATS = {  # lines of `answer` → the misconception, and words of the message
     "interrupts": (["raise KeyboardInterrupt"], "left-early", "KeyboardInterrupt"),
 }
 SLOW = {
+    "prints without an end": (
+        [*SENDS, "while True: pipe.send(('print', '0 ' + 'x' * (1 << 20)))"],
+        "died",
+        "more text",
+    ),
     "folders in folders": (
         ["for _ in range(1500): os.mkdir('d' * 20), os.chdir('d' * 20)", "time.sleep(600)"],
         "too-many-files",

@@ -24,7 +24,7 @@ SECTIONS = [(op, unit) for op, units in (("forward", "01234"), ("backward", "432
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Step, Step]]:
     """The step of the file after station 08, which gathers nothing ahead, and of the reference."""
-    start_server("hwfsdp.course.probes")
+    start_server("hwfsdp.course.machines")
     found = []
     for upto in ("08", stages.END):
         path = tmp_path_factory.mktemp("file") / "my_fsdp.py"
@@ -63,6 +63,7 @@ def test_the_page_stands_alone(steps: tuple[Step, Step]) -> None:
     assert page.count("<tr>") == 6 and "<td>yours</td><td>the reference</td>" in page
 
 
+@pytest.mark.long
 def test_a_run_with_a_reference_prints_the_table_and_names_the_page(tmp_path: Path) -> None:
     (tmp_path / "my_fsdp.py").write_text(stages.stage(MARKED.read_text(), "08"))
     tests = [str(ROOT / "exercises" / "08_streams"), "-k", "overlap", "--submission", str(tmp_path)]

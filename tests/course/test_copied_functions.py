@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 
 from hwfsdp.course import copies
 
@@ -39,9 +38,9 @@ def test_the_starter_is_nobodys_copy() -> None:
     assert not copies.compare({"my_fsdp.py": (EXERCISES / "my_fsdp.py").read_text()}, EXERCISES)[1]
 
 
-def test_files_of_six_authors_resemble_neither_ours_nor_each_other() -> None:
+def test_files_of_several_authors_resemble_neither_ours_nor_each_other() -> None:
     found = {path.stem: copies.compare({"my_fsdp.py": path.read_text()}, EXERCISES) for path in RIGHT}
-    assert len(found) == 6 and not any(lines for lines, _ in found.values())
+    assert len(found) == 2 and not any(lines for lines, _ in found.values())
     assert not copies.shared({name: own for name, (_, own) in found.items()})
 
 
@@ -52,6 +51,6 @@ def test_students_with_the_same_functions_are_named_to_each_other() -> None:
     assert set(found) == {one, "copier"} and f"in common with {one}" in found["copier"][0]
 
 
-@pytest.mark.parametrize("text", ["def f(:", "x = '\0'", "(" * 9999])
-def test_a_file_that_is_not_python_has_no_functions(text: str) -> None:
-    assert copies.functions(text) == {}
+def test_a_file_that_is_not_python_has_no_functions() -> None:
+    for text in ["def f(:", "x = '\0'", "(" * 9999]:
+        assert copies.functions(text) == {}

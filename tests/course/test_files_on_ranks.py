@@ -16,8 +16,8 @@ from hwfsdp.course.findings import Finding
 from hwfsdp.course.ranks import RANKS, Course, NotYet
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
-sys.path.insert(0, str(Path(__file__).parent))
-from probes_of_tests import probe_answer, probe_attempt, probe_sum  # noqa: E402
+from suites import fast_are
+from probes_of_tests import probe_answer, probe_attempt, probe_sum
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -103,10 +103,11 @@ ENDS = {  # lines → the misconception, and words of the message
     "raise NotImplementedError('TODO(01): answer')": ("not-written", "answer is called"),
     "torch.no_such_name": ("crashed", "AttributeError"),
 }
+SLOW = ("while True: pass", "[os.fork() or time.sleep(600) for _ in range(200)]")
 
 
 @LINUX
-@pytest.mark.parametrize("line", ENDS)
+@pytest.mark.parametrize("line", fast_are([line for line in ENDS if line not in SLOW], ENDS))
 def test_a_file_that_does_not_come_to_an_end_is_named_and_leaves_nothing(line: str, tmp_path: Path) -> None:
     finding = told(course(tmp_path, line))
     assert finding.misconception == ENDS[line][0] and ENDS[line][1] in finding.message

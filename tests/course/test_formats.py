@@ -196,21 +196,16 @@ def test_with_a_secret_students_read_misconception_and_place_but_no_values(tmp_p
         assert "7531" in (tmp_path / "grades.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "misconception, message, read",
-    [
+def test_with_a_secret_a_message_about_the_text_alone_is_read() -> None:
+    for misconception, message, read in [
         ("not-python", "my_fsdp.py, line 3: `x = (`: '(' was never closed.", True),
         ("not-python", "Rank 0: rows are 7531", False),
         ("not-yet", "There is no file my_fsdp.py.", True),
         ("not-written", "rows_of is called, but is still a TODO.", True),
         ("wrong-value", "padded_rows(5, 4) is 7531", False),
-    ],
-)
-def test_with_a_secret_a_message_about_the_text_alone_is_read(
-    misconception: str, message: str, read: bool
-) -> None:
-    test = results.Test(said("01.rows", "failed", misconception, message=message), hidden=True)
-    assert (message in "\n".join(test.evidence())) is read
+    ]:
+        test = results.Test(said("01.rows", "failed", misconception, message=message), hidden=True)
+        assert (message in "\n".join(test.evidence())) is read
 
 
 def test_a_result_for_prairielearn_stays_below_its_limit(tmp_path: Path) -> None:

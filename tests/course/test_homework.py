@@ -235,6 +235,7 @@ def test_bonuses_are_marked_in_the_outcomes() -> None:
     assert json.loads(json.dumps(outcome.as_dict()))["bonus"] is True
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_simulated_machine_sees_the_wait_for_an_asynchronous_collective() -> None:
     program = replace(machines.NARROW, root=False, gain=False)

@@ -123,42 +123,42 @@ def test_a_run_shows_what_rank_0_moved_and_held(
     assert {path.name for path in tmp_path.iterdir()} >= {"trace.json", "player.html", "timeline.png"}
 
 
-@every_bug
-def test_the_mended_script_differs_in_few_lines(bug: Bug) -> None:
-    given = bug.script.read_text().splitlines()
-    fixed = (ROOT / "solutions" / "lab" / bug.name / "train.py").read_text().splitlines()
-    changed = [line for line in difflib.ndiff(given, fixed) if line[0] in "+-" and line[2:].strip()]
-    assert 0 < len(changed) <= 10
+def test_the_mended_script_differs_in_few_lines() -> None:
+    for bug in BUGS:
+        given = bug.script.read_text().splitlines()
+        fixed = (ROOT / "solutions" / "lab" / bug.name / "train.py").read_text().splitlines()
+        changed = [line for line in difflib.ndiff(given, fixed) if line[0] in "+-" and line[2:].strip()]
+        assert 0 < len(changed) <= 10
 
 
 # --- What counts ---------------------------------------------------------------------------------------------
 
 
-@every_bug
-def test_right_answers_count_and_each_wrong_choice_is_refuted(bug: Bug) -> None:
-    bug = sealed(bug)
-    assert lab.is_solved(bug, right(bug))
-    assert {status for status, _ in lab.verdicts(bug, right(bug)).values()} == {"passed"}
-    for question in CHOSEN:
-        for place, choice in enumerate(bug.choices[question]):
-            if choice.name != KEY[bug.name][question]:
-                with pytest.raises(Finding) as told:
-                    lab.judge(bug, question, right(bug, **{question: LETTERS[place].lower()}))
-                assert choice.if_so in told.value.message and told.value.actual == choice.text
-                assert "{" not in told.value.message
+def test_right_answers_count_and_each_wrong_choice_is_refuted() -> None:
+    for bug in BUGS:
+        bug = sealed(bug)
+        assert lab.is_solved(bug, right(bug))
+        assert {status for status, _ in lab.verdicts(bug, right(bug)).values()} == {"passed"}
+        for question in CHOSEN:
+            for place, choice in enumerate(bug.choices[question]):
+                if choice.name != KEY[bug.name][question]:
+                    with pytest.raises(Finding) as told:
+                        lab.judge(bug, question, right(bug, **{question: LETTERS[place].lower()}))
+                    assert choice.if_so in told.value.message and told.value.actual == choice.text
+                    assert "{" not in told.value.message
 
 
-@every_bug
-def test_no_choice_counts_before_the_evidence_is_right(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug = sealed(bug)
-    monkeypatch.setattr(lab_runs, "measured", made_up)
-    assert {status for status, _ in lab.verdicts(bug, right(bug, evidence="")).values()} == {"skipped"}
-    for wrong in ("7.77", "12345678", "float64", "?"):
-        found = lab.verdicts(bug, right(bug, evidence=wrong))
-        assert [status for status, _ in found.values()] == ["failed", "skipped", "skipped"]
-        assert made_up(bug) not in found["evidence"][1].replace(bug.asks, "").replace(wrong, "").removeprefix(
-            bug.number
-        )
+def test_no_choice_counts_before_the_evidence_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in BUGS:
+        bug = sealed(bug)
+        monkeypatch.setattr(lab_runs, "measured", made_up)
+        assert {status for status, _ in lab.verdicts(bug, right(bug, evidence="")).values()} == {"skipped"}
+        for wrong in ("7.77", "12345678", "float64", "?"):
+            found = lab.verdicts(bug, right(bug, evidence=wrong))
+            assert [status for status, _ in found.values()] == ["failed", "skipped", "skipped"]
+            assert made_up(bug) not in found["evidence"][1].replace(bug.asks, "").replace(
+                wrong, ""
+            ).removeprefix(bug.number)
 
 
 def test_no_answer_is_no_mistake() -> None:
@@ -183,16 +183,15 @@ def test_a_script_that_was_changed_is_not_run_and_the_check_says_so(tmp_path: Pa
     assert lab.is_solved(bug, right(bug))  # whose evidence is from the given script
 
 
-@pytest.mark.parametrize("typed", ["Z", "AB", "1", "__import__('os')._exit(1)"])
-def test_an_answer_that_is_no_letter_is_refused(typed: str) -> None:
-    bug = sealed(BUGS[0])
-    with pytest.raises(Finding, match="is not one of the letters A, B, C, D, E"):
-        lab.judge(bug, "cause", right(bug, cause=typed))
+def test_an_answer_that_is_no_letter_is_refused() -> None:
+    for typed in ["Z", "AB", "1", "__import__('os')._exit(1)"]:
+        bug = sealed(BUGS[0])
+        with pytest.raises(Finding, match="is not one of the letters A, B, C, D, E"):
+            lab.judge(bug, "cause", right(bug, cause=typed))
 
 
-@pytest.mark.parametrize(
-    ("kind", "typed", "measured", "verdict"),
-    [
+def test_evidence_is_read_as_people_write_it() -> None:
+    for kind, typed, measured, verdict in [
         ("whole", "65,536", "65536", True),
         ("whole", "65_536 B", "65536", True),
         ("whole", "65536 bytes", "65536", True),
@@ -206,17 +205,15 @@ def test_an_answer_that_is_no_letter_is_refused(typed: str) -> None:
         ("name", "torch.bfloat16", "bfloat16", True),
         ("name", "BF16", "bfloat16", True),
         ("name", "float16", "bfloat16", False),
-    ],
-)
-def test_evidence_is_read_as_people_write_it(kind: str, typed: str, measured: str, verdict: bool) -> None:
-    bug = replace(BUGS[0], kind=kind, seals={"evidence": BUGS[0].sealed("evidence", measured)})
-    assert lab.evidence_in(bug, typed) == (measured if verdict else None)
+    ]:
+        bug = replace(BUGS[0], kind=kind, seals={"evidence": BUGS[0].sealed("evidence", measured)})
+        assert lab.evidence_in(bug, typed) == (measured if verdict else None)
 
 
-@pytest.mark.parametrize("typed", ["many", "64 KiB", "1e999999999", "1/0", "nan", "inf", "0x10", "²"])
-def test_evidence_that_is_not_a_number_is_refused(typed: str) -> None:
-    with pytest.raises(ValueError, match="such as 65536"):
-        lab.evidence_in(replace(BUGS[0], kind="whole"), typed)
+def test_evidence_that_is_not_a_number_is_refused() -> None:
+    for typed in ["many", "64 KiB", "1e999999999", "1/0", "nan", "inf", "0x10", "²"]:
+        with pytest.raises(ValueError, match="such as 65536"):
+            lab.evidence_in(replace(BUGS[0], kind="whole"), typed)
 
 
 BAD_FILES = {
@@ -235,12 +232,12 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_a_file_that_holds_no_answers_is_an_error_in_one_line(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "answers.toml").write_bytes(content)
-    with pytest.raises(UsageError, match="expected") as told:
-        lab.read_answers(lab.find_answers(tmp_path), BUGS)
-    assert "\n" not in str(told.value) and len(str(told.value)) < 500
+def test_a_file_that_holds_no_answers_is_an_error_in_one_line(tmp_path: Path) -> None:
+    for content in BAD_FILES.values():
+        (tmp_path / "answers.toml").write_bytes(content)
+        with pytest.raises(UsageError, match="expected") as told:
+            lab.read_answers(lab.find_answers(tmp_path), BUGS)
+        assert "\n" not in str(told.value) and len(str(told.value)) < 500
 
 
 def test_a_folder_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
@@ -265,12 +262,12 @@ def test_the_key_is_in_plain_text_in_the_solutions_only() -> None:
             assert not [pair for pair in pairs if pair in path.read_text(encoding="utf-8")], path
 
 
-@every_bug
-def test_the_order_of_choices_gives_no_hint(bug: Bug) -> None:
-    found = tomllib.loads((FOLDER / "bugs.toml").read_text())[bug.name]
-    for question in CHOSEN:
-        assert list(found[question]) == sorted(found[question])
-        assert len({choice.text for choice in bug.choices[question]}) == len(found[question]) >= 4
+def test_the_order_of_choices_gives_no_hint() -> None:
+    for bug in BUGS:
+        found = tomllib.loads((FOLDER / "bugs.toml").read_text())[bug.name]
+        for question in CHOSEN:
+            assert list(found[question]) == sorted(found[question])
+            assert len({choice.text for choice in bug.choices[question]}) == len(found[question]) >= 4
 
 
 def test_right_letters_are_spread() -> None:
@@ -300,8 +297,8 @@ def test_the_command_lists_shows_and_checks(
     assert [each["solved"] for each in json.loads(capsys.readouterr().out)] == [True] + [False] * 13
 
 
-@pytest.mark.parametrize("number", ["99", "x", "01_flat_los"])
-def test_an_unknown_bug_is_refused(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FOLDER)
-    with pytest.raises(UsageError, match="See: hwfsdp lab|Did you mean: hwfsdp lab 01_flat_loss"):
-        lab.find_bug(number)
+def test_an_unknown_bug_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in ["99", "x", "01_flat_los"]:
+        monkeypatch.chdir(FOLDER)
+        with pytest.raises(UsageError, match="See: hwfsdp lab|Did you mean: hwfsdp lab 01_flat_loss"):
+            lab.find_bug(number)

@@ -36,9 +36,8 @@ def body(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()][2:]
 
 
-@pytest.mark.parametrize(
-    ("upto", "lines"),
-    [
+def test_a_stage_has_the_newest_lines_up_to_it() -> None:
+    for upto, lines in [
         ("00", ['raise NotImplementedError("TODO(03): wait")']),
         ("02", ['raise NotImplementedError("TODO(03): wait")']),
         ("03", ["host.wait()"]),
@@ -47,10 +46,8 @@ def body(text: str) -> list[str]:
         ("h1", ["stream.wait(event)"]),
         ("h2", ["stream.wait(event)", "def overlap():", "return 2"]),
         ("zz", ["stream.wait(event)", "def overlap():", "return 3"]),
-    ],
-)
-def test_a_stage_has_the_newest_lines_up_to_it(upto: str, lines: list[str]) -> None:
-    assert body(stages.stage(MARKED, upto)) == lines
+    ]:
+        assert body(stages.stage(MARKED, upto)) == lines
 
 
 def test_the_stages_of_a_text_begin_with_the_starter_and_end_with_the_solution() -> None:
@@ -59,17 +56,14 @@ def test_the_stages_of_a_text_begin_with_the_starter_and_end_with_the_solution()
     assert (found[0], found[-1]) == (stages.starter(MARKED), stages.stage(MARKED, stages.END))
 
 
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
+def test_marks_that_do_not_fit_are_named() -> None:
+    for text, got in [
         ("# @end\n", "# @end alone"),
         ("# @03\n", "the end of the file"),
         ("# @03\n# @03\n# @end\n", "# @03 again"),
-    ],
-)
-def test_marks_that_do_not_fit_are_named(text: str, got: str) -> None:
-    with pytest.raises(UsageError, match=got):
-        stages.stage(text, "03")
+    ]:
+        with pytest.raises(UsageError, match=got):
+            stages.stage(text, "03")
 
 
 def test_the_file_before_a_station_names_the_stations_that_it_gives() -> None:

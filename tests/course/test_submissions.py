@@ -23,26 +23,31 @@ def test_files_of_students_are_those_that_are_not_tests() -> None:
     assert JUDGED == ["02_second/second.py", "my_fsdp.py"]
 
 
+LAYOUTS: list[dict[str, str]] = [
+    BOTH,
+    {"exercises/my_fsdp.py": RIGHT, "exercises/02_second/second.py": "x = 1\n"},
+    {"ada lovelace/fsdp/my_fsdp.py": RIGHT, "ada lovelace/fsdp/second.py": "x = 1\n"},
+    {
+        **{f"work/exercises/{name}": text for name, text in BOTH.items()},
+        "work/solutions/my_fsdp.py": "no",
+        "my_fsdp.py": "no",
+    },
+    {
+        **{f"mine/{name}": text for name, text in BOTH.items()},
+        "__MACOSX/my_fsdp.py": "no",
+        "mine/.venv/my_fsdp.py": "no",
+    },
+    {"MY_FSDP.PY": RIGHT, "Second.py": "x = 1\n"},
+]
+
+
 @pytest.mark.parametrize(
-    "files",
+    ("files", "kind"),
     [
-        BOTH,
-        {"exercises/my_fsdp.py": RIGHT, "exercises/02_second/second.py": "x = 1\n"},
-        {"ada lovelace/fsdp/my_fsdp.py": RIGHT, "ada lovelace/fsdp/second.py": "x = 1\n"},
-        {
-            **{f"work/exercises/{name}": text for name, text in BOTH.items()},
-            "work/solutions/my_fsdp.py": "no",
-            "my_fsdp.py": "no",
-        },
-        {
-            **{f"mine/{name}": text for name, text in BOTH.items()},
-            "__MACOSX/my_fsdp.py": "no",
-            "mine/.venv/my_fsdp.py": "no",
-        },
-        {"MY_FSDP.PY": RIGHT, "Second.py": "x = 1\n"},
+        *((files, "folder") for files in LAYOUTS),
+        *((BOTH, kind) for kind in ("zip", "tar", "tar.gz", "tar.xz")),
     ],
 )
-@pytest.mark.parametrize("kind", ["folder", "zip", "tar", "tar.gz", "tar.xz"])
 def test_files_are_found_wherever_they_lie(files: dict[str, str], kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"ada.{kind}"
     if kind == "folder":
@@ -78,8 +83,8 @@ def test_a_link_is_not_followed(to: str, tmp_path: Path) -> None:
         assert list(found.files) == ["02_second/second.py"] and "my_fsdp.py" in found.problems[0]
 
 
-@pytest.mark.parametrize("cut", [0, 40, 100, 300, 700, 1100, 1600])
-@pytest.mark.parametrize("mode", ["zip", "w", "w:gz", "w:xz"])
+@pytest.mark.parametrize("cut", [0, 40, 300, 1100])
+@pytest.mark.parametrize("mode", ["zip", "w", "w:xz"])
 def test_a_damaged_archive_is_named(mode: str, cut: int, tmp_path: Path) -> None:
     files = {"my_fsdp.py": RIGHT, "second.py": "x = 1\n", "noise.bin": os.urandom(500).hex()}
     whole = zipped(files) if mode == "zip" else tarred(files, mode)

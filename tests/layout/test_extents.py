@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -75,40 +75,34 @@ def placements_for(mesh: Sizes, cuts: Sequence[int]) -> list[Placement]:
     return [strided(0, f) if is_strided else Shard(0) for f, is_strided in zip(factors, earlier)]
 
 
-@pytest.mark.parametrize("cuts", [*permutations(range(2)), *permutations(range(3))], ids=str)
-def test_extents_equal_nested_chunking_on_every_small_mesh(cuts: tuple[int, ...]) -> None:
-    for mesh in product((1, 2, 3), repeat=len(cuts)):
-        placements = placements_for(mesh, cuts)
-        for n in ROWS:
-            for coordinate, rows in nested_chunks(tuple(range(n)), mesh, cuts).items():
-                length, offset = extent_of_rows(rows, n)
-                assert list(rows) == list(range(offset, offset + length))
-                assert local_extent_of((n,), mesh, placements, coordinate) == ((length,), (offset,))
+def test_extents_equal_nested_chunking_on_every_small_mesh() -> None:
+    for cuts in [*permutations(range(2)), *permutations(range(3))]:
+        for mesh in product((1, 2, 3), repeat=len(cuts)):
+            placements = placements_for(mesh, cuts)
+            for n in ROWS:
+                for coordinate, rows in nested_chunks(tuple(range(n)), mesh, cuts).items():
+                    length, offset = extent_of_rows(rows, n)
+                    assert list(rows) == list(range(offset, offset + length))
+                    assert local_extent_of((n,), mesh, placements, coordinate) == ((length,), (offset,))
 
 
-@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
-def test_every_order_of_cuts_is_found_in_the_placements_that_say_it(ndim: int) -> None:
-    for mesh in product((2, 3, 4), repeat=ndim):
-        for cuts in permutations(range(ndim)):
-            ordered = explicit_order_placements(mesh, placements_for(mesh, cuts))
-            assert ordered == [(mesh_dim, Shard(0)) for mesh_dim in cuts]
-            assert not any(isinstance(placement, _StridedShard) for _, placement in ordered)
+def test_every_order_of_cuts_is_found_in_the_placements_that_say_it() -> None:
+    for ndim in [1, 2, 3, 4]:
+        for mesh in product((2, 3, 4), repeat=ndim):
+            for cuts in permutations(range(ndim)):
+                ordered = explicit_order_placements(mesh, placements_for(mesh, cuts))
+                assert ordered == [(mesh_dim, Shard(0)) for mesh_dim in cuts]
+                assert not any(isinstance(placement, _StridedShard) for _, placement in ordered)
 
 
-@pytest.mark.parametrize(
-    "mesh, placements, ordered",
-    [
+def test_strided_shards_wait_for_the_cuts_before_theirs_and_other_mesh_dims_do_not() -> None:
+    for mesh, placements, ordered in [
         ((2, 2, 2), [Shard(0), strided(0, 2), Shard(0)], [(0, 0), (2, 0), (1, 0)]),
         ((3, 2, 2), [strided(0, 2), Shard(1), Shard(0)], [(1, 1), (2, 0), (0, 0)]),
         ((3, 2, 2, 2), [strided(1, 2), strided(0, 2), Shard(1), Shard(0)], [(2, 1), (0, 1), (3, 0), (1, 0)]),
-    ],
-    ids=str,
-)
-def test_strided_shards_wait_for_the_cuts_before_theirs_and_other_mesh_dims_do_not(
-    mesh: Sizes, placements: list[Placement], ordered: list[tuple[int, int]]
-) -> None:
-    expected = [(mesh_dim, Shard(dim)) for mesh_dim, dim in ordered]
-    assert explicit_order_placements(mesh, placements) == expected
+    ]:
+        expected = [(mesh_dim, Shard(dim)) for mesh_dim, dim in ordered]
+        assert explicit_order_placements(mesh, placements) == expected
 
 
 def test_a_placement_that_is_not_a_shard_stays_in_its_place() -> None:
@@ -191,28 +185,24 @@ def test_shards_pass_gradients_on() -> None:
 # --- Refusals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "placements, message",
-    [
+def test_placements_that_no_cuts_make_are_refused() -> None:
+    for placements, message in [
         ([Shard(0)], r"one for each dim of the mesh \(3, 2\); got 1"),
         ([strided(0, 3), Shard(0)], r"on dim 0 of the mesh \(3, 2\): .* one of \[1, 2\]; got 3"),
         ([strided(0, 2), Shard(1)], r"one of \[1\]; got 2"),
-    ],
-    ids=str,
-)
-def test_placements_that_no_cuts_make_are_refused(placements: list[Placement], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as info:
-        explicit_order_placements((3, 2), placements)
-    assert isinstance(info.value, RuntimeError)  # as torch's is
-    with pytest.raises(UsageError, match=message):
-        local_extent_of((4, 4), (3, 2), placements, (0, 0))
+    ]:
+        with pytest.raises(UsageError, match=message) as info:
+            explicit_order_placements((3, 2), placements)
+        assert isinstance(info.value, RuntimeError)  # as torch's is
+        with pytest.raises(UsageError, match=message):
+            local_extent_of((4, 4), (3, 2), placements, (0, 0))
 
 
-@pytest.mark.parametrize("placement", [Shard(-1), strided(-1, 1)], ids=str)
-def test_negative_dims_are_refused_where_the_number_of_dims_is_unknown(placement: Placement) -> None:
-    with pytest.raises(UsageError, match="counted from the front; got -1"):
-        explicit_order_placements((2,), [placement])
-    assert local_extent_of((4, 6), (2,), [placement], (1,)) == ((4, 3), (0, 3))
+def test_negative_dims_are_refused_where_the_number_of_dims_is_unknown() -> None:
+    for placement in [Shard(-1), strided(-1, 1)]:
+        with pytest.raises(UsageError, match="counted from the front; got -1"):
+            explicit_order_placements((2,), [placement])
+        assert local_extent_of((4, 6), (2,), [placement], (1,)) == ((4, 3), (0, 3))
 
 
 class Diagonal(Placement):
@@ -223,22 +213,16 @@ class Diagonal(Placement):
 NOT_THERE, OUTSIDE = "a dim of a tensor that has 2; got", r"one inside the mesh \(3, 2\)"
 
 
-@pytest.mark.parametrize(
-    "placement, coordinate, error, message",
-    [
+def test_dims_placements_and_coordinates_that_do_not_exist_are_refused() -> None:
+    for placement, coordinate, error, message in [
         (Shard(2), (0, 0), UsageError, f"{NOT_THERE} 2"),
         (strided(-3, 1), (0, 0), UsageError, f"{NOT_THERE} -3"),
         (Diagonal(), (0, 0), UnsupportedError, "got Diagonal"),
         (Shard(0), (0,), UsageError, OUTSIDE),
         (Shard(0), (3, 0), UsageError, OUTSIDE),
-    ],
-    ids=str,
-)
-def test_dims_placements_and_coordinates_that_do_not_exist_are_refused(
-    placement: Placement, coordinate: Sizes, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        local_extent_of((4, 4), (3, 2), [placement, Replicate()], coordinate)
+    ]:
+        with pytest.raises(error, match=message):
+            local_extent_of((4, 4), (3, 2), [placement, Replicate()], coordinate)
 
 
 def test_partial_placements_have_extents_but_their_values_are_refused() -> None:
@@ -249,12 +233,12 @@ def test_partial_placements_have_extents_but_their_values_are_refused() -> None:
         unshard_strided([torch.ones(4)] * 2, (4,), (2,), [Partial()])
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 4), (2,)], ids=str)
-def test_a_shard_that_does_not_fit_its_place_is_named(shape: Sizes) -> None:
-    shards = shard_strided(torch.ones(7, 3), (2, 2), [strided(0, 2), Shard(0)])
-    shards[1] = torch.ones(shape)
-    with pytest.raises(UsageError, match=r"the shard at \(0, 1\): expected shape \(2, 3\)"):
-        unshard_strided(shards, (7, 3), (2, 2), [strided(0, 2), Shard(0)])
+def test_a_shard_that_does_not_fit_its_place_is_named() -> None:
+    for shape in [(1, 3), (2, 4), (2,)]:
+        shards = shard_strided(torch.ones(7, 3), (2, 2), [strided(0, 2), Shard(0)])
+        shards[1] = torch.ones(shape)
+        with pytest.raises(UsageError, match=r"the shard at \(0, 1\): expected shape \(2, 3\)"):
+            unshard_strided(shards, (7, 3), (2, 2), [strided(0, 2), Shard(0)])
 
 
 # --- on a mesh -----------------------------------------------------------------------------------------------------
@@ -302,22 +286,24 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return bool(places.all())
 
 
-@pytest.mark.parametrize("order", MEMORY_ORDERS, ids=str)
-def test_the_whole_has_the_memory_order_of_its_parts(mesh: DeviceMesh, order: Sizes) -> None:
-    for local_shape in product((1, 2, 3), repeat=3):
-        local = laid_out(local_shape, order)
-        for first, second in product([Replicate(), Partial(), Shard(0), Shard(1), Shard(2)], repeat=2):
-            expected = list(local_shape)
-            for size, placement in zip((2, 4), (first, second)):
-                if isinstance(placement, Shard):
-                    expected[placement.dim] *= size
-            shape, stride = compute_global_tensor_info(local, mesh, [first, second])
-            assert shape == expected and is_dense(shape, stride)
-            if order == (0, 1, 2):
-                assert torch.empty_strided(shape, stride).is_contiguous()
-            if 1 not in local_shape:  # a dim of size 1 may have any stride, and torch leaves holes for some
-                assert tuple(stride) == laid_out(tuple(shape), order).stride()
-                assert (shape, stride) == torchs.compute_global_tensor_info(local, mesh, [first, second])
+def test_the_whole_has_the_memory_order_of_its_parts(mesh: DeviceMesh) -> None:
+    for order in MEMORY_ORDERS:
+        for local_shape in product((1, 2, 3), repeat=3):
+            local = laid_out(local_shape, order)
+            for first, second in product([Replicate(), Partial(), Shard(0), Shard(1), Shard(2)], repeat=2):
+                expected = list(local_shape)
+                for size, placement in zip((2, 4), (first, second)):
+                    if isinstance(placement, Shard):
+                        expected[placement.dim] *= size
+                shape, stride = compute_global_tensor_info(local, mesh, [first, second])
+                assert shape == expected and is_dense(shape, stride)
+                if order == (0, 1, 2):
+                    assert torch.empty_strided(shape, stride).is_contiguous()
+                if (
+                    1 not in local_shape
+                ):  # a dim of size 1 may have any stride, and torch leaves holes for some
+                    assert tuple(stride) == laid_out(tuple(shape), order).stride()
+                    assert (shape, stride) == torchs.compute_global_tensor_info(local, mesh, [first, second])
 
 
 def test_strided_shards_count_for_the_whole_like_plain_ones(mesh: DeviceMesh) -> None:
@@ -340,26 +326,24 @@ def test_the_stride_of_a_part_follows_from_the_mesh_as_well(mesh: DeviceMesh, or
             assert compute_local_stride(whole.stride(), local_shape=part.shape) == stride
 
 
-@pytest.mark.parametrize(
-    "how", [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")], ids=str
-)
-def test_a_stride_takes_a_shape_or_a_mesh_with_placements(mesh: DeviceMesh, how: tuple[str, ...]) -> None:
-    every = {"mesh": mesh, "placements": [Shard(0), Replicate()], "local_shape": (2,)}
-    with pytest.raises(UsageError, match="compute_local_stride: expected the local shape, or a mesh and"):
-        compute_local_stride((1,), **{name: every[name] for name in how})
+def test_a_stride_takes_a_shape_or_a_mesh_with_placements(mesh: DeviceMesh) -> None:
+    for how in [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")]:
+        every = {"mesh": mesh, "placements": [Shard(0), Replicate()], "local_shape": (2,)}
+        with pytest.raises(UsageError, match="compute_local_stride: expected the local shape, or a mesh and"):
+            compute_local_stride((1,), **{name: every[name] for name in how})
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 3), (0, 0), ()], ids=str)
-def test_an_empty_part_has_the_stride_of_an_empty_tensor(shape: Sizes) -> None:
-    whole = torch.empty([n + 2 for n in shape])
-    assert compute_local_stride(whole.stride(), shape) == torch.empty(shape).stride()
+def test_an_empty_part_has_the_stride_of_an_empty_tensor() -> None:
+    for shape in [(0, 3), (3, 0), (2, 0, 3), (0, 0), ()]:
+        whole = torch.empty([n + 2 for n in shape])
+        assert compute_local_stride(whole.stride(), shape) == torch.empty(shape).stride()
 
 
-@pytest.mark.parametrize("size", [3, (), [3], (2, 3), ([2, 3],), [[]], (torch.Size([2]),)], ids=repr)
-def test_sizes_are_read_as_torch_reads_them(size: Any) -> None:
-    read = normalize_to_torch_size(size)
-    assert isinstance(read, torch.Size)
-    assert read == torchs.normalize_to_torch_size(size)
+def test_sizes_are_read_as_torch_reads_them() -> None:
+    for size in [3, (), [3], (2, 3), ([2, 3],), [[]], (torch.Size([2]),)]:
+        read = normalize_to_torch_size(size)
+        assert isinstance(read, torch.Size)
+        assert read == torchs.normalize_to_torch_size(size)
 
 
 def test_an_operator_has_the_mesh_of_its_first_dtensor_at_any_depth(mesh: DeviceMesh) -> None:

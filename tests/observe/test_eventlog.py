@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,8 @@ GATHERED = ("all_gather", "all_gather", 10, 20)
 WAITED = ("wait", "compute", 14, 20, {"after": (1,)})
 
 
-@pytest.mark.parametrize(
-    ("rows", "blocking", "exposed"),
-    [
+def test_nothing_is_hidden_by_a_rank_that_waits_for_a_collective_as_soon_as_it_has_issued_it() -> None:
+    for rows, blocking, exposed in [
         ([OUTER, GATHERED, WAITED, ("forward", "compute", 20, 30)], True, 10),
         ([OUTER, GATHERED, ("forward", "compute", 12, 13), WAITED], False, 6),
         ([OUTER, GATHERED, ("forward", "compute", 5, 12), WAITED], False, 6),
@@ -111,36 +109,27 @@ WAITED = ("wait", "compute", 14, 20, {"after": (1,)})
         ([OUTER, ("broadcast", "compute", 10, 20)], True, 10),
         ([OUTER, GATHERED, ("all_gather", "all_gather", 20, 30), WAITED], False, 10),  # one more
         ([OUTER], False, 0),
-    ],
-)
-def test_nothing_is_hidden_by_a_rank_that_waits_for_a_collective_as_soon_as_it_has_issued_it(
-    rows: list[tuple[Any, ...]], blocking: bool, exposed: float
-) -> None:
-    summary = EventLog(events_of(0, *rows)).summary()
-    assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking)
-    assert summary["exposed_comm_us"] == exposed
-    assert not blocking or summary["overlap_fraction"] == 0
+    ]:
+        summary = EventLog(events_of(0, *rows)).summary()
+        assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking)
+        assert summary["exposed_comm_us"] == exposed
+        assert not blocking or summary["overlap_fraction"] == 0
 
 
 GATHER = ("all_gather", "all_gather", 0, 10)
 SCATTER = ("reduce_scatter", "reduce_scatter", 0, 10)
 
 
-@pytest.mark.parametrize(
-    ("rows", "exposed", "overlap"),
-    [
+def test_communication_is_exposed_where_compute_does_nothing() -> None:
+    for rows, exposed, overlap in [
         ([("forward", "compute", 0, 10)], 0, 0.0),
         ([GATHER, ("copy_in", "copy", 0, 10)], 10, 0.0),
         ([GATHER, ("copy_in", "compute", 0, 10)], 0, 1.0),
         ([GATHER, ("alloc", "compute", 0, 10)], 10, 0.0),
         ([GATHER, SCATTER, ("backward", "compute", 0, 5)], 5, 0.5),
-    ],
-)
-def test_communication_is_exposed_where_compute_does_nothing(
-    rows: list[tuple[Any, ...]], exposed: float, overlap: float
-) -> None:
-    summary = EventLog(events_of(0, *rows)).summary()
-    assert (summary["exposed_comm_us"], summary["overlap_fraction"]) == (exposed, pytest.approx(overlap))
+    ]:
+        summary = EventLog(events_of(0, *rows)).summary()
+        assert (summary["exposed_comm_us"], summary["overlap_fraction"]) == (exposed, pytest.approx(overlap))
 
 
 def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
@@ -190,26 +179,15 @@ def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
     return events_of(rank, *(("all_gather", "all_gather", t, t + 1, {"owner": owner}) for t in begins))
 
 
-@pytest.mark.parametrize(
-    ("events", "skew", "most", "slowest"),
-    [
+def test_skew_measures_how_late_the_last_rank_is_and_names_it() -> None:
+    for events, skew, most, slowest in [
         ([*gathers(0, 0, 10, 20), *gathers(1, 3, 10, 29), *gathers(2, 1, 4, 20)], (3 + 6 + 9) / 3, 9, 1),
         ([*gathers(0, 1, 11, 21, 30), *gathers(1, 0, 10, 20, 90)], (1 + 1 + 1 + 60) / 4, 60, 1),
         ([*gathers(0, 0, 50), *gathers(1, 2), *gathers(2, 90, owner="b")], 2, 2, 1),
         ([*gathers(0, 0, 10, 20), *gathers(1, 5, 15, 20), *gathers(2, 0, 10, 28)], (5 + 5 + 8) / 3, 8, 1),
-    ],
-    ids=[
-        "at the same collective",
-        "late by the most, not the most often",
-        "what only one rank has is none",
-        "late twice, by more in all",
-    ],
-)
-def test_skew_measures_how_late_the_last_rank_is_and_names_it(
-    events: list[Event], skew: float, most: float, slowest: int
-) -> None:
-    found = EventLog(events).summary()
-    assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (skew, most, slowest)
+    ]:
+        found = EventLog(events).summary()
+        assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (skew, most, slowest)
 
 
 # --- One axis ----------------------------------------------------------------------------------------------
@@ -228,14 +206,6 @@ def test_ranks_of_one_machine_are_put_on_one_axis_that_begins_with_the_first() -
     assert set(merged.clocks.values()) == {RankClock(1000.0, "here")}
     assert merged.about["torch"] == "2"
     assert merged.summary()["skew_us"] == 30
-
-
-def test_merging_again_moves_nothing() -> None:
-    once = EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
-    assert EventLog.merge([once]) == once
-    assert EventLog.merge([once.of_rank(1), once.of_rank(0)]) == once
-    later = EventLog.merge([once, clocked(2, 990.0)])
-    assert [e.start_us for e in later.events] == [45, 15, 5]
 
 
 def test_ranks_of_machines_that_were_not_compared_keep_their_own_time_and_have_no_skew() -> None:
@@ -342,25 +312,15 @@ FORGED = [
 ]
 
 
-def test_the_file_that_the_forged_ones_are_made_from_loads(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(forged("event", "bytes", 5))
-    loaded = EventLog.load(path)
-    assert loaded == EventLog([replace(loaded.events[0], bytes=5)], {0: [Sample(0, {"x": 1})]}, ABOUT)
-    assert loaded.clocks == {0: RankClock(1.5, "here")}
-
-
-@pytest.mark.parametrize(("place", "field", "value"), FORGED, ids=lambda value: str(value)[:20])
-def test_a_value_that_no_recording_writes_is_refused_in_one_line_that_names_its_field(
-    place: str, field: str, value: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(forged(place, field, value))
-    with pytest.raises(UsageError) as refusal:
-        EventLog.load(path)
-    said = str(refusal.value)
-    assert said.startswith(f"trace {str(path)!r}: ")
-    assert field in said and said.isprintable() and len(said) < 300 + len(str(path))
+def test_a_value_that_no_recording_writes_is_refused_in_one_line_that_names_its_field(tmp_path: Path) -> None:
+    for place, field, value in FORGED:
+        path = tmp_path / "trace.json"
+        path.write_text(forged(place, field, value))
+        with pytest.raises(UsageError) as refusal:
+            EventLog.load(path)
+        said = str(refusal.value)
+        assert said.startswith(f"trace {str(path)!r}: ")
+        assert field in said and said.isprintable() and len(said) < 300 + len(str(path))
 
 
 TWO_OF_ONE_NUMBER = to_trace([Event(0, 0, "forward", "compute")] * 2, {})

@@ -21,13 +21,13 @@ def alive(ledger: Ledger) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in ledger.bytes_by_kind().items() if nbytes}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_added_up_by_kind_and_every_kind_is_listed(kind: str) -> None:
-    ledger, tensors = Ledger(), [floats(3), torch.zeros(5, dtype=torch.bfloat16), floats(0)]
-    assert ledger.bytes_by_kind() == dict.fromkeys(KINDS, 0)
-    for tensor in tensors:
-        ledger.watch(tensor, kind)
-    assert alive(ledger) == {kind: 12 + 10}
+def test_bytes_are_added_up_by_kind_and_every_kind_is_listed() -> None:
+    for kind in KINDS:
+        ledger, tensors = Ledger(), [floats(3), torch.zeros(5, dtype=torch.bfloat16), floats(0)]
+        assert ledger.bytes_by_kind() == dict.fromkeys(KINDS, 0)
+        for tensor in tensors:
+            ledger.watch(tensor, kind)
+        assert alive(ledger) == {kind: 12 + 10}
 
 
 def test_a_storage_counts_once_with_its_whole_size_under_the_kind_watched_last() -> None:

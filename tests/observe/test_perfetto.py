@@ -125,14 +125,6 @@ def test_slices_are_cut_only_where_they_cross_an_end_on_their_track() -> None:
     assert rounded == [(0.1, 0.1 + 0.2), (0.3, 1.3)] and rounded[0][1] > rounded[1][0]
 
 
-def test_a_slice_that_ends_with_its_outer_slice_ends_with_it_in_the_viewer_too() -> None:
-    log = [
-        Event(0, 0, "forward", "compute", start_us=0.0009, dur_us=9.9995),
-        Event(0, 1, "forward", "compute", start_us=5.0, dur_us=7.0),
-    ]
-    assert broken_rules(to_trace(log, {})) == {}
-
-
 # --- Arrows ------------------------------------------------------------------------------------------------
 
 
@@ -231,15 +223,6 @@ def test_a_group_is_sharded_then_gathering_until_the_copy_out_then_full_until_it
         ("gathering", 12.0, 15.0),
         ("full", 15.0, 20.0),
     ]
-
-
-def test_a_group_freed_first_was_full_before_and_a_gather_lasts_until_its_copy() -> None:
-    log = on_rank_0(("forward", "compute", 1.0, 4.0), ("free", "compute", 4.0, 4.0, [7]))
-    log += [Event(0, 9, "optimizer", "compute", start_us=4.0, dur_us=2.0)]
-    assert [lifetime[2:] for lifetime in find_lifetimes(log)] == [("full", 1.0, 4.0), ("freed", 4.0, 6.0)]
-    log = on_rank_0(("all_gather", "all_gather", 0.0, 2.0), ("copy_in", "copy", 5.0, 6.0))
-    states = [lifetime[2:] for lifetime in find_lifetimes(log)]
-    assert states == [("gathering", 0.0, 5.0), ("gathering", 5.0, 6.0)]
 
 
 # --- The rules ---------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def test_the_small_panels_show_time_memory_and_exposed_communication() -> None:
     }
     assert drawn == {
         "seconds per step": [p.step_seconds for p in points],
-        "GiB per GPU": [p.memory_gib for p in points],
-        "exposed communication, %": [pytest.approx(100 * p.exposed_fraction) for p in points],
+        "GiB reserved on a GPU": [p.memory_gib for p in points],
+        "exposed communication, % of step": [pytest.approx(100 * p.exposed_fraction) for p in points],
     }
 
 

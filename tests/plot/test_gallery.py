@@ -145,7 +145,7 @@ def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\(pictures/(\w+)\.png\)", (DOCS / "pictures.md").read_text())
     assert sorted(shown) == sorted(gallery.PICTURES)
     there = {path.stem for path in (DOCS / "pictures").glob("*.png")}
-    # tests/test_faq.py tests the pictures of the FAQ
+    # tests/walks/test_faq.py tests the pictures of the FAQ
     assert {name for name in there if not name.startswith("faq_")} == set(shown)
 
 

@@ -23,6 +23,7 @@ from figures import events_of, sampled, training_log
 from hwfsdp import Event, EventLog, UsageError, record
 from hwfsdp.observe.analysis import expect_peak, times_of_steps
 from hwfsdp.observe.group_states import Lifetime, find_lifetimes, find_reductions
+from hwfsdp.observe.events import Sample
 from hwfsdp.observe.call_sites import MOST, CallSites
 from hwfsdp.observe.run_info import GroupAbout, ParamAbout
 from hwfsdp.plot.player import page_data
@@ -113,6 +114,30 @@ def test_a_log_without_events_or_with_too_many_for_a_page_is_refused(
         make_page([("x", log)])
 
 
+def test_of_two_logs_the_nth_steps_begin_together_and_all_else_stays_as_it_is() -> None:
+    fast, slow = training_log(2, 1, steps=3), training_log(2, 3, steps=2)
+    samples = {0: [Sample(us, {"sharded_param": round(us)}) for us in range(0, 14000, 1000)]}
+    fast.samples.update(samples)
+    pages = [
+        pack([("a", fast), ("b", slow)])["logs"],
+        [pack([(x, log)])["logs"][0] for x, log in zip("ab", (fast, slow))],
+    ]
+    events, alone = ([log["events"] for log in page] for page in pages)
+    begins = [
+        {step: min(us for us, s in zip(e["start"], e["step"]) if s == step) for step in {*e["step"]}}
+        for e in events
+    ]
+    assert begins[0][1] == begins[1][1] == 16000 and begins[0][2] == 24000
+    for log, own, aligned in zip((fast, slow), alone, events, strict=True):
+        gaps = {a - b for a, b, step in zip(aligned["start"], own["start"], own["step"]) if step == 1}
+        assert len(gaps) == 1 and aligned["dur"] == own["dur"]
+        assert own["start"] == [e.start_us for e in log.events]
+    assert [log["times"] for log in pages[0]] == [log["times"] for log in pages[1]]
+    taken = pages[0][0]["samples"]["0"]
+    gap = begins[0][1] - 8000  # of the fast log's second step
+    assert [us - n for us, n in zip(taken["us"], taken["kinds"]["sharded_param"])][:10] == [0] * 8 + [gap] * 2
+
+
 # --- The closed form of whole parameters -------------------------------------------------------------------
 
 
@@ -125,9 +150,8 @@ def group(fqn: str, rows: int, again: int, shards: int = 2) -> GroupAbout:
 ROOT = group("GPT", 6, 0)
 
 
-@pytest.mark.parametrize(
-    ("groups", "rows"),
-    [
+def test_the_closed_form_of_the_peak_sums_the_groups_that_are_whole_at_once() -> None:
+    for groups, rows in [
         ([ROOT, group("a", 2, 2), group("b", 8, 2), group("c", 4, 2)], 6 + 8),  # one block at a time
         ([ROOT, group("a", 2, 0), group("b", 8, 0), group("c", 4, 0)], 6 + 2 + 8 + 4),  # all stay
         # the first passes before others stay
@@ -136,12 +160,8 @@ ROOT = group("GPT", 6, 0)
         ([group("a", 3, 2, shards=2)], 4),  # rows are padded
         ([ROOT, group("a", 8, 2, shards=4)], None),  # kept on fewer ranks than it has
         ([ROOT, group("a", 8, 2), group("GPT", 6, 0)], None),  # two models
-    ],
-)
-def test_the_closed_form_of_the_peak_sums_the_groups_that_are_whole_at_once(
-    groups: list[GroupAbout], rows: int | None
-) -> None:
-    assert expect_peak(groups) == (None if rows is None else rows * 40)
+    ]:
+        assert expect_peak(groups) == (None if rows is None else rows * 40)
 
 
 def test_a_step_reaches_the_closed_form_and_no_more(log: EventLog) -> None:
@@ -182,29 +202,24 @@ def test_a_reduction_lasts_from_its_copy_in_and_an_all_reduce_counts_by_itself()
 # --- Places ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("op", "function", "line"),
-    [
+def test_an_event_leads_to_the_line_of_the_heart_that_issued_it(log: EventLog) -> None:
+    for op, function, line in [
         ("all_gather", "all_gather", "transport.all_gather(flat"),
         ("wait", "ParamGroup.wait_for_gather", "compute.wait("),
         ("reduce_scatter", "reduce_scatter", "transport.reduce_scatter(result"),
         ("forward", "FSDPState.pre_forward", 'moment("pre_forward"'),
-    ],
-)
-def test_an_event_leads_to_the_line_of_the_heart_that_issued_it(
-    op: str, function: str, line: str, log: EventLog
-) -> None:
-    packed = pack([("x", log)])
-    found = set()
-    for number in {
-        e for e, i in zip(packed["logs"][0]["events"]["code"], log.events, strict=True) if i.op == op
-    }:
-        name, at = packed["places"][number][0]
-        said = packed["functions"][name]
-        if said["function"] == function and said["file"].startswith("hwfsdp/core/"):
-            found.add(said["lines"][at - said["first"]].strip())
-            assert said["promise"] and len(packed["places"][number]) <= MOST
-    assert any(line in text for text in found), found
+    ]:
+        packed = pack([("x", log)])
+        found = set()
+        for number in {
+            e for e, i in zip(packed["logs"][0]["events"]["code"], log.events, strict=True) if i.op == op
+        }:
+            name, at = packed["places"][number][0]
+            said = packed["functions"][name]
+            if said["function"] == function and said["file"].startswith("hwfsdp/core/"):
+                found.add(said["lines"][at - said["first"]].strip())
+                assert said["promise"] and len(packed["places"][number]) <= MOST
+        assert any(line in text for text in found), found
 
 
 OWN = '''"""A user's script."""
@@ -284,12 +299,12 @@ def test_places_survive_the_file_and_the_merge_and_logs_from_before_have_none(
     assert set(pack([("x", old)])["logs"][0]["events"]["code"]) == {0}
 
 
-@pytest.mark.parametrize("code", ["nonsense", "a.py:x f", "a.py:99999999999999999999 f", " < ", "a:1 f < "])
-def test_places_that_a_file_makes_up_are_shown_without_text(code: str) -> None:
-    sources = Sources()
-    sources.expect({"a.py": "no number"})
-    for place in sources.places[sources.chain(code)]:
-        assert sources.functions[place[0]]["missing"]
+def test_places_that_a_file_makes_up_are_shown_without_text() -> None:
+    for code in ["nonsense", "a.py:x f", "a.py:99999999999999999999 f", " < ", "a:1 f < "]:
+        sources = Sources()
+        sources.expect({"a.py": "no number"})
+        for place in sources.places[sources.chain(code)]:
+            assert sources.functions[place[0]]["missing"]
 
 
 def test_files_of_one_module_name_have_places_of_their_own() -> None:
@@ -346,7 +361,13 @@ def test_the_page_is_one_file_that_asks_for_nothing(log: EventLog) -> None:
     page = make_page([("x", log)])
     found = Elements(page.text)
     asked = [attrs for _, attrs in found.tags if {"src", "href", "srcset", "action"} & attrs.keys()]
-    assert asked == [] and "url(" not in page.text and "import(" not in page.text
+    icon = [attrs["href"] for attrs in asked if attrs.get("rel") == "icon"]
+    assert (
+        len(asked) == 1
+        and str(icon[0]).startswith("data:image/svg+xml,")
+        and "url(" not in page.text
+        and "import(" not in page.text
+    )
     (policy,) = [a["content"] for t, a in found.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert str(policy).startswith("default-src 'none'")
     assert len(page.text) < 1.5e6

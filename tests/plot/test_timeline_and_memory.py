@@ -25,10 +25,11 @@ from figures import (
     training_log,
 )
 from hwfsdp import EventLog, plot
-from hwfsdp.observe.events import OPS
+from hwfsdp.observe.events import OPS, Sample
 from hwfsdp.observe.ledger import KINDS
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.memory import plot_memory
+from hwfsdp.plot.player.page_data import pack
 from hwfsdp.plot.timeline import MAX_ARROWS, plot_comparison, plot_timeline
 
 
@@ -83,13 +84,6 @@ def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
         assert sheet.inches(short, style.TEXT_SIZE) <= width
     assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
     assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
-
-
-def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
-    text = "compute that hides all communication is what sharding hopes for " * 4
-    lines = sheet.broken(text, 3.0)
-    assert len(lines) > 2 and " ".join(lines).split() == text.split()
-    assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
 
 
 # timeline
@@ -160,15 +154,6 @@ def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_ki
         assert bar.get_facecolor() == labels[name]
 
 
-def test_no_rank_has_the_color_of_an_operation_or_of_a_kind_of_memory() -> None:
-    of_runs = {style.look_of_op(op).color for op in style.DRAWN_OPS} | {
-        style.look_of_kind(kind).color for kind in KINDS
-    }
-    of_ranks = [style.color_of(rank) for rank in range(4 * len(style.RANK_COLORS))]
-    assert len(set(of_ranks)) == len(of_ranks)
-    assert of_runs.isdisjoint(of_ranks)
-
-
 def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
     log = training_log(ranks=2, groups=2, steps=3)
     figure = plot_timeline(log)
@@ -198,6 +183,29 @@ def test_runs_begin_together_on_one_axis_of_time() -> None:
     lines = [line for axes in figure.axes for line in axes.lines]
     ends = [line.get_xdata()[0] for line in lines if line.get_gid() == "end"]
     assert ends[1] == pytest.approx(1.5 * ends[0])
+
+
+def test_the_title_of_a_comparison_names_the_steps_that_it_shows() -> None:
+    log = training_log(ranks=1, groups=1)
+    title = dict(zip((1, None), (plot_comparison({"a": log}, step=step) for step in (1, None)), strict=True))
+    said = {step: {text.get_text() for text in figure.texts} for step, figure in title.items()}
+    assert "a: step 1 of rank 0" in said[1] and "a: steps 0 to 1 of rank 0" in said[None]
+
+
+def test_pictures_and_player_count_time_from_the_first_event() -> None:
+    log = training_log(ranks=2, groups=1, steps=1)
+    late = EventLog([e.changed(start_us=e.start_us + 9000) for e in log.events])
+    late.samples[0] = [
+        Sample(us, {"sharded_param": MIB * (1 + (us == 10_000))}) for us in (8000, 10_000, 11_000)
+    ]
+    assert [bar.get_x() for bar in bars(plot_timeline(late)).values()] == [
+        bar.get_x() for bar in bars(plot_timeline(log)).values()
+    ]
+    figure = plot_memory(late)
+    assert figure.axes[0].get_xlim()[0] == 0.0
+    assert "peak: 2.00 MiB at 1.00 ms" in {text.get_text() for text in figure.axes[0].texts}
+    (packed,) = pack([("late", late)])["logs"]
+    assert packed["samples"]["0"]["us"][1] == 1000 and min(packed["events"]["start"]) == 0
 
 
 # memory
@@ -243,11 +251,6 @@ def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
     assert colors == [to_rgb(style.look_of_kind(kind).color) for kind in kinds]
 
 
-def test_memory_of_an_unknown_kind_is_drawn_on_top() -> None:
-    log = sampled({"activation": MIB, "sharded_param": MIB})
-    assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
-
-
 def test_expected_values_are_dashed_lines_above_memory_that_stays_and_in_the_legend() -> None:
     stays = [{"sharded_param": 4 * MIB, "sharded_grad": mib * MIB, "unsharded_param": MIB} for mib in (0, 2)]
     figure = plot_memory(sampled(*stays), expected={"model": 16 * MIB, "unsharded": 4 * MIB})
@@ -266,14 +269,6 @@ def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() 
     assert more.get_xlim() == less.get_xlim() == (0.0, 4.0) and more.get_ylim() == less.get_ylim()
     assert [text.get_text() for text in less.texts] == ["peak: 1.00 MiB at 0.00 ms", "less"]
     assert_texts_are_apart_and_on_the_sheet(figure)
-
-
-def test_memory_drawn_in_order_gives_all_samples_the_same_width_and_no_times() -> None:
-    uneven = EventLog([], {0: [replace(s, us=s.us**2) for s in UP_AND_DOWN.samples[0]]})
-    axes = plot_memory(uneven, in_order=True).axes[0]
-    [total] = [line for line in axes.lines if line.get_gid() == "total"]
-    assert list(total.get_xdata()) == [0, 1, 2, 3, 4, 5]
-    assert [text.get_text() for text in axes.texts] == ["peak: 9.00 MiB"] and "order" in axes.get_xlabel()
 
 
 def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_optimizer() -> None:

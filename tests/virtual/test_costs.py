@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hwfsdp.compat import DispatchMode, fake_tensors
-from hwfsdp.virtual.costs import Cost, Span, collective_us, cost_of, extent, span_of
+from hwfsdp.compat import DispatchMode
+from hwfsdp.virtual.costs import Cost, Span, collective_us, cost_of, span_of
 from hwfsdp.virtual.devices import DEVICES, Device
 
 N = 24  # elements of a `vector`
@@ -81,14 +81,15 @@ PRODUCTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_flops_equal_torchs_counter_in_forward_and_backward(name: str) -> None:
-    def run() -> None:
-        PRODUCTS[name]().sum().backward()
+def test_flops_equal_torchs_counter_in_forward_and_backward() -> None:
+    for name in PRODUCTS:
 
-    with FlopCounterMode(display=False) as counter:
-        run()
-    assert sum(c.flops for _, c in costs(run)) == counter.get_total_flops()
+        def run() -> None:
+            PRODUCTS[name]().sum().backward()
+
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert sum(c.flops for _, c in costs(run)) == counter.get_total_flops()
 
 
 SHAPES = [(2, 3, 8, 8, 4), (1, 2, 5, 9, 6)]  # batch, heads, queries, keys, width
@@ -134,13 +135,6 @@ def test_attention_counts_as_torch_does_and_half_if_causal(
     assert [c.unmasked for c in found] == [0.0, backward]
 
 
-def test_fake_tensors_cost_the_same_as_real_ones() -> None:
-    real = costs(lambda: attend_on_host(SHAPES[0], True))
-    with fake_tensors():
-        fake = costs(lambda: attend_on_host(SHAPES[0], True))
-    assert [c for name, c in fake if c.flops] == [c for name, c in real if c.flops]
-
-
 # --- Bytes -------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +152,6 @@ def test_bytes_count_reads_and_writes_in_their_dtype(dtype: torch.dtype) -> None
     assert cost(lambda: a.fill_(2)).nbytes == size
     assert cost(lambda: torch.zeros_like(a)).nbytes == size
     assert cost(lambda: a.sum(dtype=dtype)).nbytes == size + dtype.itemsize
-
-
-def test_an_operator_that_fills_its_out_does_not_read_it() -> None:
-    a, b, out = vector(), vector(), torch.empty(2 * N)
-    assert cost(lambda: torch.cat([a, b], out=out)).nbytes == 2 * 2 * 4 * N
-    half = out[:N]
-    assert cost(lambda: torch.add(a, b, out=half)).nbytes == 3 * 4 * N
 
 
 def test_a_fused_copy_of_many_moves_each_twice_and_zeros_are_written_only() -> None:
@@ -187,13 +174,6 @@ def test_views_and_memory_without_values_are_free_for_the_device() -> None:
     for reserve in FREE:
         found = [c for _, c in costs(lambda: reserve(x))]  # noqa: B023
         assert found and all(not c.is_kernel and c.nbytes == 0 for c in found)
-
-
-def test_reading_an_expanded_tensor_counts_only_the_bytes_it_has() -> None:
-    row, whole = torch.ones(1, 6), torch.ones(4, 6)
-    assert extent(row.expand(4, 6)) == 4 * 6
-    assert extent(torch.ones(()).expand(5, 0)) == 0
-    assert bytes_of("add", lambda: whole + row.expand(4, 6)) == 4 * (24 + 6 + 24)
 
 
 def test_rows_of_an_embedding_are_read_not_the_table_and_its_gradient_is_as_large() -> None:
@@ -274,21 +254,19 @@ PLAIN = replace(
 RINGS = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
-@pytest.mark.parametrize(("op", "ranks"), list(zip(RINGS, (2, 3, 8, 4), strict=True)))
-def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str, ranks: int) -> None:
-    nbytes = 8_000_000
-    us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)
-    assert us == pytest.approx(20 + (ranks - 1) * 1.0 + (ranks - 1) / ranks * nbytes / 50e9 * 1e6)
+def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link() -> None:
+    for op, ranks in list(zip(RINGS, (2, 3, 8, 4), strict=True)):
+        nbytes = 8_000_000
+        us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)
+        assert us == pytest.approx(20 + (ranks - 1) * 1.0 + (ranks - 1) / ranks * nbytes / 50e9 * 1e6)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 4)])
-def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks(
-    nodes: int, per_node: int
-) -> None:
-    nbytes = 1 << 30
-    us = collective_us("reduce_scatter", nbytes, Span(nodes * per_node, nodes, per_node), PLAIN)
-    hops = (nodes * per_node - nodes) * 1.0 + (nodes - 1) * 7.0
-    assert us == pytest.approx(20 + hops + (nodes - 1) / nodes * nbytes / (per_node * 5e9) * 1e6)
+def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks() -> None:
+    for nodes, per_node in [(2, 1), (3, 4)]:
+        nbytes = 1 << 30
+        us = collective_us("reduce_scatter", nbytes, Span(nodes * per_node, nodes, per_node), PLAIN)
+        hops = (nodes * per_node - nodes) * 1.0 + (nodes - 1) * 7.0
+        assert us == pytest.approx(20 + hops + (nodes - 1) / nodes * nbytes / (per_node * 5e9) * 1e6)
 
 
 def test_the_slower_of_link_and_network_decides() -> None:
@@ -317,14 +295,6 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_start_once(
 def test_a_collective_of_one_rank_takes_no_time() -> None:
     for op in (*RINGS, "all_reduce", "send", "recv"):
         assert collective_us(op, 1 << 40, Span(1, 1, 1), PLAIN) == 0.0
-
-
-@pytest.mark.parametrize("op", ["send", "recv"])
-def test_a_message_passes_one_link_or_one_port_whole(op: str) -> None:
-    nbytes = 1 << 20
-    inside, outside = (collective_us(op, nbytes, Span(2, n, 2 // n), PLAIN) for n in (1, 2))
-    assert inside == pytest.approx(20 + 1.0 + nbytes / 50e9 * 1e6)
-    assert outside == pytest.approx(20 + 7.0 + nbytes / 5e9 * 1e6)
 
 
 def test_ranks_fill_one_node_after_the_other_and_of_uneven_groups_the_fewest_count() -> None:

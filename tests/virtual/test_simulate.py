@@ -19,7 +19,6 @@ from hwfsdp import UsageError, fully_shard
 from hwfsdp.train.models.gpt import GPT, GPTConfig
 from hwfsdp.train.models.zoo import build
 from hwfsdp.virtual import DEVICES, Device, Simulation, simulate
-from hwfsdp.virtual.allocator import ACTIVATION
 from hwfsdp.virtual.devices import GIB
 from hwfsdp.virtual.fitting import Choice, describe_misfit, find_fitting
 from hwfsdp.virtual.run import placed
@@ -110,15 +109,6 @@ def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() 
     assert found.mfu is not None
     assert found.mfu * found.step_seconds * 989.4e12 == pytest.approx(tokens * per_token)
     assert found.tokens_per_second_per_gpu == pytest.approx(tokens / found.step_seconds)
-
-
-@pytest.mark.long
-def test_recomputing_does_not_count_as_model_flops() -> None:
-    none, full = (simulate(SMALL, 2, checkpoint=how) for how in ("none", "full"))
-    assert none.mfu is not None and full.mfu is not None
-    assert none.mfu * none.step_seconds == pytest.approx(full.mfu * full.step_seconds)
-    assert full.step_seconds > none.step_seconds
-    assert full.peak_by_kind[ACTIVATION] < none.peak_by_kind[ACTIVATION]
 
 
 def test_a_step_of_unknown_tokens_has_no_rate() -> None:
@@ -250,38 +240,6 @@ def test_a_suggestion_that_should_fit_the_memory_does_fit(batch: int, share: flo
     choice, fits = find_fitting(found, chosen, tried_on(device))
     assert not found.fits and fits.fits and tried_on(device)(choice).fits
     assert f"{choice.flags} would fit" in describe_misfit(found, chosen, tried_on(device))
-
-
-@pytest.mark.long
-def test_under_hybrid_sharding_the_suggestion_to_shard_over_all_gpus_fits() -> None:
-    roomy = replace(DEVICES["h100"], per_node=2)
-    whole, hybrid = (simulate("gpt-tiny", 8, roomy, hsdp=h, checkpoint="full") for h in (False, True))
-    between = (whole.peak_allocated_gib + hybrid.peak_allocated_gib) / 2
-    device = replace(of_memory(between * GIB), per_node=2)
-    found = simulate("gpt-tiny", 8, device, hsdp=True, checkpoint="full")
-    choice, fits = find_fitting(found, Choice(8, 1, "full", hsdp=True), tried_on(device))
-    assert not found.fits and fits.fits and choice == Choice(8, 1, "full")
-
-
-def test_suggestions_for_a_step_of_the_users_change_neither_batch_nor_checkpointing() -> None:
-    device = of_memory(1 << 26)
-    found = simulate("gpt-tiny", 2, device, batch=8)
-    tried: list[Choice] = []
-
-    def remember(choice: Choice) -> Simulation:
-        tried.append(choice)
-        return found
-
-    find_fitting(found, Choice(2, None, None), remember)
-    assert all(choice.batch is None and choice.checkpoint is None for choice in tried)
-
-
-@pytest.mark.long
-def test_no_suggestion_is_made_if_one_row_and_one_block_are_too_large() -> None:
-    device = of_memory(1 << 20)
-    found = simulate("gpt-tiny", 2, device)
-    assert find_fitting(found, Choice(2, 1, "none"), tried_on(device)) is None
-    assert "nor would" in describe_misfit(found, Choice(2, 1, "none"), tried_on(device))
 
 
 # --- Published figures -------------------------------------------------------------------------------------

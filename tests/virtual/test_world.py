@@ -23,7 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer as optimizers
 
 import suites
-from hwfsdp import StateError, UsageError, fully_shard, launch, record, streams
+from hwfsdp import UsageError, fully_shard, launch, record, streams
 from hwfsdp.compat import DispatchMode
 from hwfsdp.observe import events
 from hwfsdp.observe.accounting import (
@@ -244,20 +244,6 @@ def test_a_simulation_restores_its_surroundings_even_after_an_error(
     assert environment() == before
 
 
-@pytest.mark.long
-def test_torchs_comparison_of_collectives_leaves_out_virtual_ranks() -> None:
-    set_level, level_now = getattr(dist, "set_debug_level"), getattr(dist, "get_debug_level")  # noqa: B009
-    levels = getattr(dist, "DebugLevel")  # noqa: B009
-    plain, before = simulate(GPT_SIZES, 4, nodes=2, hsdp=True), level_now()
-    set_level(levels.DETAIL)
-    try:
-        compared = simulate(GPT_SIZES, 4, nodes=2, hsdp=True)
-        assert level_now() == levels.DETAIL
-    finally:
-        set_level(before)
-    assert seen(compared.log) == seen(plain.log)
-
-
 def test_a_recording_after_a_simulation_uses_the_clock_of_the_host_again() -> None:
     weight = nn.Parameter(torch.zeros(10))
     weight.grad = torch.zeros(10)
@@ -277,15 +263,6 @@ def test_a_virtual_world_leaves_no_object_alive() -> None:
     del world
     gc.collect()
     assert gone() is None
-
-
-def test_a_world_in_a_world_is_refused() -> None:
-    def nested() -> None:
-        simulate(GPT_SIZES, 2)
-
-    with pytest.raises(StateError, match="without a process group; got one of 4 ranks"):
-        simulate(lambda: nested, 4)
-    assert not dist.is_initialized()
 
 
 # --- Programs of the user ----------------------------------------------------------------------------------
@@ -419,15 +396,6 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
     assert found.step_seconds * 1e6 == pytest.approx(event.end_us + fill_us)
 
 
-def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
-    """Return µs, FLOPs and peak bytes of a function in its own world."""
-    with world_of(8) as world:
-        world.allocator.reset_peak()
-        function()
-        world.clock.synchronize()
-        return world.clock.host, world.flops, world.allocator.peak
-
-
 @pytest.mark.parametrize(
     ("function", "kept", "moved"),
     [
@@ -451,21 +419,3 @@ def test_an_activation_is_one_kernel_each_way(
         world.clock.synchronize()
         bytes_us = moved * numel / world.device.memory_bandwidth / 0.85 * 1e6
         assert world.clock.host < 2.5 * world.device.launch_us + bytes_us
-
-
-def test_products_cost_the_same_without_gradients_and_recurrent_layers_have_flops() -> None:
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        forward = mode()(lambda: nn.Linear(256, 512)(torch.empty(128, 256)))
-        assert time_of(forward)[1] == 2 * 128 * 256 * 512
-    gates = 4  # each of the input and of the state
-    recur = time_of(lambda: nn.LSTM(64, 64, batch_first=True)(torch.empty(4, 10, 64)))
-    assert recur[1] == 2 * 4 * 10 * 64 * 64 * 2 * gates
-
-
-def test_a_model_can_be_cast_in_a_virtual_world() -> None:
-    with world_of(8):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
-        weight = model[0].weight
-        model(torch.empty(2, 8, dtype=torch.bfloat16)).sum().backward()
-        assert isinstance(weight, nn.Parameter) and weight.dtype == torch.bfloat16
-        assert weight.grad is not None and weight.grad.dtype == torch.bfloat16

@@ -217,16 +217,12 @@ class Log {
     return micros > 1 ? `step ${step}, ${micros} micro-batches` : `step ${step}`;
   }
 
-  /** Ends of a rank's optimizer steps, but for the last: [{us, step}]. */
-  stepEnds(rank) {
+  /** Where a rank's steps begin, but for the first: [{us, step}]. */
+  stepBegins(rank) {
     const found = this.byRank.get(rank);
-    if (found.stepEnds) return found.stepEnds;
-    const ends = new Map();
-    for (const event of found.drawn) {
-      if (event.op === "optimizer") ends.set(event.step, Math.max(ends.get(event.step) ?? 0, event.end));
-    }
-    found.stepEnds = [...ends].map(([step, us]) => ({ step, us })).sort((a, b) => a.us - b.us).slice(0, -1);
-    return found.stepEnds;
+    found.stepBegins ??= this.steps.slice(1).map((step) => ({ step, us: found.drawn.find((event) => event.step === step)?.start }))
+      .filter(({ us }) => us !== undefined);
+    return found.stepBegins;
   }
 }
 

@@ -24,7 +24,16 @@ SCRIPTS = (
     *("timeline", "memory", "parameters", "code", "summary", "controls", "main"),
 )
 _FOLDER = Path(__file__).parent
-FRAME = 1040  # pixels, in a notebook: all panes of one log, if the page is wide
+FRAME = 860  # pixels, where nobody fits the frame to its page
+# The page says how high it is when it is asked, and when that changes (main.js).
+FITTED = (
+    "window.addEventListener('message', ({source, data}) => { if (source === this.contentWindow) this.style.height = `${data}px`; });"
+    " this.contentWindow.postMessage('height', '*')"
+)
+_ICON = (  # a bar of compute, and a gather below it that ran ahead
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Cpath fill='%230072b2' d='M5 2h11v5H5z'/%3E%3Cpath fill='%23009e73' d='M0 9h10v5H0z'/%3E%3C/svg%3E"
+)
 _NO_FRAME = (
     "The step player stands here where the page runs scripts: run this cell, or open the site of the course."
 )
@@ -51,7 +60,7 @@ class Page:
     def _repr_html_(self) -> str:
         """Return a frame with the page, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
-        look = f'width="100%" height="{FRAME}" style="border: 0"'
+        look = f'width="100%" height="{FRAME}" style="border: 0" onload="{FITTED}"'
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 
@@ -70,7 +79,12 @@ def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) 
     template = Template(
         _asset("page.html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    given = {"style": _asset("style.css"), "scripts": scripts, "data": data.replace("<", "\\u003c")}
+    given = {
+        "icon": _ICON,
+        "style": _asset("style.css"),
+        "scripts": scripts,
+        "data": data.replace("<", "\\u003c"),
+    }
     return Page(title, template.render(title=title, **given))
 
 

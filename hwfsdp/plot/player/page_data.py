@@ -1,11 +1,13 @@
 """A log in the form that the page reads: columns of numbers, and tables of the texts behind the numbers.
 
 One record per event would make the page large. So each attribute is one list over all events. Texts that repeat (names of ops,
-groups, places) are numbers into a table. Times are µs, to a tenth.
+groups, places) are numbers into a table. Times are µs, to a tenth. They count from a log's first event. Of two logs, the n-th steps begin
+together: the log that is done first has a gap until the other is done, too.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -74,7 +76,10 @@ def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> di
         _check(name, log)
     sources = Sources()
     packed = {
-        "logs": [_pack_log(name, log, sources) for name, log in logs],
+        "logs": [
+            _pack_log(name, log, later, sources)
+            for (name, log), later in zip(logs, _gaps([log for _, log in logs]), strict=True)
+        ],
         "looks": {op: look._asdict() for op, look in OPS_LOOKS.items()},
         "kinds": {kind: look._asdict() for kind, look in KINDS_LOOKS.items()},
         "states": {state: look._asdict() for state, look in STATES_LOOKS.items()},
@@ -101,12 +106,53 @@ def _check(name: str, log: EventLog) -> None:
         )
 
 
-def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
+def _begins(events: Iterable[Event]) -> dict[int, float]:
+    """Return step → the start of its first event, in the order of the steps."""
+    found: dict[int, float] = {}
+    for event in events:
+        found[event.step] = min(event.start_us, found.get(event.step, event.start_us))
+    return dict(sorted(found.items()))
+
+
+def _gaps(logs: Sequence[EventLog]) -> list[dict[int, float]]:
+    """Return, for each log, step → µs by which the page shows this step later, so that the n-th steps of all logs begin together."""
+    begins = [_begins(log.events) for log in logs]
+    later: list[dict[int, float]] = [{} for _ in logs]
+    gaps = [0.0 for _ in logs]
+    for n in range(max(len(found) for found in begins)):
+        # log → (step, µs from the log's first event to this step's), of the logs that have an n-th step
+        nth = {
+            i: (step, us - min(found.values()))
+            for i, found in enumerate(begins)
+            for step, us in list(found.items())[n : n + 1]
+        }
+        shown = max(us + gaps[i] for i, (_, us) in nth.items())
+        for i, (step, us) in nth.items():
+            gaps[i] = later[i][step] = shown - us
+    return later
+
+
+def _shown(log: EventLog, later: dict[int, float]) -> EventLog:
+    """Return the log with its steps as much later as the page shows them."""
+    if not any(later.values()):
+        return log
+    events = [replace(e, start_us=e.start_us + later[e.step]) for e in log.events]
+    samples = {}
+    for rank, taken in log.samples.items():
+        begins = _begins(log.of_rank(rank).events)
+        gaps = [0.0, *(later[step] for step in begins)]
+        samples[rank] = [replace(s, us=s.us + gaps[bisect_right([*begins.values()], s.us)]) for s in taken]
+    return EventLog(events, samples, log.about)
+
+
+def _pack_log(name: str, log: EventLog, later: dict[int, float], sources: Sources) -> dict[str, Any]:
     about = read_about(log.about)
     sources.expect(log.code)
     summary = log.summary()
     begin = min(e.start_us for e in log.events)
     device = str(log.about.get("device", ""))
+    times = times_of_steps(log)._asdict()
+    shown = _shown(log, later)
     owners = Table([g.fqn for g in about.groups] if about else [])
     return {
         "name": name,
@@ -116,14 +162,14 @@ def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
         "predicted": device.startswith(VIRTUAL),
         "ranks": log.ranks,
         "groups": [_pack_group(g) for g in about.groups] if about else [],
-        "times": times_of_steps(log)._asdict(),
+        "times": times,
         "closed_form": expect_peak(about.groups) if about and about.groups else None,
         "closed_form_kept": _expect_peak_if_kept(about.groups) if about and about.groups else None,
         "summary": {**summary, "by_rank": {str(rank): found for rank, found in summary["by_rank"].items()}},
         "clocks_differ": len({clock.machine for clock in log.clocks.values()}) > 1,
-        "events": _pack_events(log.events, owners, begin, sources),
-        "samples": {str(rank): _pack_samples(found, begin) for rank, found in log.samples.items() if found},
-        "states": _pack_states(log, owners, begin),
+        "events": _pack_events(shown.events, owners, begin, sources),
+        "samples": {str(rank): _pack_samples(found, begin) for rank, found in shown.samples.items() if found},
+        "states": _pack_states(shown, owners, begin),
         "owners": owners.texts,
     }
 

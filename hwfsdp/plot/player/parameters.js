@@ -39,6 +39,7 @@ class Parameters {
   draw() {
     const size = this.size = this.layOut(), { scroller } = this;
     this.tall.style.height = `${size.full}px`;
+    this.section.style.setProperty("--rows", `${CELL.head + 34 * this.groups.length + 2}px`); // where no memory stands beside it
     this.followGroup();
     const context = this.surface.begin(scroller.clientWidth, scroller.clientHeight);
     if (!this.groups.length) {
@@ -72,7 +73,7 @@ class Parameters {
   /** Below the grid, of the chosen rank: the group that is stepped through, or else the event's. */
   tellRows() {
     const { state } = this, group = state.group ?? state.event?.owner;
-    const said = this.groups.includes(group) ? whole(this.linesOf(group, state).join("; ")) : "";
+    const said = this.groups.includes(group) ? whole(this.linesOf(group, state, 3).join("; ")) : ""; // what a cell's tip says, shorter
     if (said !== this.rows.textContent) this.rows.textContent = said;
   }
 
@@ -160,8 +161,8 @@ class Parameters {
     tip.show(this.linesOf(group, column), event.clientX, event.clientY);
   }
 
-  /** A cell in words: its state, and the rows of each parameter that the rank holds. */
-  linesOf(group, { log, rank }) {
+  /** A cell in words: its state, and the rows of each of its first parameters that the rank holds. */
+  linesOf(group, { log, rank }, most = 8) {
     const found = log.stateOf(rank, group, Math.min(this.state.t, log.end)), about = log.sizes.get(group);
     const states = found ? [STATE_NAMES[found.params], found.reducing ? "gradients reducing" : ""].filter(Boolean).join(", ") : "not seen in this log";
     const lines = [`${log.labelOf(group)} on ${log.side === null ? "" : `${"AB"[log.side]}'s `}rank ${rank}: ${states}`];
@@ -171,13 +172,13 @@ class Parameters {
     if (about.is_root && log.groups.length > 1) lines.push("the root's parameters that are in no other group");
     const isSure = about.shards * about.replicas === log.worldSize;
     lines.push(`${bytesText(about.bytes)} when whole, over ${numberOf(about.shards, "rank")}`);
-    const rows = about.params.slice(0, 8).map((param) => {
+    const rows = about.params.slice(0, most).map((param) => {
       const { start, length } = rowsOf(param.shape[0], about.shards, rank % about.shards);
       const held = length ? `rows ${start} to ${start + length - 1} of ${param.shape[0]}` : `none of ${param.shape[0]} rows`;
       const name = param.fqn.startsWith(`${group}.`) ? param.fqn.slice(group.length + 1) : param.fqn;
       return `${name} [${param.shape.join(" × ")}]${isSure ? `: ${held}` : ""}`;
     });
-    return [...lines, ...rows, ...(about.params.length > 8 ? [`… and ${about.params.length - 8} more`] : []), ...untilWhole];
+    return [...lines, ...rows, ...(about.params.length > most ? [`… and ${about.params.length - most} more`] : []), ...untilWhole];
   }
 
   click(event) {

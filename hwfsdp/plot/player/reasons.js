@@ -78,6 +78,24 @@ function longestWaits(log, most, op = null) {
     .slice(0, most);
 }
 
+/** The wait at which a page opens: the longest for a gather in the backward or for a reduction, or else for any gather. A wait teaches
+ *  if the order of events explains it, not a rank that joins late or a busy machine; if none does, the longest wait for a gather. */
+function waitThatTeaches(log) {
+  const isExplained = (wait) => {
+    const source = awaited(wait), late = latestPartner(source), length = wait.end - wait.start;
+    return source.end - wait.start >= 0.5 * length && (late ? late.start - source.start : 0) <= 0.25 * length;
+  };
+  const isGather = (wait) => awaited(wait).op === "all_gather", isReduction = (wait) => ["reduce_scatter", "all_reduce"].includes(awaited(wait).op);
+  const waits = longestWaits(log, Infinity), explained = waits.filter(isExplained);
+  return explained.find((wait) => isReduction(wait) || (isGather(wait) && isInBackward(wait)))
+    ?? explained.find(isGather) ?? waits.find(isGather) ?? waits[0] ?? null;
+}
+
+function isInBackward({ log, rank, phase, step, start }) {
+  if (phase) return phase === "backward";
+  return log.byRank.get(rank).drawn.some((event) => event.op === "backward" && event.step === step && event.start <= start);
+}
+
 /** What there is to say of an event: lines of facts. */
 function factsOf(event) {
   const size = event.bytes ? `, ${bytesText(event.bytes)}${event.dtype ? ` of ${event.dtype}` : ""}` : "";

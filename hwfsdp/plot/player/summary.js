@@ -2,13 +2,18 @@
 // The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for
 // readers who cannot see the panes.
 
-const HOW_TO_GO_ON = "Step on with “event ▶”, or go to one of the moments above.";
+const HOW_TO_GO_ON = "Step on with “event ▶”.";
 
 class Summary {
   constructor(state, comparison, start) {
     Object.assign(this, { state, comparison, start });
     state.parting = this.findParting();
-    document.getElementById("facts").replaceChildren(...(comparison ? this.compared() : this.described()));
+    document.getElementById("title").replaceChildren(...this.titles());
+    document.getElementById("facts").replaceChildren(...(comparison ? [] : this.numbers()));
+    document.getElementById("compared").replaceChildren(...(comparison ? [this.compared()] : []));
+    const about = document.getElementById("about");
+    about.open = comparison !== null; // two runs are there to be compared
+    if (comparison) about.querySelector("summary").textContent = "A beside B in numbers, and moments worth a look";
     document.getElementById("exact").textContent = this.exactness();
     document.getElementById("otherwise").replaceChildren(...prose(whole(comparison ? "" : this.otherwise())));
     document.getElementById("looks").replaceChildren(...this.moments());
@@ -38,13 +43,16 @@ class Summary {
     return found.reduce((best, peak) => (!best || peak.total > best.total ? peak : best), null);
   }
 
-  described() {
+  titles() {
+    return this.state.logs.map((log) => make("h1", {}, log.side === null ? log.name : sideName(log), " ", make("small", {}, this.runOf(log))));
+  }
+
+  numbers() {
     const [log] = this.state.logs, { summary } = log, peak = this.peakOf(log);
     const number = (value, name, title, times = []) => make("div", { class: "number", title }, make("b", {}, value),
       make("span", {}, times.length > 1 ? `${name} (${rangeText(times)})` : name));
     const hidden = Object.keys(summary.count_by_op).length && !summary.blocking ? percentText(summary.overlap_fraction) : "–";
     return [
-      make("div", { class: "title" }, make("h1", {}, log.name), make("div", { class: "soft" }, this.runOf(log))),
       number(msText(summary.step_us), "a step", "Mean of the ranks and steps", log.times.step_us),
       number(msText(summary.exposed_comm_us), "communication while nothing computes", "Exposed communication: communication of a step while the rank computes nothing; mean of the ranks", log.times.exposed_comm_us),
       number(hidden, summary.blocking ? "hidden behind compute: each rank waits for every collective at once" : "of communication hidden behind compute", "The part of the communication that runs beside compute; mean of the ranks"),
@@ -73,11 +81,7 @@ class Summary {
       const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
       return [name, beside(say(a, most), 0), beside(say(b, most), 1), spread && a !== b && !isPredicted ? `${difference}: ${judged(...spread)}` : difference];
     });
-    return [
-      make("div", { class: "title" }, ...logs.map((log) =>
-        make("h1", {}, `${sideName(log)} `, make("small", {}, this.runOf(log))))),
-      table("", ["", "A", "B", "B − A"], rows),
-    ];
+    return table("", ["", "A", "B", "B − A"], rows);
   }
 
   /** Which figures another run would have, too. */
@@ -107,25 +111,26 @@ class Summary {
     const link = readLink(this.state);
     const where = link.isMoment ? "where the link points" : this.openAtBest();
     const lost = link.isGiven && !link.isMoment ? "The link names no moment of this log. " : "";
-    return `${lost}Begin here: the cursor stands ${where}. ${HOW_TO_GO_ON}`;
+    return `${lost}The cursor stands ${where}. ${HOW_TO_GO_ON}`;
   }
 
   openAtBest() {
-    const { state, start } = this, [wait] = longestWaits(state.logs[0], 1, "all_gather"), parting = state.parting?.find(Boolean);
-    const peak = this.peakOf(state.logs[0]);
+    const { state, start } = this, [log] = state.logs, parting = state.parting?.find(Boolean), wait = waitThatTeaches(log);
+    const peak = this.peakOf(log);
     if (start) {
       state.visit(0, start.rank, start.us);
-      return "at the first of the moments above";
+      return "at the first of the moments below";
     }
     if (parting) {
       state.choose(parting);
-      return "at the first event that A and B do not share. The table says what follows from it";
+      return "at the first event that A and B do not share. The table below says what follows from it";
     }
     if (wait) {
-      const explained = matchMedia("(max-width: 900px)").matches ? "The text below the buttons" : "The pane Code";
+      const explained = matchMedia("(max-width: 900px)").matches ? "The text below" : "The pane Code";
+      const source = awaited(wait), what = source.op === "all_gather" ? "a gather" : source.op === "reduce_scatter" ? "a reduction" : `the ${source.op}`;
       state.choose(wait);
       if (matchMedia("(max-width: 560px)").matches) this.showStep(wait); // few pixels: one step is readable, two are not
-      return `where compute waits for a gather${state.logs.length > 1 ? " in A" : ""}. ${explained} says why the gather is late`;
+      return `where compute waits for ${what}${wait.phase ? ` in the ${wait.phase}` : ""}${state.logs.length > 1 ? ", in A" : ""}. ${explained} says why`;
     }
     if (peak) {
       this.visitPeak(0, peak);
@@ -136,8 +141,8 @@ class Summary {
 
   /** The window becomes the step of an event. */
   showStep(event) {
-    const ends = event.log.stepEnds(event.rank).map(({ us }) => us), place = firstPlace(ends, (us) => us > event.start);
-    this.state.show(ends[place - 1] ?? 0, ends[place] ?? event.log.end);
+    const begins = event.log.stepBegins(event.rank).map(({ us }) => us), place = firstPlace(begins, (us) => us > event.start);
+    this.state.show(begins[place - 1] ?? 0, begins[place] ?? event.log.end);
   }
 
   /** What is alive at a peak: in one sum what stays, by kind what comes and goes. */
@@ -239,15 +244,12 @@ function judged(a, b) {
   return Math.min(...a) <= Math.max(...b) && Math.min(...b) <= Math.max(...a) ? "the ranges overlap" : "the ranges do not overlap";
 }
 
-/** A button that leads to a moment. Where panes stand below each other, the page scrolls to the one that shows it. */
+/** A button that leads to a moment. The page scrolls to the pane that shows it: below the panes, the button is far from it. */
 function moment(text, onclick, pane = "timeline") {
   const go = () => {
     onclick();
     controls.speak();
-    if (!matchMedia("(max-width: 900px)").matches) return;
-    const section = document.getElementById(pane), bar = document.getElementById("controls");
-    section.style.scrollMarginTop = `${bar.offsetHeight + 6}px`; // they stay at the top
-    section.scrollIntoView();
+    document.getElementById(pane).scrollIntoView({ block: matchMedia("(max-width: 900px)").matches ? "start" : "nearest" });
   };
   return make("button", { class: "moment", onclick: go }, ...prose(whole(text)));
 }

@@ -338,8 +338,8 @@ class Timeline {
 
   /** The beginnings of a rank's steps, by default of the chosen rank: [{us, label}]. */
   stepsOf(log, rank = this.state.ranks[this.state.logs.indexOf(log)]) {
-    const ends = log.stepEnds(rank);
-    return log.steps.map((step, i) => ({ us: i ? ends[i - 1]?.us : 0, label: log.nameOfStep(step) })).filter(({ us }) => us !== undefined);
+    const begins = [...log.steps.slice(0, 1).map((step) => ({ step, us: 0 })), ...log.stepBegins(rank)];
+    return begins.map(({ step, us }) => ({ us, label: log.nameOfStep(step) }));
   }
 
   /** A flag on each side's first event that the other one does not have. */

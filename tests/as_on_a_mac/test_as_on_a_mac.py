@@ -1,0 +1,91 @@
+"""hwfsdp without what only Linux has (`sitecustomize`, in this folder)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.errors import UsageError
+from hwfsdp.launcher.fork_server import left_to_import, start_method
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from hwfsdp import checkpoint, fully_shard, launch
+
+
+def train(path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
+    whole = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
+    whole.load_state_dict(model.state_dict())
+    for layer in (*model, model):
+        if [*layer.parameters()]:
+            fully_shard(layer)
+    x = torch.randn(4, 7)
+    for each in (model, whole):
+        each(x).square().mean().backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), whole.get_parameter(name).grad)
+    checkpoint.save(model.state_dict(), path)
+    checkpoint.async_save(model.state_dict(), path).result()
+    for param in model.parameters():
+        param.data.zero_()
+    checkpoint.load(model.state_dict(), path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), whole.state_dict()[name])
+    return sys.platform
+
+
+if __name__ == "__main__":
+    print(launch(train, 2, sys.argv[1]))
+"""
+
+
+def test_ranks_are_forks_on_linux_and_new_processes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HWFSDP_START_METHOD", raising=False)
+    assert start_method() == "forkserver" and not left_to_import()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert start_method() == "spawn" and left_to_import()
+    monkeypatch.setenv("HWFSDP_START_METHOD", "forkserver")
+    assert start_method() == "forkserver"
+    monkeypatch.setenv("HWFSDP_START_METHOD", "fork")
+    with pytest.raises(UsageError, match="expected forkserver or spawn; got fork"):
+        start_method()
+
+
+def on_a_mac(*command: object, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}"}
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.long
+def test_ranks_train_save_and_load(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said = on_a_mac(tmp_path / "script.py", tmp_path / "saved")
+    assert said.stdout.strip() == "['darwin', 'darwin']", said.stderr
+
+
+@pytest.mark.long
+def test_a_right_file_gets_all_points() -> None:
+    said = on_a_mac("-m", "hwfsdp", "check", "3", "--submission", "solutions")
+    assert said.returncode == 0 and "12 of 12 points" in said.stdout, said.stdout + said.stderr
+
+
+@pytest.mark.long
+def test_a_file_that_never_ends_is_told_and_leaves_no_process(tmp_path: Path) -> None:
+    """The file starts a process, too, which stays in the rank's group."""
+    right = (ROOT / "solutions/my_fsdp.py").read_text()
+    endless = "import time\nwhile True:\n    time.sleep(1)\n"
+    begin = right.index("def padded_rows") if "def padded_rows" in right else right.index("\n\n\n")
+    (tmp_path / "my_fsdp.py").write_text(f"{right[:begin]}\n\n\n{endless}\n{right[begin:]}")
+    said = on_a_mac("-m", "hwfsdp", "check", "1", "--submission", tmp_path)
+    assert said.returncode == 1 and "0 of 5 points" in said.stdout, said.stdout + said.stderr

@@ -1,0 +1,466 @@
+"""Backwards of every kind: accumulated, partial, repeated; and every switch for the reduction of gradients.
+
+The oracle is torch's FSDP2 in the same processes, and unsharded PyTorch wherever it can do the same. Closed forms stand in where
+FSDP2 has no answer on gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import models
+from hwfsdp import EventLog, launch
+from hwfsdp.errors import UsageError
+from oracles import (
+    BF16_FP32,
+    REGROUPING,
+    Case,
+    Check,
+    Policy,
+    Promises,
+    Scenario,
+    Tolerance,
+    Training,
+    accumulate,
+    compare,
+    compare_traffic,
+    configure,
+    ours,
+    recorded_steps,
+    sharded_modules,
+    theirs,
+    walk,
+)
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def mixed(build: Callable[[], models.Model], scenario: Scenario) -> Case:
+    """Return a case in the usual policy: bf16 parameters, fp32 reductions."""
+    return Case(build, scenario, "blocks", {"policy": BF16_FP32})
+
+
+def section(name: str, cases: dict[str, Case]) -> dict[str, Case]:
+    return {f"{name}: {case_name}": case for case_name, case in cases.items()}
+
+
+# --- Accumulation ------------------------------------------------------------------------------------------
+
+
+POLICIES: dict[str, Policy | None] = {
+    "fp32": None,
+    "bf16, reduce fp32": BF16_FP32,
+    "reduce bf16": {"reduce_dtype": BF16},
+}
+
+
+def accumulated(pattern: str, policy: str = "fp32", **options: bool) -> Case:
+    scenario = functools.partial(accumulate, pattern=pattern, **options)
+    return Case(models.uneven, scenario, options={"policy": POLICIES[policy]})
+
+
+FIRST_ONLY = functools.partial(walk, paths=((0, 1, 2), (0, 1), (0, 1)), pattern="nnb")
+ACCUMULATED: dict[str, Case] = {
+    "nnb": accumulated("nnb"),
+    "nbb, bf16, reduce fp32": accumulated("nbb", "bf16, reduce fp32"),
+    "nnb, stay whole": accumulated("nnb", stay_whole=True),
+    "a block in the first micro-batch only": Case(models.wandering, FIRST_ONLY),
+}
+
+
+# --- Other orders of forward and backward ------------------------------------------------------------------
+
+
+def two_forwards_two_backwards(training: Training) -> None:
+    """Run backwards of micro-batches in the order of their forwards. The first one is unreduced."""
+    for seed in range(2):
+        losses = training.loss(seed), training.loss(10 + seed)
+        for loss, sync in zip(losses, (False, True), strict=True):
+            training.call("set_requires_gradient_sync", sync)
+            loss.backward()
+        training.update()
+    training.keep_params()
+
+
+ORDERS: dict[str, Case] = {
+    "two forwards, two backwards, bf16": mixed(models.twice, two_forwards_two_backwards),
+}
+
+
+# --- Freezing ----------------------------------------------------------------------------------------------
+
+
+def freeze(training: Training, frozen: tuple[tuple[str, ...], ...]) -> None:
+    """In each step, freeze the parameters whose names begin with one of these prefixes."""
+    for seed, prefixes in enumerate(frozen):
+        for name, param in training.model.named_parameters():
+            param.requires_grad_(not name.startswith(prefixes))
+        training.loss(seed).backward()
+        training.update()
+    training.keep_params()
+
+
+def freeze_while_accumulating(training: Training) -> None:
+    """Freeze a block while its gradients are unreduced."""
+    for step in range(2):
+        for micro in range(2):
+            training.call("set_requires_gradient_sync", micro == 1)
+            training.model.blocks[1].requires_grad_(micro == 0)
+            training.loss(10 * step + micro).backward()
+        training.update()
+    training.keep_params()
+
+
+def freezing(policy: str, *frozen: tuple[str, ...]) -> Case:
+    options = {"policy": POLICIES[policy]}
+    return Case(models.stem, functools.partial(freeze, frozen=frozen), "blocks", options)
+
+
+FREEZING: dict[str, Case] = {
+    "a bias, then its block, bf16": freezing("bf16, reduce fp32", ("blocks.0.up.bias",), ("blocks.0",), ()),
+    "a whole group from the start": freezing("fp32", ("blocks.1", "stem"), ("blocks.1",), ()),
+    "while accumulating": Case(models.stem, freeze_while_accumulating),
+}
+
+
+# --- Hooks on parameters -----------------------------------------------------------------------------------
+
+
+def optimizer_in_backward(training: Training, pattern: str = "11") -> None:
+    """Give each parameter its own optimizer. A hook runs it as soon as the gradient is ready."""
+    optimizers = {p: torch.optim.AdamW([p], lr=0.02, eps=1e-3) for p in training.model.parameters()}
+    calls: Counter[nn.Parameter] = Counter()
+
+    def step(param: nn.Parameter) -> None:
+        calls[param] += 1
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in training.model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(step)
+    params = dict(training.model.named_parameters())
+    for seed, bit in enumerate(pattern):
+        training.call("set_requires_gradient_sync", bit == "1")
+        training.loss(seed).backward()
+        for name, param in params.items():
+            training.trace.keep(f"calls {name}", torch.tensor(calls[param]))
+            assert param.grad is None
+    training.keep_params()
+
+
+HOOKED: dict[str, Case] = {
+    "uneven": Case(models.uneven, optimizer_in_backward),
+    "accumulate": Case(models.stem, functools.partial(optimizer_in_backward, pattern="001011")),
+}
+
+
+# --- One launch per world size -----------------------------------------------------------------------------
+
+BACKWARDS = {
+    **section("accumulate", ACCUMULATED),
+    **section("order", ORDERS),
+    **section("freeze", FREEZING),
+    **section("hooks", HOOKED),
+}
+PROMISES = Promises()
+PROMISES.trains(
+    "backwards go as under FSDP2 and, where all is reduced in the end, as without sharding",
+    BACKWARDS,
+    not_plain=["hooks: accumulate"],
+)
+
+
+# --- Parameters that only some ranks use -------------------------------------------------------------------
+
+
+class Fork(models.Branches):
+    """A module in which each part of the rows takes its own branch."""
+
+    choices = ("left",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.choices, x.chunk(len(self.choices)), strict=True)
+        return torch.cat([getattr(self, choice)(part) for choice, part in parts])
+
+
+def forks() -> models.Stem:
+    return models.Stem([Fork() for _ in range(3)])
+
+
+def choose(training: Training, step: int) -> None:
+    """Send even ranks left in the first block and odd ranks right, then the other way round, and so on."""
+    for depth, fork in enumerate(training.model.blocks):
+        choices = [("left", "right")[(rank + depth + step) % 2] for rank in range(dist.get_world_size())]
+        fork.choices = (choices[dist.get_rank()],) if training.is_sharded else tuple(choices)
+
+
+def choose_and_train(training: Training, pattern: str = "11") -> None:
+    training.call("set_reduce_scatter_unused_params", True)
+    for step, bit in enumerate(pattern):
+        choose(training, step)
+        training.call("set_requires_gradient_sync", bit == "1")
+        training.loss(step).backward()
+        if bit == "1":
+            training.update()
+    training.keep_params()
+
+
+def reduce_unused(training: Training, recurse: bool = True) -> None:
+    """Ask for zeros as the gradients of parameters that no rank uses."""
+    if training.is_sharded:
+        where = training.model if recurse else training.model.blocks[0]
+        where.set_reduce_scatter_unused_params(True, recurse=recurse)
+    training.steps(2)
+    training.call("set_reduce_scatter_unused_params", False)
+    training.steps(1, first_seed=2)
+
+
+UNUSED: dict[str, Case] = {
+    "ranks choose": Case(forks, choose_and_train),
+    "nobody runs": Case(models.Unused, reduce_unused),
+}
+
+
+# --- Divide factor -----------------------------------------------------------------------------------------
+
+
+def divided(training: Training, factor: float | None, sums_only: bool, pattern: str) -> None:
+    """Keep the gradients of micro-batches, multiplied so that they are means over the ranks again."""
+    for module in sharded_modules(training.model):
+        if factor is not None:
+            module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(sums_only)
+    for seed, reduces in enumerate(pattern):
+        configure(training, reduces)
+        training.loss(seed).backward()
+    multiple = (factor or dist.get_world_size()) / dist.get_world_size() if training.is_sharded else 1.0
+    for name, param in training.model.named_parameters():
+        training.trace.keep(f"grad {name}", param.grad * multiple)
+
+
+def division(
+    factor: float | None,
+    sums_only: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    pattern: str = "a",
+    **options: Any,
+) -> tuple[str, Check]:
+    """Compare with the unsharded model. `test_collectives` compares the operations with FSDP2's."""
+    told = {"factor": factor, "sums_only": sums_only, "pattern": pattern}
+    case = Case(
+        models.uneven,
+        functools.partial(divided, **told),
+        options={"policy": {"reduce_dtype": reduce_dtype}, **options},
+    )
+    rounding = Tolerance(4e-3, 2e-4) if reduce_dtype else REGROUPING
+    return str(told | {"dtype": reduce_dtype} | options), functools.partial(compare, case, None, rounding)
+
+
+PAIRS = {"shape": (2, 1)}
+DIVISIONS: list[tuple[str, Check]] = [
+    *(division(None, True), division(3.0), division(8.0, reduce_dtype=FP16), division(6.0, True, FP16)),
+    *(division(3.0, **PAIRS), division(3.0, True, pattern="nssa", **PAIRS)),
+]
+PROMISES.add("sums are divided by the factor", dict(DIVISIONS))
+
+
+def divide_in_one_group(training: Training) -> None:
+    """Set factors of single groups."""
+    if training.is_sharded:
+        training.model.blocks[1].set_gradient_divide_factor(3.0)
+        training.model.blocks[1].set_force_sum_reduction_for_comms(True)
+        training.model.set_gradient_divide_factor(5.0)
+        training.model.set_force_sum_reduction_for_comms(True)
+    training.steps(2)
+
+
+def divide_by_the_older_name(training: Training) -> None:
+    if training.is_sharded:
+        training.model.set_force_sum_reduction_for_comms(True)
+        with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+            training.model.set_reduce_scatter_divide_factor(3.0)
+    training.steps(1)
+
+
+# --- Where reductions run ----------------------------------------------------------------------------------
+
+
+def separate(training: Training) -> None:
+    """Reduce in a separate process group, then again in the group of the gathers."""
+    training.call("set_separate_reduce_scatter_group")
+    training.steps(2)
+    training.call("set_separate_reduce_scatter_group", False)
+    training.steps(1, first_seed=2)
+
+
+def groups_of_a_step(training: Training) -> tuple[set[Any], set[Any], set[tuple[int, ...]]]:
+    """Return the process groups of gathers and of reduce-scatters in a step, and the ranks of the latter."""
+    found: dict[str, list[dist.ProcessGroup]] = {"all": [], "reduce": []}
+
+    def watched(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found[name.split("_")[0]].append(kwargs["group"])
+        return original(*args, **kwargs)
+
+    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    watching = {n: functools.partial(watched, n, getattr(dist, n)) for n in names if hasattr(dist, n)}
+    with mock.patch.multiple(dist, **watching):
+        training.loss(0).backward()
+    ranks = {tuple(dist.get_process_group_ranks(group)) for group in found["reduce"]}
+    return *({group.group_name for group in groups} for groups in found.values()), ranks
+
+
+def separated_groups() -> list[Any]:
+    training = Training(models.stem, ours)
+    found = [groups_of_a_step(training)]
+    for arguments in ((True,), (), (False,)):
+        training.model.set_separate_reduce_scatter_group(*arguments)
+        found.append(groups_of_a_step(training))
+    training.model.blocks[0].set_separate_reduce_scatter_group(True, recurse=False)
+    return [*found, groups_of_a_step(training)]
+
+
+def test_reduce_scatters_run_in_a_group_of_their_own_if_told_to():
+    for steps in launch(separated_groups, 2, timeout=60):
+        together, separated, again, back, in_part = steps
+        for gathers, scatters, ranks in steps:
+            assert (len(gathers), ranks) == (1, {(0, 1)})
+        assert together[0] == together[1]
+        assert len(separated[1]) == 1
+        assert separated[0] == together[0] != separated[1]
+        assert again[1] == separated[1], "a second call made a second group"
+        assert back[1] == together[1]
+        assert len(in_part[1]) == 2
+
+
+# --- Reductions in flight ----------------------------------------------------------------------------------
+
+
+def deep() -> models.Stem:
+    return models.Stem([models.Block(8, 12, 8) for _ in range(5)])
+
+
+def two_buffers(training: Training) -> None:
+    training.call("set_reduce_scatter_max_input_buffers", 2)
+    training.steps(2)
+    for micro in range(3):
+        training.call("set_requires_gradient_sync", micro != 1)
+        training.call("set_is_last_backward", micro == 2)
+        training.loss(10 + micro).backward()
+    training.update()
+    training.keep_params()
+
+
+def log_with_buffers(number: int | None, recurse: bool) -> EventLog:
+    training = Training(deep, ours)
+    if number is not None:
+        where = training.model if recurse else training.model.blocks[3]
+        where.set_reduce_scatter_max_input_buffers(number, recurse=recurse)
+    return recorded_steps(training)
+
+
+IN_FLIGHT = {(None, True): 1, (2, True): 2, (2, False): 2, (100, True): 6}
+
+
+@functools.cache
+def logs_with_buffers() -> Any:
+    """Return for each rank: (number of buffers, whether for all groups at once) → log."""
+    return launch(lambda: {kind: log_with_buffers(*kind) for kind in IN_FLIGHT}, 2, timeout=60)
+
+
+@pytest.mark.parametrize("kind, in_flight", IN_FLIGHT.items(), ids=str)
+def test_the_number_of_input_buffers_limits_the_reductions_in_flight(kind, in_flight):
+    """A buffer is packed when the reduction that used it has finished, and not later. The last number given to any group counts."""
+    for log in (found[kind] for found in logs_with_buffers()):
+        reductions = log.select("reduce_scatter")
+        packings = log.select("copy_in", stream="compute")
+        assert len(reductions) == len(packings) == 12
+        for step in (0, 6):
+            for i, j in itertools.combinations(range(step, step + 6), 2):
+                waited = log.happens_before(reductions[i], packings[j])
+                assert waited == (j - i >= in_flight), (i, j)
+
+
+def test_invalid_divide_factors_are_refused_and_invalid_counts_of_buffers_as_in_fsdp2():
+    def refuse() -> None:
+        mine, reference = ours(models.stem()), theirs(models.stem())
+        for factor in (0, "2", float("nan")):
+            with pytest.raises(UsageError, match="set_gradient_divide_factor: expected a finite number"):
+                mine.set_gradient_divide_factor(factor)
+        for number in (True, 1.5, "2", None, 0, -1):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                reference.set_reduce_scatter_max_input_buffers(number)
+            with pytest.raises(type(caught.value)) as refused:
+                mine.set_reduce_scatter_max_input_buffers(number)
+            assert isinstance(refused.value, UsageError)
+
+    launch(refuse, 1, timeout=60)
+
+
+# --- After the optimizer -----------------------------------------------------------------------------------
+
+
+def give_event(training: Training, make_event: Callable[[], Any]) -> None:
+    """After some steps, give the model or a part of it an event of the optimizer's end."""
+    for seed in range(4):
+        training.loss(seed).backward()
+        training.update()
+        if seed % 2 == 0 and training.is_sharded:
+            (training.model, training.model.blocks[0])[seed // 2].set_post_optim_event(make_event())
+    training.keep_params()
+
+
+# --- One launch for all these switches ---------------------------------------------------------------------
+
+SWITCHES: dict[str, Case] = {
+    **section("unused", UNUSED),
+    "separate group": Case(models.uneven, separate),
+    "buffers: 2": Case(deep, two_buffers),
+    "event: an event": Case(
+        models.stem, functools.partial(give_event, make_event=lambda: torch.Event("cpu"))
+    ),
+    "divided: by a factor of one group": Case(models.stem, divide_in_one_group),
+    "divided: by the older name": Case(models.stem, divide_by_the_older_name),
+}
+PROMISES.trains(
+    "a switch works as in FSDP2 and changes no number but those it is for",
+    SWITCHES,
+    # PyTorch gives no zeros for unused parameters, and divides nothing
+    not_plain=[name for name in SWITCHES if "nobody" in name or "divided" in name],
+)
+
+
+# --- Frozen parameters are not reduced ---------------------------------------------------------------------
+
+FROZEN_STEPS: tuple[tuple[str, ...], ...] = (
+    *((), ("blocks.0.up", "stem.bias", "blocks.2.down"), ("blocks.1",), ()),
+)
+
+
+def step_with_some_frozen(training: Training, seed: int) -> None:
+    """Freeze nothing, something, everything in a group, and nothing again."""
+    for name, param in training.model.named_parameters():
+        param.requires_grad_(not name.startswith(FROZEN_STEPS[seed]))
+    training.loss(seed).backward()
+    training.model.zero_grad()
+
+
+FROZEN = Case(models.stem, options={"policy": BF16_FP32})
+PROMISES.add(
+    "reductions carry the parameters that train as in FSDP2",
+    {"bf16": functools.partial(compare_traffic, FROZEN, step_with_some_frozen, (0, 1, 2, 3))},
+    ranks=3,
+)
+
+
+test_a_promise_is_kept = PROMISES.test()

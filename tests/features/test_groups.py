@@ -1,0 +1,463 @@
+"""The parameters that travel together, and the dimension along which each is cut.
+
+Lists of modules as one group, heads called chunk by chunk, tied and ignored parameters, placements other than `Shard(0)`. The oracles
+are the same as in `test_parity`: FSDP2 in the same processes, bit for bit on one rank and on two, and the unsharded model.
+
+`blocks` of a model in this file may also contain lists of modules: each entry is one call of `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import hwfsdp
+import models
+from hwfsdp import launch, record
+from oracles import (
+    Case,
+    Promises,
+    Tolerance,
+    Training,
+    accumulate,
+    compare_traffic,
+    fresh,
+    objective,
+    ours,
+    reload,
+    shard,
+    theirs,
+    train,
+    walk,
+    wrap,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LIBRARIES = (ours, theirs)
+
+
+PROMISES = Promises()
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    """Return name → the registered form of the parameter."""
+    return {
+        name: "sharded" if isinstance(param, DTensor) else "whole" for name, param in model.named_parameters()
+    }
+
+
+# --- A list of modules is one group ------------------------------------------------------------------------
+
+
+PATHS: dict[str, tuple[int, ...]] = {
+    "in order": (0, 1, 2),
+    "the first one left out": (1, 2),
+}
+
+
+def grouped_case(scenario: Callable[[Training], None], **attributes: Any) -> Case:
+    def grouped() -> models.Grouped:
+        model = models.Grouped()
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        return model
+
+    return Case(grouped, scenario)
+
+
+LISTS: dict[str, Case] = {
+    **{f"members run {name}": grouped_case(train, path=path) for name, path in PATHS.items()},
+    "another path each step": grouped_case(
+        functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1), (0, 2), (1, 0, 2), (0, 1, 2)])
+    ),
+    "accumulated, stay whole": grouped_case(
+        functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True)
+    ),
+    "state assigned": grouped_case(functools.partial(reload, assign=True)),
+}
+
+
+class Nested(models.Grouped):
+    """A model in which one layer of a member is its own group, one member lies inside another, and the root takes the rest."""
+
+    groups = ()
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        first, second, third = self.layers
+        return [first.up, [first, second, second.down]]
+
+
+LISTS["nested"] = Case(Nested, train)
+
+
+PROMISES.trains(
+    "a group of several modules trains as under FSDP2 and as without sharding",
+    LISTS,
+)
+
+
+def test_collectives_of_a_list_have_one_owner_and_unsharding_two_members_gathers_once():
+    def on_a_rank() -> Any:
+        training = Training(models.Grouped, ours)
+        with record() as log:
+            training.loss(0).backward()
+        with record() as by_hand:
+            training.model.layers[0].unshard()
+            training.model.layers[1].unshard()
+        return Counter(event.owner for event in log.collectives()), len(by_hand.collectives())
+
+    for owners, gathers in launch(on_a_rank, 2, timeout=60):
+        assert sorted(owners.values()) == [2, 3, 3]  # the root stays whole after its forward
+        assert len([owner for owner in owners if "layers.0" in owner and "layers.1" in owner]) == 1
+        assert gathers == 1
+
+
+def test_a_member_inside_another_belongs_to_the_outer_one_as_in_fsdp2():
+    """fully_shard returns the same sequence object, unchanged."""
+
+    def on_a_rank() -> Any:
+        facts = []
+        for library in LIBRARIES:
+            model = models.even()
+            first, second, _ = model.blocks
+            given = (first.up, first, second)
+            assert library(given) is given
+            library(model)
+            classes = {name: type(module).__name__ for name, module in model.named_modules()}
+            facts.append({"classes": classes, "sharded": kinds(model)})
+        return facts
+
+    for mine, reference in launch(on_a_rank, 2, timeout=60):
+        assert mine == reference
+        assert mine["classes"]["blocks.0"] == "FSDPBlock" and mine["classes"]["blocks.0.up"] == "Linear"
+
+
+def list_of_the_root(package: ModuleType, module: nn.Module, **options: Any) -> nn.Module:
+    [root] = shard(package, [module], **options)
+    return root
+
+
+PROMISES.trains(
+    "a module listed twice counts once, and a list of one may be the root",
+    {
+        "listed twice": grouped_case(train, groups=((0, 1, 0), (2,))),
+        "the root alone": Case(models.uneven, how="root", sharding=list_of_the_root),
+    },
+    not_fsdp2=["listed twice"],
+)
+
+
+# --- A head that is called chunk by chunk ------------------------------------------------------------------
+
+
+def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterable[Tensor]:
+    """Yield the head's loss on each part of the rows. The losses add up to the loss of all rows."""
+    for chunk in hidden.chunk(chunks):
+        yield objective(training.model.head(chunk)) * (len(chunk) / len(hidden))
+
+
+def chunk_by_chunk(training: Training, seed: int) -> Tensor:
+    """Run forward and backward of the head for each chunk, then the backward of the rest."""
+    hidden = training.model(*training.batch(seed))
+    leaf = hidden.detach().requires_grad_()
+    total = torch.zeros(())
+    for loss in chunk_losses(training, leaf):
+        loss.backward()
+        total += loss.detach()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def chunks_in_one_graph(training: Training, seed: int) -> Tensor:
+    total = torch.stack([*chunk_losses(training, training.model(*training.batch(seed)))]).sum()
+    total.backward()
+    return total
+
+
+def chunk_by_chunk_through_the_body(training: Training, seed: int) -> Tensor:
+    """Detach nothing: the backward of each chunk reaches the stem."""
+    hidden = training.model(*training.batch(seed))
+    total = torch.zeros(())
+    for loss in chunk_losses(training, hidden):
+        loss.backward(retain_graph=True)
+        total += loss.detach()
+    return total
+
+
+def head_on_a_constant(training: Training, seed: int) -> Tensor:
+    """Give the head an input without a gradient. The body has its own loss."""
+    hidden = training.model(*training.batch(seed))
+    total = torch.zeros(())
+    for loss in chunk_losses(training, hidden.detach()):
+        loss.backward()
+        total += loss.detach()
+    own = objective(hidden)
+    own.backward()
+    return total + own.detach()
+
+
+def head_in_one_piece(training: Training, seed: int) -> Tensor:
+    loss = objective(training.model.head(training.model(*training.batch(seed))))
+    loss.backward()
+    return loss
+
+
+def no_head(training: Training, seed: int) -> Tensor:
+    """Leave one member of the list out of the step."""
+    loss = objective(training.model(*training.batch(seed)))
+    loss.backward()
+    return loss
+
+
+def head_before_the_body(training: Training, seed: int) -> Tensor:
+    """Run the model once, as a root must. Then call the head first and last."""
+    if not seed:
+        return head_in_one_piece(training, seed)
+    before = objective(training.model.head(*training.batch(10 + seed)))
+    loss = before + objective(training.model.head(training.model(*training.batch(seed))))
+    loss.backward()
+    return loss
+
+
+Step = Callable[[Training, int], Tensor]
+STEPS: dict[str, Step] = {
+    "chunk by chunk": chunk_by_chunk,
+    "chunks in one graph": chunks_in_one_graph,
+    "chunk by chunk, through the body": chunk_by_chunk_through_the_body,
+    "on a constant": head_on_a_constant,
+    "in one piece": head_in_one_piece,
+    "not at all": no_head,
+    "before the body": head_before_the_body,
+}
+
+
+def run_steps(training: Training, steps: Iterable[Step]) -> None:
+    for seed, one in enumerate(steps):
+        training.trace.keep("loss", one(training, seed))
+        training.update()
+    training.keep_params()
+
+
+def accumulate_chunks(training: Training) -> None:
+    """Train on pairs of micro-batches in chunks. Only the second of each pair reduces."""
+    for seed in range(4):
+        training.call("set_requires_gradient_sync", seed % 2 == 1)
+        training.trace.keep("loss", chunk_by_chunk(training, seed))
+        if seed % 2 == 1:
+            training.update()
+    training.keep_params()
+
+
+in_turn = functools.partial(run_steps, steps=[head_in_one_piece, *STEPS.values()])
+CHUNKED: dict[str, Case] = {
+    "every way in turn": Case(models.Chunked, in_turn),
+    "chunk by chunk, accumulated": Case(models.Chunked, accumulate_chunks),
+}
+CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel
+PROMISES.trains(
+    "a head called by the trainer trains as under FSDP2 and as without sharding",
+    CHUNKED,
+    plain=CANCELLING,
+)
+PROMISES.add(
+    "a head called by the trainer moves what it moves under FSDP2 in the first step and the third",
+    {
+        name: functools.partial(compare_traffic, Case(models.Chunked), STEPS[name], (0, 2))
+        for name in ("chunk by chunk", "not at all")
+    },
+)
+
+
+# --- Mixed precision, module by module ---------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": BF16},
+    "bf16, reduce fp32, output fp32": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
+    "inputs not cast": {"reduce_dtype": BF16, "cast_forward_inputs": False},
+}
+
+
+def watch_dtypes(training: Training) -> None:
+    """Keep the outputs of the list's members. The comparison includes their dtypes."""
+    training.trace.keep("hidden (local)", training.model(*training.batch(7)))
+    training.trace.keep("head alone (local)", training.model.head(training.batch(8)[0]))
+    training.call("reset_iter_state")
+    run_steps(training, [chunk_by_chunk] * 3)
+
+
+PRECISE: dict[str, Case] = {
+    f"{name}, chunk by chunk": Case(models.Chunked, watch_dtypes, options={"policy": POLICIES[name]})
+    for name in ("bf16", "inputs not cast")
+}
+
+
+# --- Tied parameters ---------------------------------------------------------------------------------------
+
+
+class Tied(models.Model):
+    """Tokens in, logits out. Embedding and head share one parameter of 11 rows, and are members of one list."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed = nn.Embedding(11, 6)
+        self.layer = models.Block(6, 5, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        return [self.layer, [self.embed, self.norm, self.head]]
+
+    inputs = models.Transformer.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(self.embed(tokens))))
+
+
+class TiedInside(Tied):
+    """The same tie inside one module, the root."""
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        return [self.layer]
+
+
+TIED: dict[str, Case] = {
+    "over a list": Case(Tied),
+    "inside a module": Case(TiedInside),
+}
+PROMISES.trains("a tied parameter with uneven rows trains as under FSDP2 and as without sharding", TIED)
+
+
+# --- Parameters left out -----------------------------------------------------------------------------------
+
+
+def without_some(training: Training) -> None:
+    """Leave biases of the layers and a weight of the root out of all groups."""
+    model = fresh(training.build)
+    ignored = {p for p in model.parameters() if p.shape == (12,)} | {model.stem.weight}
+    assert len(ignored) == 4
+    pointers = {p.data_ptr() for p in ignored}
+    values = {p: p.detach().clone() for p in ignored}
+    training.model = wrap(model, training.library, training.how, ignored_params=ignored)
+    left = {p for p in model.parameters() if not isinstance(p, DTensor)}
+    if training.is_sharded:
+        assert left == ignored and {p.data_ptr() for p in left} == pointers
+        assert all(type(p) is nn.Parameter and torch.equal(p, values[p]) for p in left)
+    for name, tensor in model.state_dict().items():
+        training.trace.keep(
+            f"state {name} (local)", tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        )
+    training.loss(0).backward()
+    if training.is_sharded:
+        assert all(not isinstance(p.grad, DTensor) and p.grad.shape == p.shape for p in left)
+        assert {p.data_ptr() for p in left} == pointers
+    training.update()
+    training.steps()
+
+
+IGNORED = {how: Case(models.stem, without_some, how) for how in ("root", "nested")}
+PROMISES.trains(
+    "ignored parameters are neither touched nor reduced, as in FSDP2",
+    IGNORED,
+    not_plain=IGNORED,  # each rank has its own gradients of them
+)
+
+
+# --- Where a parameter is cut ------------------------------------------------------------------------------
+
+Placement = Callable[[nn.Parameter], Any]
+
+
+def by_the_last_dim(param: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def by_kernel_rows(param: nn.Parameter) -> Shard | None:
+    return Shard(2) if param.ndim == 4 else None
+
+
+def by_the_longest_dim(param: nn.Parameter) -> Shard:
+    """Cut the weights of one linear layer by rows, and of the next by columns."""
+    assert type(param) is nn.Parameter, "it is asked about whole parameters"
+    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+
+def embedding_by_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.shape[0] == 11 else None
+
+
+class Kernels(models.Model):
+    """Convolutions whose weights, [8, 4, 4, 2], can be cut along dim 0, 1 and 2 for 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(nn.Conv2d(4, 8, (4, 2)), nn.Tanh()), nn.Linear(8, 4)])
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, 4, 5, 3, generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolution, linear = self.blocks
+        return linear(convolution(x).mean((2, 3)))
+
+
+def cut(build: Callable[[], models.Model], fn: Placement, scenario: Any = train, **options: Any) -> Case:
+    return Case(build, scenario, options={"shard_placement_fn": fn, **options})
+
+
+PLACEMENTS: dict[str, Case] = {
+    "by the longest dim": cut(models.even, by_the_longest_dim),
+    "kernels, by rows of the kernel": cut(Kernels, by_kernel_rows),
+    "tied, by columns": cut(Tied, embedding_by_columns),
+    "state assigned": cut(models.even, by_the_longest_dim, functools.partial(reload, assign=True)),
+}
+PRECISE_PLACEMENTS: dict[str, Case] = {
+    "bf16, by the longest dim": cut(models.even, by_the_longest_dim, policy=POLICIES["bf16"]),
+    "bf16, reduce fp32, by rows of the kernel": cut(
+        Kernels, by_kernel_rows, policy=POLICIES["bf16, reduce fp32, output fp32"]
+    ),
+}
+PROMISES.trains("parameters cut along any dim train as under FSDP2 and as without sharding", PLACEMENTS)
+
+
+def refuse_five_columns() -> dict[str, list[str]]:
+    """Check that two ranks refuse to share five columns."""
+    model = models.Stem([models.Block(8, 6, 8), models.Block(8, 5, 8)])
+    before = list(model.parameters())
+    with pytest.raises(hwfsdp.errors.UnsupportedError, match="blocks.1.down.weight"):
+        ours(model, shard_placement_fn=by_the_last_dim)
+    same = all(map(operator.is_, model.parameters(), before)) and type(model) is models.Stem
+    return {"unchanged": [] if same else ["the model has changed"]}
+
+
+PROMISES.add("another dim than the first is cut evenly or not at all", {"five columns": refuse_five_columns})
+PROMISES.trains(
+    "members of a list, and parameters cut along any dim, are cast as under FSDP2",
+    PRECISE | PRECISE_PLACEMENTS,
+)
+
+
+# --- Traffic -----------------------------------------------------------------------------------------------
+
+MOVED: dict[str, Case] = {
+    **{name: case for name, case in LISTS.items() if case.scenario is train},
+    "tied over a list": TIED["over a list"],
+    **{name: PLACEMENTS[name] for name in ("by the longest dim", "tied, by columns")},
+}
+PROMISES.add(
+    "a first step moves the same bytes in the same order as in FSDP2",
+    {name: functools.partial(compare_traffic, case) for name, case in MOVED.items()},
+)
+
+
+test_a_promise_is_kept = PROMISES.test()

@@ -1,0 +1,421 @@
+"""Hybrid sharding: parameters sharded along one axis of the mesh, replicated along another.
+
+The oracle is torch's FSDP2 on a mesh of the same shape, in the same processes, and unsharded PyTorch. Where every group has at most
+two ranks, the order of additions does not matter, and bits are compared. The event log shows the collectives; their bytes follow from
+the shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import hwfsdp
+import models
+from hwfsdp import Event, EventLog, launch, record
+from oracles import (
+    BF16_FP32,
+    BITS,
+    Case,
+    Policy,
+    Promises,
+    Shape,
+    Training,
+    accumulate,
+    configure,
+    grid,
+    ours,
+    recorded_steps,
+    sharded_modules,
+    walk,
+)
+
+# --- Numbers -----------------------------------------------------------------------------------------------
+
+
+def accumulate_in_a_block(training: Training) -> None:
+    """In the first micro-batch, reduce one block only among the ranks that shard, and the others completely."""
+    for seed, all_reduce in enumerate([False, True]):
+        if training.is_sharded:
+            training.model.blocks[1].set_requires_all_reduce(all_reduce, recurse=False)
+        training.loss(seed).backward()
+        training.keep_local_grads()
+    training.update()
+    training.keep_params()
+
+
+def leave_sums_for_the_next_step(training: Training) -> None:
+    """Take a step that only scatters: the optimizer finds no gradients. The next step has the gradients of both."""
+    for seed, reduces in enumerate("saa"):
+        configure(training, reduces)
+        training.loss(seed).backward()
+        training.update()
+    training.keep_params()
+
+
+def accumulated(pattern: str, **options: bool) -> Case:
+    return Case(models.uneven, functools.partial(accumulate, pattern=pattern, **options))
+
+
+EVERYWHERE: dict[str, Case] = {
+    "uneven": Case(models.uneven),
+    "bf16, reduce fp32": Case(models.uneven, options={"policy": BF16_FP32}),
+    "accumulate nsa": accumulated("nsa"),
+    "accumulate ssa": accumulated("ssa"),
+}
+ON_FOUR: dict[str, Case] = {
+    "sums left for the next step": Case(models.stem, leave_sums_for_the_next_step),
+    "a block accumulates": Case(models.stem, accumulate_in_a_block),
+}
+
+
+def on_mesh(shape: Shape, cases: dict[str, Case]) -> dict[str, Case]:
+    return {
+        f"{name} on {shape}": dataclasses.replace(case, options={"shape": shape, **case.options})
+        for name, case in cases.items()
+    }
+
+
+TRAINS = "on a 2D mesh training goes as under FSDP2 and as without sharding"
+PROMISES = Promises()
+PROMISES.trains(
+    TRAINS,
+    {
+        **on_mesh((2, 1), {name: EVERYWHERE[name] for name in ("uneven", "accumulate ssa")}),
+        **on_mesh((1, 2), {"uneven": EVERYWHERE["uneven"]}),
+    },
+)
+PROMISES.trains(
+    TRAINS,
+    on_mesh((2, 2), EVERYWHERE | ON_FOUR),
+    ranks=4,
+    fsdp2=BITS,  # no group has more than two ranks
+    # gradients of their own, by design
+    not_plain=("sums left for the next step on (2, 2)",),
+)
+
+
+# --- Where torch 2.13 has no answer ------------------------------------------------------------------------
+
+
+ON_MESH = {"shape": (2, 2)}
+PATHS: dict[str, tuple[Any, list[Any], str]] = {
+    "other branches each time": (models.Branching, [("left",), ("right",)] * 2, "ssna"),
+    "a block left out": (models.wandering, [(0, 1, 2), (0, 2)], "sa"),
+}
+SUMS = {
+    name: Case(build, functools.partial(walk, paths=paths, pattern=pattern), options=ON_MESH)
+    for name, (build, paths, pattern) in PATHS.items()
+}
+# FSDP2 keeps one flat sum per group: it raises if the next has another size, and waits for a block left out
+PROMISES.trains(
+    "sums that are not all-reduced yet may be of other parameters",
+    SUMS,
+    ranks=4,
+    not_fsdp2=SUMS,
+)
+
+
+# --- Overlap, from hwfsdp's events -------------------------------------------------------------------------
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def two_steps(shape: Shape) -> EventLog:
+    return recorded_steps(Training(models.graded, ours, shape=shape))
+
+
+@functools.cache
+def logs_of(shape: Shape) -> list[EventLog]:
+    """Return each rank's log of two training steps."""
+    return launch(two_steps, math.prod(shape), shape, timeout=200)
+
+
+@pytest.fixture(params=[(2, 2), (2, 1)], ids=str)
+def logs(request) -> list[EventLog]:
+    return logs_of(request.param)
+
+
+def one(log: EventLog, op: str, owner: str, step: int) -> Event:
+    [event] = log.select(op, owner=owner, step=step, phase="backward")
+    return event
+
+
+def test_every_group_is_all_reduced_once_a_step_on_a_stream_of_its_own(logs):
+    for log in logs:
+        events = log.select("all_reduce")
+        assert {event.stream for event in events} == {"all_reduce"}
+        assert Counter((e.owner, e.step) for e in events) == Counter(itertools.product(BLOCKS, (0, 1)))
+        assert {event.phase for event in events} == {"backward"}
+
+
+def test_neither_a_later_backward_nor_the_next_copy_in_waits_for_an_all_reduce(logs):
+    """Nor does it wait for the backward of the group after the next."""
+    for log, block, step in itertools.product(logs, (2, 1), (0, 1)):
+        reduction = one(log, "all_reduce", BLOCKS[block], step)
+        for before in BLOCKS[:block]:
+            assert not log.happens_before(reduction, one(log, "backward", before, step)), before
+        [packing] = log.select("copy_in", owner=BLOCKS[block - 1], step=step, stream="compute")
+        assert not log.happens_before(reduction, packing)
+        if block == 2:
+            backward = one(log, "backward", "blocks.0", step)
+            assert reduction.seq < backward.seq
+            assert not log.happens_before(backward, reduction)
+
+
+def test_an_all_reduce_follows_the_reduce_scatter_of_its_group():
+    for log, owner, step in itertools.product(logs_of((2, 2)), BLOCKS, (0, 1)):
+        scatter, reduction = (one(log, op, owner, step) for op in ("reduce_scatter", "all_reduce"))
+        assert log.happens_before(scatter, reduction), (owner, step)
+
+
+def test_the_optimizer_starts_when_every_all_reduce_is_done(logs):
+    for log in logs:
+        optimizers = log.select("optimizer")
+        reductions = log.select("all_reduce")
+        assert (len(optimizers), len(reductions)) == (2, 6)
+        assert all(log.happens_before(event, optimizers[event.step]) for event in reductions)
+
+
+# --- A hook in place of, or after, the all-reduce ----------------------------------------------------------
+
+
+def with_hooks(training: Training, make_hook: Callable[[], Any], **options: Any) -> None:
+    for module in sharded_modules(training.model):
+        module.set_all_reduce_hook(make_hook(), **options)
+
+
+def average_over_replicas(reduced: Tensor) -> None:
+    dist.all_reduce(reduced, dist.ReduceOp.AVG, group=grid((2, 2)).get_group("replicate"))
+
+
+def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape) -> nn.Module:
+    """Shard plainly over the second axis, without the first."""
+    return package.fully_shard(module, mesh=grid(shape)["shard"])
+
+
+def by_hand(training: Training, pattern: str, on_stream: bool = False) -> None:
+    """Build hybrid sharding from plain sharding and a hook."""
+    options = {"stream": torch.cpu.Stream()} if on_stream else {}
+    with_hooks(training, lambda: average_over_replicas, **options)
+    accumulate(training, pattern)
+
+
+def doubled(training: Training) -> None:
+    """Double the all-reduced gradients in a hook of native hybrid sharding."""
+    seen: list[Tensor] = []
+
+    def double(reduced: Tensor) -> None:
+        seen.append(reduced.detach().clone())
+        reduced.mul_(2)
+
+    with_hooks(training, lambda: double)
+    accumulate(training, "ssa")
+    for number, reduced in enumerate(seen):  # the order of parameters in it is nobody's business
+        training.trace.keep(f"reduced {number} (local)", reduced.flatten().sort().values)
+
+
+def remove_hook(training: Training) -> None:
+    """Check that a removed hook is not called, and that a hook of hybrid sharding gets no stream of its own."""
+    called: list[Tensor] = []
+    with_hooks(training, lambda: called.append)
+    with_hooks(training, lambda: None)
+    training.steps(1)
+    assert called == []
+    with pytest.raises(ValueError, match="stream"):
+        training.model.blocks[0].set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
+
+
+def hooked(scenario: Any, sharding: Any = None, **options: Any) -> Case:
+    return Case(models.uneven, functools.partial(scenario, **options), "blocks", ON_MESH, sharding)
+
+
+HOOKS: dict[str, Case] = {
+    "hand-made, on a stream": hooked(by_hand, on_shard_axis, pattern="b", on_stream=True),
+    "native, accumulate ssa": hooked(doubled),
+    "removed": hooked(remove_hook),
+}
+PROMISES.trains(
+    "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced",
+    HOOKS,
+    ranks=4,
+    fsdp2=BITS,
+    not_plain=HOOKS,
+)
+
+
+# --- Axes by name ------------------------------------------------------------------------------------------
+
+
+class OnMesh(models.Stem):
+    """A model that takes this rank's rows as a DTensor if its parameters are DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__([models.Block(8, 7, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.stem.weight
+        if not isinstance(weight, DTensor):
+            return super().forward(x)
+        mesh = weight.device_mesh
+        return super().forward(DTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim)).to_local()
+
+
+class Axes(NamedTuple):
+    """A mesh, and the roles of its axes."""
+
+    shape: Shape
+    names: tuple[str, ...]
+    dims: dict[str, Any]
+
+
+R, S = Replicate(), Shard(0)
+NAMED: dict[str, Axes] = {
+    "replicate": Axes((2,), ("r",), {"replicate": "r"}),
+    "shard": Axes((2,), ("s",), {"shard": "s"}),
+    "both": Axes((2, 2), ("r", "s"), {"replicate": "r", "shard": "s"}),
+    "shard both": Axes((2, 2), ("a", "b"), {"shard": ("a", "b")}),
+    "replicate both": Axes((2, 2), ("a", "b"), {"replicate": ("a", "b")}),
+    "replicate one, shard two": Axes((2, 1, 2), ("a", "b", "c"), {"replicate": "a", "shard": ("b", "c")}),
+}
+
+
+def shard_by_name(
+    package: ModuleType, module: nn.Module, *, axes: Axes, policy: Policy | None = None, **options: Any
+) -> nn.Module:
+    """Replicate the parameters as DTensors on the whole mesh, then shard these."""
+    mesh = grid(axes.shape, axes.names)
+    for part in module.modules():
+        for name, param in list(part.named_parameters(recurse=False)):
+            if not isinstance(param, DTensor):
+                spread = distribute_tensor(param.detach(), mesh, [Replicate()] * mesh.ndim)
+                part.register_parameter(name, nn.Parameter(spread, param.requires_grad))
+    dims = package.DataParallelMeshDims(**axes.dims)
+    mp_policy = package.MixedPrecisionPolicy(**policy or {})
+    return package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, mp_policy=mp_policy, **options)
+
+
+def train_briefly(training: Training) -> None:
+    training.steps(2)
+
+
+def named(
+    axes: str, scenario: Any = train_briefly, how: str = "blocks", policy: Policy | None = None
+) -> Case:
+    return Case(OnMesh, scenario, how, {"axes": NAMED[axes], "policy": policy}, shard_by_name)
+
+
+BY_NAME = "axes given by name train as under FSDP2 and as on a mesh without them"
+PROMISES.trains(
+    BY_NAME,
+    {
+        "train, replicate": named("replicate"),
+        "train, shard": named("shard"),
+    },
+)
+PROMISES.trains(
+    BY_NAME,
+    {
+        "accumulate nsa, both": named("both", functools.partial(accumulate, pattern="nsa")),
+        "train, shard both": named("shard both"),
+    },
+    ranks=4,
+)
+
+
+def refuse_to_reshard_to_two() -> Any:
+    with pytest.raises(NotImplementedError):
+        shard_by_name(hwfsdp, OnMesh(), axes=NAMED["shard both"], reshard_after_forward=2)
+    return {"refused": []}
+
+
+def cut_by_another_axis() -> Any:
+    """Compare parameters that tensor parallelism has cut over the other axis of the mesh."""
+    mesh, different = grid((2, 2), ("dp", "tp")), []
+    for over_tp in (Shard(0), Shard(1), Replicate()):
+        weights = []
+        for package in (hwfsdp, fsdp):
+            torch.manual_seed(0)
+            module = nn.Linear(6, 10, bias=False)
+            spread_out = distribute_tensor(module.weight.detach(), mesh, [Replicate(), over_tp])
+            module.weight = nn.Parameter(spread_out)
+            dims = package.DataParallelMeshDims(shard="dp")
+            weights.append(package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims).weight)
+        mine, reference = weights
+        local_parts = mine.to_local(), reference.to_local()
+        if mine.placements != reference.placements or not torch.equal(*local_parts):
+            different.append(f"{over_tp}: {mine.placements} is not {reference.placements}")
+    return {"FSDP2": different}
+
+
+def only_reduced() -> Any:
+    """Check that without an axis to shard, a group is all-reduced and never gathered."""
+    training = named("replicate").training(ours)
+    with record() as log:
+        training.loss(0).backward()
+    model = OnMesh()
+    groups = (*reversed(model.blocks), nn.ModuleList([model.stem, model.head]))
+    expected = [("all_reduce", sum(param.nbytes for param in group.parameters())) for group in groups]
+    found = [(event.op, event.bytes) for event in log.collectives()]
+    return {"collectives": [] if found == expected else [f"{found} instead of {expected}"]}
+
+
+def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), over, placements))
+    return linear
+
+
+def refuse_wrong_axes() -> Any:
+    """Check that each of these mistakes is refused, as by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    unrefused = []
+    for mistake, (module, over, dims) in {
+        "an axis that is not there": (spread(mesh, [R, R]), mesh, {"shard": "a", "replicate": "c"}),
+        "parameters on another mesh": (spread(other, [R, R]), mesh, {"shard": "a"}),
+        "sharded along the axis to shard": (spread(mesh, [S, R]), mesh, {"shard": "a"}),
+        "sharded along the other": (spread(mesh, [S, R]), mesh, {"shard": "b", "replicate": "a"}),
+    }.items():
+        try:
+            dp_mesh_dims = hwfsdp.DataParallelMeshDims(**dims)
+            hwfsdp.fully_shard(module, mesh=over, dp_mesh_dims=dp_mesh_dims)
+            unrefused.append(mistake)
+        except ValueError:
+            pass
+    return {"unrefused": unrefused}
+
+
+PROMISES.add(BY_NAME, {"only reduced": only_reduced, "refused": refuse_wrong_axes})
+PROMISES.add(
+    BY_NAME,
+    {"no smaller mesh after forward": refuse_to_reshard_to_two, "cut by another axis": cut_by_another_axis},
+    ranks=4,
+)
+
+
+test_a_promise_is_kept = PROMISES.test()
+
+
+def test_named_axes_have_the_fields_of_fsdp2_and_are_at_least_one():
+    for dims in ({"shard": "a"}, {"replicate": "a"}, {"shard": ("a", "b"), "replicate": "c"}):
+        mine, reference = hwfsdp.DataParallelMeshDims(**dims), fsdp.DataParallelMeshDims(**dims)
+        assert dataclasses.asdict(mine) == dataclasses.asdict(reference)
+        assert mine.shard_names == reference.shard_names
+        assert mine.replicate_names == reference.replicate_names
+    with pytest.raises(ValueError, match="shard"):
+        hwfsdp.DataParallelMeshDims()

@@ -1,0 +1,561 @@
+"""What programs attach to parameters reaches the sharded and the whole one; what they change while parameters are whole is kept, or said.
+
+The oracle is an unsharded model on the batches of both ranks, or the same change on a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import models
+from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
+from hwfsdp.errors import WrongTypeError
+from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
+from test_warnings import Messages, caught, other_than
+from together import Together
+
+two = Together(2)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def linear(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(6, 5, bias=False, **options)
+
+
+def whole(module: nn.Module) -> Tensor:
+    return module.weight.full_tensor()
+
+
+# --- Attributes and classes --------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A module whose forward reads an attribute of its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale
+
+
+@two.finds([])
+def attributes_are_on_the_shard_and_in_the_forward() -> Messages:
+    wrong = []
+    ways: list[Callable[[nn.Module], nn.Module]] = [
+        ours,
+        lambda module: ours(module, reshard_after_forward=False),
+        lambda module: ours(module, shard_placement_fn=lambda param: Shard(1)),
+    ]
+    for way in ways:
+        module = Scaled(6, 4, bias=False)
+        module.weight.scale, module.weight.tag = 2.0, "expert"
+        shard = way(module).weight
+        module(torch.ones(2, 6))
+        shard.scale = 3.0  # after the first gather
+        expected = nn.functional.linear(torch.ones(2, 6), shard.full_tensor()) * 3
+        got = module(torch.ones(2, 6))
+        wrong += (
+            []
+            if shard.tag == "expert" and torch.allclose(got, expected)
+            else [f"{shard.tag} {got} {expected}"]
+        )
+    return wrong
+
+
+@two.finds(["expert", "expert", "expert", "late"])
+def attributes_survive_conversions_and_assignment() -> list[str]:
+    with torch.device("meta"):
+        module = linear()
+    module.weight.tag = "expert"
+    fully_shard(module, mesh=cpu_mesh())
+    module.weight.later = "late"
+    found = [module.to_empty(device="cpu").weight.tag, module.to(torch.float64).weight.tag]
+    other = fully_shard(linear(dtype=torch.float64), mesh=cpu_mesh())
+    module.load_state_dict(other.state_dict(), assign=True)
+    return [*found, module.weight.tag, module.weight.later]
+
+
+class Expert(nn.Parameter):
+    """A parameter of the program's own class."""
+
+
+class Wants(nn.Module):
+    """A module that needs the class in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = Expert(torch.ones(4, 4)), Expert(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, Expert)
+        return x @ self.weight + self.other
+
+
+@two.finds([])
+def a_class_of_parameters_is_there_in_the_forward_and_a_warning_says_that_the_shard_is_a_dtensor() -> (
+    Messages
+):
+    with caught() as messages:
+        model = ours(Wants())
+        model(torch.ones(1, 4)).sum().backward()
+    return other_than(messages, ("'weight'", "Expert", "isinstance"))
+
+
+# --- Gradient hooks ----------------------------------------------------------------------------------------
+
+
+def gradient(
+    hook: Callable[[nn.Parameter], Any], before: bool, policy: Any = MixedPrecisionPolicy()
+) -> Tensor:
+    """Return the gradient of a sharded model on which `hook` registers a hook, before or after sharding."""
+    module = linear()
+    if before:
+        hook(module.weight)
+    fully_shard(module, mesh=cpu_mesh(), mp_policy=policy)
+    if not before:
+        hook(module.weight)
+    rank = dist.get_rank() + 1.0
+    module(torch.full((2, 6), rank)).sum().backward()
+    return module.weight.grad.full_tensor()
+
+
+def expected_gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same of an unsharded model, with the mean over both ranks, and its hook after that."""
+    return change(torch.full((5, 6), 3.0))
+
+
+def scale_rows(grad: Tensor) -> Tensor:
+    return grad * torch.arange(5.0, dtype=grad.dtype).view(5, 1)
+
+
+@two.finds([])
+def a_hook_from_before_gets_whole_gradients_and_a_hook_from_after_gets_means() -> Messages:
+    clamped = gradient(lambda p: p.register_hook(lambda g: g.clamp(max=2.5)), before=False)
+    cases = {
+        "before": (
+            gradient(lambda p: p.register_hook(scale_rows), before=True),
+            expected_gradient(scale_rows),
+        ),
+        "bf16": (
+            gradient(lambda p: p.register_hook(scale_rows), True, BF16),
+            expected_gradient(scale_rows),
+        ),
+        "after": (clamped, expected_gradient(lambda g: g.clamp(max=2.5))),
+        "norm": (
+            gradient(lambda p: p.register_hook(lambda g: g / g.norm()), before=False),
+            expected_gradient(lambda g: g / g.norm()),
+        ),
+        "returns nothing": (
+            gradient(lambda p: p.register_hook(lambda g: None), False),
+            expected_gradient(lambda g: g),
+        ),
+        "removed": (
+            gradient(lambda p: p.register_hook(scale_rows).remove(), before=True),
+            expected_gradient(lambda g: g),
+        ),
+    }
+    return [f"{name}: {got} {exp}" for name, (got, exp) in cases.items() if not torch.allclose(got, exp)]
+
+
+@two.finds([("DTensor", 1), ("DTensor", 1)])
+def a_post_accumulate_hook_gets_the_sharded_parameter_once() -> list[tuple[str, int]]:
+    found = []
+    for before in (True, False):
+        seen: list[str] = []
+
+        def note(param: Tensor, seen: list[str] = seen) -> None:
+            seen.append(type(param).__name__)
+            assert isinstance(param.grad, DTensor)
+
+        gradient(lambda p: p.register_post_accumulate_grad_hook(note), before)
+        found.append((*set(seen), len(seen)))
+    return found
+
+
+@two.finds(True)
+def a_handle_from_before_still_removes_its_hook() -> bool:
+    module = linear()
+    handle = module.weight.register_hook(lambda g: g * 10)
+    fully_shard(module, mesh=cpu_mesh())
+    for _ in range(2):
+        module(torch.ones(1, 6)).sum().backward()
+        handle.remove()
+    return torch.equal(module.weight.grad.full_tensor(), torch.full((5, 6), 11.0))
+
+
+@two.finds("weight")
+def a_hook_that_returns_a_plain_tensor_is_refused_by_name() -> str:
+    try:
+        gradient(lambda p: p.register_hook(lambda g: torch.zeros(5, 6)), before=False)
+    except WrongTypeError as error:
+        return "weight" if "'weight'" in str(error) else str(error)
+    return "no error"
+
+
+# --- Writes while whole ------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "fill": lambda weight: weight.fill_(1.0),
+    "a part": lambda weight: weight[1:3].mul_(2.0),
+    "init": lambda weight: nn.init.constant_(weight, 0.5),
+    "copy": lambda weight: weight.copy_(torch.arange(30.0).view(5, 6)),
+    "through detach": lambda weight: weight.detach().zero_(),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 3.0),
+    "data": lambda weight: weight.data[:2].mul_(2.0),
+    "another data": lambda weight: setattr(weight, "data", weight.data * 2),
+    "parameters from a vector": lambda weight: nn.utils.vector_to_parameters(torch.ones(30), [weight]),
+}
+
+
+def forwards(module: Any) -> None:
+    module(torch.ones(2, 6))
+
+
+def unshards(module: Any) -> None:
+    module.unshard()
+
+
+MAKE_WHOLE = {"unshard": unshards, "forward": forwards}
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "columns": {"shard_placement_fn": lambda param: Shard(1)},
+    "bf16": {"policy": {"param_dtype": torch.bfloat16}},
+}
+
+
+@two.finds([])
+def writes_to_a_whole_parameter_reach_the_shard_and_nothing_else_changes() -> Messages:
+    wrong = []
+    for how, options in HOW.items():
+        for make, make_whole in MAKE_WHOLE.items():
+            for name, write in WRITES.items():
+                module, expected = ours(linear(), **options), linear().weight.detach().clone()
+                before = expected.clone()
+                make_whole(module)
+                with torch.no_grad():
+                    write(module.weight)
+                    write(expected)
+                module.reshard()
+                if how == "bf16":  # only what was written is rounded
+                    expected = torch.where(expected == before, before, write_in_bf16(write, before))
+                if not torch.equal(whole(module), expected):
+                    wrong.append(f"{how}, {make}, {name}: {whole(module)} {expected}")
+    return wrong
+
+
+@torch.no_grad()
+def write_in_bf16(write: Callable[[Tensor], Any], before: Tensor) -> Tensor:
+    rounded = before.to(torch.bfloat16)
+    write(rounded)
+    return rounded.float()
+
+
+@two.finds([])
+def writes_before_an_optimizer_step_are_kept_and_later_ones_are_said_to_be_lost() -> Messages:
+    module, plain = ours(linear()), linear()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (module, plain)]
+    forwards(module)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        plain.weight.fill_(1.0)
+    for shard in (optimizers[0].param_groups[0]["params"][0], plain.weight):
+        shard.grad = torch.ones_like(shard)
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad(), caught() as messages:
+        module.weight.fill_(7.0)
+        module.reshard()
+    wrong = other_than(messages, ("'weight'", "optimizer step", "lost", "reshard()"))
+    return wrong if torch.equal(whole(module), plain.weight) else [*wrong, str(whole(module))]
+
+
+class Normalized(nn.Linear):
+    """A module that writes to its weight in each forward, as older programs do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = nn.functional.normalize(self.weight)
+        return super().forward(x)
+
+
+class Logs(nn.Linear):
+    """A module that gives its weight to numpy in each forward. It writes there in the first one."""
+
+    writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.weight.detach().numpy()
+        if self.writes:
+            values[1] = 1.0
+        self.writes = False
+        return super().forward(x)
+
+
+def trained(module: Any, change: Callable[[Any], Any]) -> list[Tensor]:
+    """Return the parameters after steps before and after a change."""
+    for _ in range(2):
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(2):
+            module(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        change(module)
+    return [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+
+
+@two.finds([])
+def memory_that_numpy_has_is_not_freed_and_a_warning_says_so() -> Messages:
+    torch.manual_seed(0)
+    expected = trained(Logs(6, 5), lambda module: None)
+    torch.manual_seed(0)
+    with caught() as messages:
+        found = trained(ours(Logs(6, 5)), lambda module: None)
+    wrong = other_than(messages, ("'weight'", "keeps the memory", "numpy", "clone()"))
+    return wrong if all(map(torch.allclose, found, expected)) else [*wrong, f"{found} {expected}"]
+
+
+def swap(module: Any) -> None:
+    """Swap a parameter with a copy of it that is half as large."""
+    torch.utils.swap_tensors(module[1].weight, nn.Parameter(module[1].weight.detach() / 2))
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "to bf16 and back": lambda module: module[1].to(torch.bfloat16).float(),
+    "to_empty": lambda module: nn.init.ones_(module[1].to_empty(device="cpu").weight),
+    "another function": lambda module: module[1]._apply(lambda tensor: tensor * 2),
+    "swap": swap,
+}
+
+
+@two.finds([])
+def a_module_in_a_group_may_be_converted_after_the_first_forward() -> list[str]:
+    wrong = []
+    for name, change in CONVERSIONS.items():
+        for rows in (4, 5):  # 5 rows are padded
+            results = []
+            for way in (ours, lambda module: module):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, rows, bias=False))
+                results.append(trained(way(model), change))
+            if not all(map(torch.allclose, *results)):
+                wrong.append(f"{name}: {results}")
+    return wrong
+
+
+@two.finds((nn.Parameter, "data of parameter 'weight': expected a tensor of shape (5, 6); got (6,)."))
+def a_whole_parameter_is_copied_as_a_plain_one_and_keeps_its_shape() -> tuple[type, str]:
+    module = ours(linear())
+    module.unshard()
+    with pytest.raises(UsageError) as caught:
+        module.weight.data = torch.ones(6)
+    return type(copy.deepcopy(module.weight)), str(caught.value).split(" Change")[0]
+
+
+@two.finds([False] * 4)
+def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
+    found = []
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        module = ours(linear())
+        with context:
+            module(torch.ones(2, 6))
+        module.requires_grad_(False)
+        module.reshard()
+        found.append(module.weight.requires_grad)
+        module(torch.ones(2, 6))
+    return [*found, module.weight.requires_grad]
+
+
+# --- Forwards that no backward follows ---------------------------------------------------------------------
+
+
+@two.finds([])
+def after_a_forward_without_gradients_the_root_has_its_shards_and_clipping_sees_all_gradients() -> Messages:
+    wrong = []
+    for without in (torch.no_grad, torch.inference_mode):
+        model, plain = wrap(fresh(models.stem), ours), fresh(models.stem)
+        for rank in range(2):
+            inputs = plain.inputs(4, 0)
+            (plain(inputs[0].chunk(2)[rank]).sum() / 2).backward()
+        model(*map(rank_rows, inputs)).sum().backward()
+        with without():
+            model(*inputs)
+        wrong += [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, plain)]
+        if not torch.allclose(norms[0].full_tensor(), norms[1]):
+            wrong.append(f"norms {norms}")
+    return wrong
+
+
+# --- Parameters that are replaced or deleted ---------------------------------------------------------------
+
+
+@two.finds([])
+def functional_call_may_get_the_models_own_parameters_in_each_step() -> list[str]:
+    wrong = []
+    for reshard in (True, False, None, 1):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model = copy.deepcopy(plain)
+        for module in (model[0], model):
+            ours(module, reshard_after_forward=reshard)
+        for _ in range(3):
+            for each in (plain, model):
+                each.zero_grad()
+                torch.func.functional_call(
+                    each, dict(each.named_parameters()), torch.ones(2, 6)
+                ).sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            wrong += [] if torch.allclose(p.grad, q.grad.full_tensor()) else [f"{reshard}: {q.grad}"]
+    return wrong
+
+
+def assign(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(5, 6))
+
+
+def delete(module: nn.Module) -> None:
+    del module.weight
+
+
+def set_to_none(module: nn.Module) -> None:
+    module.weight = None
+
+
+@two.finds([])
+def a_parameter_replaced_or_deleted_after_the_first_forward_is_refused_by_name() -> Messages:
+    wrong = []
+    for change, said in ((assign, "(5, 6)"), (delete, "nothing"), (set_to_none, "nothing")):
+        module = ours(linear(), reshard_after_forward=True)
+        forwards(module)
+        change(module)
+        try:
+            forwards(module)
+            wrong.append(f"{change.__name__}: no error")
+        except StateError as error:
+            words = ("'weight'", "Linear.weight", said, "copy_")
+            wrong += [f"{change.__name__}: {error}"] if not all(word in str(error) for word in words) else []
+    return wrong
+
+
+@two.finds([])
+def a_parameter_replaced_while_it_is_whole_comes_back_with_a_warning() -> Messages:
+    wrong = []
+    for change in (assign, set_to_none):
+        module = ours(linear())
+        before = whole(module)
+        module.unshard()
+        with caught() as messages:
+            change(module)
+            module.reshard()
+        wrong += other_than(messages, ("'weight'", "Linear.weight", "lost", "copy_"))
+        wrong += [] if torch.equal(whole(module), before) else [f"{whole(module)}"]
+    return wrong
+
+
+# --- Embeddings that shorten rows --------------------------------------------------------------------------
+
+
+@two.finds([])
+def max_norm_is_warned_of_by_name_and_takes_effect_on_the_ranks_own_rows() -> Messages:
+    model = nn.Sequential(nn.Embedding(4, 8, max_norm=1.0), nn.EmbeddingBag(4, 8), nn.Embedding(4, 8))
+    with caught() as messages:
+        ours(model[0])
+        ours(model)
+    model[0](torch.arange(4)).sum().backward()
+    model[0].reshard()
+    short = bool((whole(model[0]).norm(dim=1) < 1.001).all())
+    return other_than(messages, ("'weight'", "Embedding", "max_norm=1.0")) + ([] if short else ["long"])
+
+
+# --- Several changes in one iteration ------------------------------------------------------------------------
+
+
+@two.finds([])
+def data_that_was_only_read_does_not_undo_a_change_of_the_shard() -> Messages:
+    module: Any = ours(linear())
+    shard, before = module.weight, whole(module)
+    with caught() as messages:
+        module.unshard()
+        assert module.weight.data.shape == (5, 6)
+        with torch.no_grad():
+            shard.sub_(1.0)
+        module.reshard()
+    return messages if torch.equal(whole(module), before - 1.0) else ["the change is lost"]
+
+
+@two.finds([])
+def a_conversion_of_a_whole_module_is_said_to_change_only_values() -> Messages:
+    module: Any = ours(nn.Sequential(nn.Linear(4, 4, bias=False)))
+    module.unshard()
+    with caught() as messages:
+        module[0].to(torch.bfloat16)
+    module.reshard()
+    module[0].to(torch.bfloat16)
+    wrong = other_than(messages, ("'0.weight'", "stays torch.float32", "call reshard()"))
+    return (
+        wrong if module(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 else ["not converted"]
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+def rows_of(module: Any) -> Tensor:
+    """Return this rank's rows, padded as the gather needs them."""
+    local = module.weight._local_tensor
+    return torch.cat([local.as_subclass(Tensor), local.new_zeros(3 - len(local), 6)])
+
+
+# --- After an error ------------------------------------------------------------------------------------------
+
+
+@two.finds(7.0)
+def a_gather_that_was_refused_is_not_used_later() -> float:
+    module: Any = ours(linear())
+    with torch.no_grad():
+        module(torch.ones(1, 6))
+    shard = module.weight
+    module.weight = nn.Parameter(torch.zeros(5, 6))
+    with pytest.raises(StateError, match="sharded parameter"):
+        module.unshard()
+    module.weight = shard
+    with torch.no_grad():
+        shard.fill_(7.0)
+    module.unshard()
+    found = module.weight.detach().unique().item()
+    module.reshard()
+    return float(found)
+
+
+@two.finds([True, True])
+def a_parameter_without_memory_refuses_reads_also_after_an_error() -> list[bool]:
+    module: Any = ours(linear())
+    module.unshard()
+    whole_weight = module.weight
+    module.reshard()
+    refuses = []
+    for place in ("core.param.allocate", "features.group.watch"):
+        with mock.patch(f"hwfsdp.{place}", side_effect=MemoryError), pytest.raises(MemoryError):
+            module.unshard()
+        module.reshard()
+        with pytest.raises(StateError, match="freed"):
+            whole_weight.sum()
+        refuses.append(whole_weight.untyped_storage().nbytes() == 0)
+    return refuses
+
+
+test_on_two_ranks = two.test()

@@ -1,0 +1,262 @@
+"""Training goes on after a failure: exceptions, backwards that are not the last, early calls."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import broken
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from hwfsdp import (
+    CPUOffloadPolicy,
+    FSDPCommContext,
+    MixedPrecisionPolicy,
+    StateError,
+    UsageError,
+    core,
+    explain,
+    fully_shard,
+    init_shards,
+    launch,
+    record,
+)
+from hwfsdp.features.lookup import checked_state
+from oracles import cpu_mesh, ours, wrap
+from together import Together
+
+
+def build(shard: Callable[..., Any] = fully_shard) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in model:
+        shard(layer)
+    return shard(model)
+
+
+def run(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, 8)).square().mean().backward()
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+two = Together(2)
+two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
+two.add(
+    "training_goes_on_in_every_way_after_an_exception",
+    functools.partial(broken.complaints, broken.WAYS, ours),
+    {},
+)
+
+
+@pytest.mark.long
+def test_iterations_after_exceptions_are_right_with_whole_or_smaller_shards_replicas_offloading() -> None:
+    def on_a_rank() -> dict[str, Any]:
+        def shard(module: nn.Module, **options: Any) -> nn.Module:
+            return fully_shard(module, **{"mesh": cpu_mesh(), **options})
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options: dict[str, dict[str, Any]] = {
+            "whole": {"reshard_after_forward": False},
+            "smaller": {"reshard_after_forward": 2},
+            "hybrid": {"mesh": mesh},
+            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        }
+        cases = broken.few_cases()
+        return {name: broken.complaints(cases, shard, **chosen) for name, chosen in options.items()}
+
+    nothing = dict.fromkeys(("whole", "smaller", "hybrid", "offload"), {})
+    assert launch(on_a_rank, 4, timeout=400) == [nothing] * 4
+
+
+@two.finds(True)
+def a_root_of_the_core_refuses_modules_of_the_package() -> bool:
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model[0])
+    core.fully_shard(model)
+    with pytest.raises(StateError, match="forward of Sequential: expected one fully_shard"):
+        run(model, 0)
+    return True
+
+
+@two.finds([2.0, 0.0])
+def a_rank_may_start_processes_of_its_own() -> list[float]:
+    loader = DataLoader([torch.ones(2), torch.zeros(2)], num_workers=1, multiprocessing_context="fork")
+    return [float(batch.sum()) for batch in loader]
+
+
+@two.finds(["2", "1", "0"])
+def a_root_without_parameters_of_its_own_gathers_the_given_modules() -> list[str]:
+    model = build()
+    model.set_modules_to_forward_prefetch([model[2], model[1]])
+    with record() as log:
+        model(torch.randn(4, 8))
+    return [e.owner for e in log.select("all_gather")][:3]
+
+
+def test_a_manual_unshard_leaves_no_buffer_and_checks_the_same_as_a_forward() -> None:
+    def unshard() -> int:
+        with torch.device("meta"):
+            on_meta = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(StateError, match="meta device"):
+            on_meta.unshard()
+        model = fully_shard(nn.Linear(64, 64))
+        seen = []
+
+        class Counting(type(model._state().group.transport.gather)):
+            def allocate(self, size: Any, **kind: Any) -> Tensor:
+                flat: Tensor = super().allocate(size, **kind)
+                seen.append(weakref.ref(flat.untyped_storage()))
+                return flat
+
+        model.set_custom_all_gather(Counting())
+        model.unshard()
+        assert len(seen) == 1
+        return sum(ref() is not None for ref in seen)
+
+    # one rank: no thread of gloo holds the buffer a moment longer
+    assert launch(unshard, 1, timeout=60) == [0]
+
+
+@two.finds(["DTensor", "Parameter"])
+def ignored_parameters_come_in_any_collection_and_policies_of_torch_are_taken() -> list[str]:
+    from torch.distributed import fsdp
+
+    module = nn.Linear(4, 4)
+    fully_shard(
+        module,
+        ignored_params=[module.bias],
+        mp_policy=fsdp.MixedPrecisionPolicy(),
+        offload_policy=fsdp.OffloadPolicy(),
+        comm_ctx=FSDPCommContext("cpu"),
+    )
+    return [type(p).__name__ for p in (module.weight, module.bias)]
+
+
+# --- Narrow places -----------------------------------------------------------------------------------------
+
+
+@two.finds([True])
+def gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of() -> list[bool]:
+    model = models.Chunked()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    wrap(model, ours)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.head(model(torch.ones(2, 8))).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return ["synchronized" in str(w.message) for w in caught if "norm, head" in str(w.message)]
+
+
+def cut_twice(*layers: nn.Module, **plan: Any) -> nn.Module:
+    """Shard over two ranks by tensor parallelism, and over one by fully_shard."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*layers)
+    parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@two.finds(4.0)
+def gradients_that_are_not_reduced_yet_outlive_a_change_of_dtype() -> float:
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False))
+    for reduces, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        model.to(dtype).set_requires_gradient_sync(reduces)
+        model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    return float(model.weight.grad.full_tensor()[0, 0])
+
+
+@two.finds(0)
+def a_reset_after_an_exception_runs_no_collective_under_tensor_parallelism() -> int:
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel()}
+    model = cut_twice(nn.LayerNorm(4), nn.Linear(4, 4), **plan)
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(2, 2, 4)).sum().backward()  # leaves partial gradients
+    with record() as log:
+        model.reset_iter_state()
+    return len(log.collectives())
+
+
+@two.finds((0, 3), (3, 6))
+def the_table_of_a_parameter_cut_twice_has_rows_of_the_whole() -> tuple[int, int]:
+    return explain(cut_twice(nn.Linear(4, 6, bias=False), **{"0": ColwiseParallel()})).rows[0].rows
+
+
+@two.finds((True, True))
+def a_shard_of_another_dimension_cannot_be_assigned() -> tuple[bool, bool]:
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
+    with pytest.raises(UsageError) as caught:
+        model.load_state_dict({"weight": other}, assign=True)
+    return "dim=0" in str(caught.value), "dim=1" in str(caught.value)
+
+
+@two.finds(7.0)
+def shards_initialized_after_a_forward_are_kept() -> float:
+    model = build()
+    model.set_reshard_after_forward(False)
+    model(torch.ones(1, 8))
+    init_shards(model, lambda fqn, row, generator: row.fill_(7.0), seed=0)
+    model.reshard()
+    return float(min(p.full_tensor().min() for p in model.parameters()))
+
+
+@two.finds([0, 0])
+def a_forward_that_could_not_begin_is_not_in_the_order_of_forwards() -> list[int]:
+    with torch.device("meta"):
+        module: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(StateError, match="meta device"):
+        module(torch.ones(1, 4))
+    state = checked_state(module, "")
+    return [len(state.comm_ctx.post_forward_order), len(state.lent)]
+
+
+@two.finds([True, True])
+def backwards_that_belong_together_keep_the_results_of_one_backward() -> list[bool]:
+    """Count the results of reduce-scatters that are alive, with `set_is_last_backward(False)`."""
+    held: list[StorageWeakRef] = []
+    hold = FSDPCommContext.hold
+
+    def watched(context: FSDPCommContext, tensor: Tensor, stream: Any) -> None:
+        held.append(StorageWeakRef(tensor.untyped_storage()))
+        hold(context, tensor, stream)
+
+    found = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))}, {}):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, mp_policy=policy, **options)  # type: ignore[call-overload]
+            layer.set_all_reduce_hook(lambda grad: None)
+        fully_shard(model, mp_policy=policy, **options)  # type: ignore[call-overload]
+        model.set_is_last_backward(False)
+        held.clear()
+        alive = []
+        with mock.patch.object(FSDPCommContext, "hold", watched):
+            for _ in range(4):
+                model(torch.ones(1, 4)).float().sum().backward()
+                alive.append(sum(not storage.expired() for storage in held))
+            model.set_is_last_backward(True)
+            model(torch.ones(1, 4)).float().sum().backward()
+        found.append(len(held) == 15 and alive[1] == alive[2] == alive[3])
+    return found
+
+
+test_on_two_ranks = two.test()

@@ -1,0 +1,462 @@
+"""How long parameters stay unsharded: resharding over fewer ranks, flags that change at run time, gathers by hand.
+
+The oracle is torch's FSDP2 in the same processes: numbers, the registered form at every turn, collectives. There is one exception:
+the local part of a parameter resharded over fewer ranks whose rows do not divide evenly. torch 2.13 is wrong there, so `torch.chunk` is
+the oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import hwfsdp
+import models
+import suites
+from hwfsdp import launch, record
+from hwfsdp.core.sharding import padded_local_numel
+from oracles import (
+    BF16_FP32,
+    BITS,
+    Case,
+    Library,
+    Promises,
+    Tolerance,
+    Training,
+    accumulate,
+    against_fsdp2,
+    by_columns,
+    ours,
+    theirs,
+    train,
+    wrap,
+)
+
+LIBRARIES = (ours, theirs)
+FSDP_MODULES = (hwfsdp.FSDPModule, fsdp.FSDPModule)
+
+
+def kind(param: nn.Parameter) -> str:
+    """Return the registered form of a parameter, and the number of ranks over which it is sharded."""
+    if not isinstance(param, DTensor):
+        return "whole"
+    return f"{param.device_mesh.ndim}D, sharded over {param.device_mesh.size(-1)}"
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    return {name: kind(param) for name, param in model.named_parameters()}
+
+
+def sharded_modules(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FSDP_MODULES)}
+
+
+# --- Over fewer ranks: numbers -----------------------------------------------------------------------------
+
+
+def change_between_forward_and_backward(training: Training) -> None:
+    """Change the value for the next step. The backward finds the parameters as the forward left them."""
+    for seed, reshard in enumerate([True, False, True]):
+        loss = training.loss(seed)
+        training.call("set_reshard_after_forward", reshard)
+        loss.backward()
+        training.update()
+    training.keep_params()
+
+
+SCENARIOS: dict[str, Callable[[Training], None]] = {
+    "accumulated, stay whole": functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True),
+    "changed between forward and backward": change_between_forward_and_backward,
+}
+BUILDS: dict[str, Callable[[], models.Model]] = {
+    "even": models.even,
+    "uneven": models.uneven,
+}
+
+
+def over(number: int, build: Any, scenario: Any = train, how: str = "blocks", **options: Any) -> Case:
+    return Case(build, scenario, how, {"reshard_after_forward": number, **options})
+
+
+FEWER: dict[str, Case] = {
+    "even, over 2": over(2, models.even),
+    **{f"uneven, {name}": over(2, models.uneven, scenario) for name, scenario in SCENARIOS.items()},
+    "cut by columns": over(2, models.even, shard_placement_fn=by_columns),
+}
+PROMISES = Promises()
+PROMISES.trains(
+    "parameters resharded over fewer ranks train as under FSDP2 and as without sharding",
+    FEWER,
+    ranks=4,
+    not_fsdp2=["cut by columns"],  # torch 2.13 cannot gather columns from the smaller mesh
+)
+PROMISES.trains(
+    "larger shards are in the param dtype",
+    {"even, over 2": over(2, models.even, policy=BF16_FP32)},
+    ranks=4,
+    fsdp2=Tolerance(2e-3, 1e-5),
+)
+
+
+# --- Over fewer ranks: registered forms --------------------------------------------------------------------
+
+
+def check_registered(build: Callable[[], models.Model]) -> dict[str, list[str]]:
+    """Check the registered parameters after a step and another forward, so that the values differ from the initial ones.
+
+    Their rows are the chunk of the updated whole. torch 2.13 keeps other rows where they do not divide evenly.
+    """
+    trainings, wholes, wrong = [], [], []
+    for library in LIBRARIES:
+        training = Training(build, library, reshard_after_forward=2)
+        training.loss(0).backward()
+        training.optimizer.step()
+        wholes.append({name: p.detach().full_tensor() for name, p in training.model.named_parameters()})
+        training.loss(1)
+        trainings.append(training)
+    mine, reference = (dict(training.model.named_parameters()) for training in trainings)
+    for name, whole in wholes[0].items():
+        a, b = mine[name], reference[name]
+        rows = [*whole.chunk(2), whole[:0]][dist.get_rank() % 2]
+        facts = {
+            "kind": isinstance(a, DTensor) and isinstance(a, nn.Parameter),
+            "mesh": a.device_mesh.mesh.tolist() == b.device_mesh.mesh.tolist() == [[0, 1], [2, 3]],
+            "placements": a.placements == b.placements == (Replicate(), Shard(0)),
+            "shape": (a.shape, a.requires_grad) == (b.shape, b.requires_grad),
+            "rows": a.to_local().shape == rows.shape and torch.equal(a.to_local(), rows),
+            "rows of FSDP2": build is models.uneven or torch.equal(a.to_local(), b.to_local()),
+            "whole": torch.equal(a.full_tensor(), whole),
+        }
+        wrong += [f"{what} of {name}" for what, holds in facts.items() if not holds]
+    return {"facts": wrong}
+
+
+PROMISES.add(
+    "after forward a parameter is a DTensor on the smaller mesh",
+    {name: functools.partial(check_registered, BUILDS[name]) for name in ("even", "uneven")},
+    ranks=4,
+)
+
+
+test_a_promise_is_kept = PROMISES.test()
+
+
+# --- Over fewer ranks: traffic -----------------------------------------------------------------------------
+
+
+def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[list[int]]:
+    """Return the bytes that the first block gathers in the forward and in the backward of the second step."""
+    training = Training(build, ours, reshard_after_forward=2)
+    training.model.blocks[0].set_unshard_in_backward(unshard_in_backward)
+    training.loss(0).backward()
+    with record() as log:
+        training.loss(1).backward()
+    phases = ("forward", "backward")
+    return [[e.bytes for e in log.select("all_gather", owner="blocks.0", phase=phase)] for phase in phases]
+
+
+def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
+    training = Training(models.even, ours, reshard_after_forward=2)
+    training.loss(0)
+    block = training.model.blocks[0]
+    storage = weakref.ref(block.up.weight.to_local().untyped_storage())
+    assert storage() is not None
+    block.unshard()
+    return storage() is None
+
+
+def gathered_after_the_setting_changed() -> list[int]:
+    """Bytes of a forward's gathers over all ranks: the larger shards of the forward before are not mistaken for shards."""
+    model = Training(models.even, ours, reshard_after_forward=2).model
+    with record() as log, torch.no_grad():
+        for _ in range(2):
+            model(*model.inputs(4, 0))
+            model.set_reshard_after_forward(False)
+    return [event.bytes for event in log.select("all_gather", owner="blocks.0")]
+
+
+def test_after_a_change_of_the_setting_shards_are_gathered_over_all_ranks_again():
+    first, second = launch(gathered_after_the_setting_changed, 4)[0]
+    assert first == second
+
+
+def test_backward_gathers_over_the_smaller_group_and_forward_over_all_ranks():
+    """An embedding without unshard in backward gathers nothing there."""
+
+    def whole(build: Callable[[], models.Model], ranks: int) -> list[int]:
+        shapes = [param.shape for param in build().blocks[0].parameters()]
+        return [4 * ranks * sum(padded_local_numel(shape, ranks) for shape in shapes)]
+
+    block = [whole(models.Branching, 4), whole(models.Branching, 2)]
+    embedding = [whole(models.Embedded, 4), []]
+
+    def on_a_rank() -> list[Any]:
+        return [
+            gathers(models.Branching),
+            gathers(models.Embedded, False),
+            larger_shard_is_freed_when_the_parameter_is_whole(),
+        ]
+
+    assert launch(on_a_rank, 4, timeout=100) == [[block, embedding, True]] * 4
+
+
+# --- Which form is registered at every turn ----------------------------------------------------------------
+
+
+def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]:
+    """Return the registered forms after each possible action, and whether a part's unsharded parameters have memory."""
+    build, how = (models.Grouped, "blocks") if how == "lists" else (models.stem, how)
+    training = Training(build, library, how, reshard_after_forward=reshard)
+    model, turns = training.model, {}
+    parts = sharded_modules(model)
+    part = parts["layers.0"] if build is models.Grouped else [*parts.values()][-1]
+    part.unshard()
+    whole = [param for param in part.parameters() if not isinstance(param, DTensor)]
+    part.reshard()
+
+    def see(turn: str) -> None:
+        with_memory = {param.untyped_storage().nbytes() > 0 for param in whole}
+        turns[turn] = kinds(model) | {"memory": str(with_memory)}
+
+    see("wrapped")
+    with torch.no_grad():
+        training.loss(0)
+    see("after a forward without gradients")
+    loss = training.loss(1)
+    see("after a forward")
+    loss.backward()
+    see("after a backward")
+    loss = training.loss(2)
+    part.reshard()
+    see("one resharded by hand after a forward")
+    part.unshard()
+    see("and unsharded")
+    loss.backward()
+    see("after its backward")
+    loss = training.loss(3)
+    handle = part.unshard(async_op=True)
+    see("on its way from where forward left it")
+    handle.wait()
+    see("there")
+    loss.backward()
+    see("after the backward of that")
+    training.loss(4)
+    model.state_dict()
+    see("after a state dict")
+    model.set_reshard_after_backward(False)
+    training.loss(5).backward()
+    see("after a backward that keeps")
+    training.loss(6)
+    see("after a forward that found all whole")
+    for (
+        each
+    ) in parts.values():  # before flags change: FSDP2 cannot leave a smaller mesh it was told to forget
+        each.reshard()
+    see("all resharded by hand")
+    model.set_reshard_after_backward(True)
+    part.set_reshard_after_forward(False, recurse=False)
+    training.loss(7)
+    see("after a forward that one was told to keep in")
+    for each in parts.values():
+        each.reshard()
+    model.set_reshard_after_forward(False)
+    training.loss(8)
+    see("after a forward told to keep")
+    model.set_reshard_after_forward(True, recurse=False)
+    training.loss(9)
+    see("after a forward that the root was told to reshard in")
+    model.set_reshard_after_forward(True)
+    training.loss(10).backward()
+    see("after the last backward")
+    training.loss(11)
+    see("after a forward told to reshard")
+    model.zero_grad()
+    part.set_requires_gradient_sync(False, recurse=False)
+    training.loss(12).backward()
+    turns["without a gradient"] = {name: str(p.grad is None) for name, p in model.named_parameters()}
+    return turns
+
+
+@functools.cache
+def all_forms(world_size: int) -> Any:
+    """Return (wrap, reshard_after_forward as text, since 1 equals True) → the turns of both libraries on each rank."""
+
+    def on_a_rank() -> Any:
+        return {
+            (how, repr(value)): [forms(library, how, value) for library in LIBRARIES]
+            for size, how, value in FORM_CASES
+            if size == world_size
+        }
+
+    ranks = launch(on_a_rank, world_size, timeout=200)
+    return {key: [rank[key] for rank in ranks] for key in ranks[0]}
+
+
+FORM_CASES = [
+    *[(2, "blocks", value) for value in (None, False, 1)],
+    *[(2, "lists", None), (2, "nested", True), (4, "blocks", 2), (4, "blocks", 4)],
+]
+
+
+@pytest.mark.parametrize("world_size, how, reshard_after_forward", FORM_CASES)
+def test_registered_parameters_have_fsdp2s_form_after_any_sequence_of_calls(
+    world_size, how, reshard_after_forward
+):
+    for mine, reference in all_forms(world_size)[how, repr(reshard_after_forward)]:
+        assert list(mine) == list(reference)
+        for turn in reference:
+            # FSDP2 leaves the root whole after a forward that no backward can follow
+            is_root_whole = reshard_after_forward is None and turn == "after a forward without gradients"
+            assert mine[turn] == reference["wrapped" if is_root_whole else turn], turn
+
+
+def test_names_and_their_order_are_the_same_in_every_form():
+    names = [name for name, _ in models.stem().named_parameters()]
+    for turns in all_forms(4)["blocks", "2"]:
+        *turns_of_forms, _ = turns[0].items()
+        for turn, found in turns_of_forms:
+            assert [*found][:-1] == names, turn
+        forms_seen = {found[name] for _, found in turns_of_forms for name in names}
+        assert len(forms_seen) == 3
+
+
+# --- By hand, in any order ---------------------------------------------------------------------------------
+
+OPERATIONS = ("unshard", "start", "wait", "reshard")
+
+
+def act(module: Any, operation: str, handles: list[Any]) -> None:
+    """Apply an operation to a module. `wait` waits for every handle so far, again and again."""
+    if operation == "start":
+        handles.append(module.unshard(async_op=True))
+    elif operation == "wait":
+        for handle in handles:
+            handle.wait()
+    else:
+        getattr(module, operation)()
+
+
+def by_hand(training: Training, sequence: Iterable[str], in_between: bool = False) -> list[Any]:
+    """Return the registered forms after each operation on a block and after a forward and backward, and the gradients.
+
+    The operations come before the forward, or `in_between` forward and backward. Each unsharded parameter is compared with the full
+    tensor of its shards.
+    """
+    block, handles, found = training.model.blocks[1], [], []
+    values = [param.detach().full_tensor() for param in block.parameters()]
+    loss = training.loss(1) if in_between else None
+    for operation in sequence:
+        act(block, operation, handles)
+        found.append(kinds(training.model))
+        for param, value in zip(block.parameters(), values, strict=True):
+            assert isinstance(param, DTensor) or torch.equal(param, value), f"{operation} in {sequence}"
+    (training.loss(1) if loss is None else loss).backward()
+    found.append(kinds(training.model))
+    found.append({name: param.grad.to_local() for name, param in training.model.named_parameters()})
+    training.model.zero_grad()
+    return found
+
+
+def sequences(longest: int) -> list[tuple[str, ...]]:
+    return [s for n in range(1, longest + 1) for s in itertools.product(OPERATIONS, repeat=n)]
+
+
+def differing(
+    runs: dict[tuple[str, ...], list[list[Any]]], tolerance: Tolerance = BITS
+) -> list[tuple[str, ...]]:
+    """Return the sequences after which registered forms or gradients differ from FSDP2's."""
+    return [
+        sequence
+        for sequence, (mine, reference) in runs.items()
+        if mine[:-1] != reference[:-1]
+        or not all(torch.allclose(mine[-1][name], grad, *tolerance) for name, grad in reference[-1].items())
+    ]
+
+
+def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
+    """Return True if the shards are put back while a gather over the smaller mesh is in flight."""
+    return "start" in sequence and "reshard" in sequence[sequence.index("start") :]
+
+
+@pytest.mark.parametrize(
+    "in_between, world_size, reshard_after_forward",
+    [(False, 2, True), (True, 2, True), suites.long(True, 4, 2)],
+)
+def test_gathering_and_freeing_by_hand_works_as_in_fsdp2(in_between, world_size, reshard_after_forward):
+    """The operations come before the first forward, or between a forward and its backward."""
+
+    def new(library: Library) -> Training:
+        build = models.even if in_between else models.uneven
+        return Training(build, library, reshard_after_forward=reshard_after_forward)
+
+    def on_a_rank() -> Any:
+        trainings, found = [new(library) for library in LIBRARIES], {}
+        for sequence in sequences(2):
+            if world_size == 4 and crashes_fsdp2(sequence):
+                continue
+            if not in_between:
+                trainings = [new(library) for library in LIBRARIES]
+            found[sequence] = [by_hand(training, sequence, in_between) for training in trainings]
+        return differing(found, against_fsdp2(world_size))
+
+    assert launch(on_a_rank, world_size, timeout=200) == [[]] * world_size
+
+
+def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_flight():
+    """torch 2.13 fails there. The oracle is a step without operations by hand."""
+
+    def on_a_rank() -> Any:
+        warnings.simplefilter("error")
+        training = Training(models.uneven, ours, reshard_after_forward=2)
+        plain = by_hand(training, (), in_between=True)[-1]
+        among = [s for s in sequences(3) if crashes_fsdp2(s)]
+        found = {s: by_hand(training, s, in_between=True)[-1] for s in among}
+        return [s for s in among if not all(torch.equal(found[s][name], plain[name]) for name in plain)]
+
+    assert launch(on_a_rank, 4, timeout=200) == [[]] * 4
+
+
+def test_a_group_that_is_whole_or_being_gathered_is_not_gathered_again():
+    """The forward finishes a gather that has only started."""
+
+    def on_a_rank() -> Any:
+        counts = []
+        for library in LIBRARIES:
+            training = Training(models.uneven, library, "blocks")
+            training.loss(0).backward()
+            _, second, third = training.model.blocks
+            handles: list[Any] = []
+            with record() as log:
+                third.unshard(async_op=True)
+                for operation in ("start", "start", "unshard", "unshard", "start", "wait"):
+                    act(second, operation, handles)
+                training.loss(1).backward()
+            counts.append(Counter(event.op for event in log.collectives()))
+        return counts
+
+    for counts in launch(on_a_rank, 2, timeout=60):
+        assert counts == [{"all_gather": 6, "reduce_scatter": 3}] * 2  # as if nothing had been done by hand
+
+
+def test_unshard_returns_a_handle_only_if_async_op_is_set():
+    def on_a_rank() -> None:
+        model = wrap(models.uneven(), ours)
+        handle = model.blocks[0].unshard(async_op=True)
+        assert isinstance(handle, hwfsdp.UnshardHandle)
+        assert handle.wait() is None and handle.wait() is None
+        assert model.unshard(async_op=True).wait() is None  # the root has no parameters of its own
+        assert model.blocks[1].unshard() is None and model.reshard() is None
+
+    launch(on_a_rank, 2, timeout=60)

@@ -1,0 +1,449 @@
+"""State dicts of sharded models: their contents, their cost, and the places that can load them.
+
+A state dict holds the shards themselves, so it costs nothing and stays up to date. Everything that torch builds on it (state-dict
+helpers, distributed checkpoints, optimizers) runs over hwfsdp and over FSDP2: the tensors, and training from them, are the same.
+Each check runs over every layout of a model over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hwfsdp
+import models
+from hwfsdp import record
+from oracles import BITS, ROWS, Promises, Trace, Training, differences, fresh, grid, local_part, unequal, wrap
+
+LIBRARIES: tuple[ModuleType, ...] = (hwfsdp, fsdp)
+
+State = dict[str, Any]
+
+
+# --- Places ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A layout of a model over the ranks."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...] = ("shard",)
+    build: Callable[[], models.Model] = models.uneven
+    columns: bool = False
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return grid(self.shape, self.axes)
+
+    @property
+    def replicas(self) -> int:
+        """Count the ranks that get the same rows of a batch."""
+        return self.shape[-1] if "tp" in self.axes else 1
+
+    def shard(self, library: ModuleType, model: models.Model, **options: Any) -> models.Model:
+        axes, data = self.axes, self.mesh
+        if "tp" in axes:
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            for block in model.blocks:
+                parallelize_module(block, self.mesh["tp"], plan)
+            data = self.mesh[axes[:-1]]
+        if self.columns:
+            options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+        return wrap(model, functools.partial(library.fully_shard, mesh=data, **options))
+
+
+PLACES: dict[str, Place] = {  # of 2 ranks
+    "rows": Place((2,)),
+    "columns": Place((2,), build=models.even, columns=True),
+    "one shard, two replicas": Place((2, 1), ("replicate", "shard")),
+    "tensor parallel": Place((1, 2), ("shard", "tp"), models.even),
+    "uneven tensor parallel": Place((1, 2), ("shard", "tp")),
+    "buffers": Place((2,), build=models.Normalized),
+    "tied": Place((2,), build=models.Transformer),
+}
+FEW = ("rows", "columns", "one shard, two replicas", "tensor parallel")
+TWO = ("rows", "tensor parallel")
+Make = Callable[[Any], torch.optim.Optimizer]
+adam = functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+
+
+class PlacedTraining(Training):
+    """A model in its place, with the same values everywhere. Another `seed` makes other values."""
+
+    def __init__(
+        self,
+        place: Place,
+        library: ModuleType,
+        seed: int = 0,
+        make: Make = functools.partial(adam, foreach=False),
+        **options: Any,
+    ) -> None:
+        self.place, self.library, self.make, self.trace = place, library, make, Trace()
+        torch.manual_seed(seed)
+        self.model = place.shard(library, place.build(), **options)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return self.make(self.model.parameters())
+
+    def batch(self, seed: int) -> tuple[Tensor, ...]:
+        replicas = self.place.replicas
+        parts, part = dist.get_world_size() // replicas, dist.get_rank() // replicas
+        return tuple(t.chunk(parts)[part] for t in self.model.inputs(ROWS, seed))
+
+
+def locals_of(state: State) -> dict[str, Tensor]:
+    """Copy this rank's parts."""
+    return {name: local_part(t).detach().clone() for name, t in state.items()}
+
+
+PlaceCheck = Callable[..., list[str]]
+PROMISES = Promises()
+
+
+def over(runs: Iterable[Any]) -> Callable[[PlaceCheck], PlaceCheck]:
+    """Register a function as a promise with the function's name. A run is the name of a place, perhaps with further arguments."""
+
+    def remember(check: PlaceCheck) -> PlaceCheck:
+        every = [run if isinstance(run, tuple) else (run,) for run in runs]
+        checks = {", ".join(map(str, run)): functools.partial(named, check, *run) for run in every}
+        PROMISES.add(check.__name__.replace("_", " "), checks)
+        return check
+
+    return remember
+
+
+def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
+    return {"": check(PLACES[place], *args)}
+
+
+# --- A state dict holds the shards -------------------------------------------------------------------------
+
+
+@over(FEW)
+def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
+    """Compare names, order, kinds, shapes and values."""
+    plain, training = fresh(place.build), PlacedTraining(place, hwfsdp)
+    state, expected = training.model.state_dict(), plain.state_dict()
+    params = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    wrong = [] if list(state) == list(expected) else [f"names {list(state)}"]
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor) != (name in params):
+            wrong.append(f"{name} is a {type(tensor).__name__}")
+        if tensor.requires_grad:
+            wrong.append(f"{name} requires grad")
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if tensor.shape != expected[name].shape or not torch.equal(whole, expected[name]):
+            wrong.append(f"{name}: {whole}")
+    return wrong
+
+
+@over(TWO)
+def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place) -> list[str]:
+    """With `keep_vars`, this also holds while unsharded parameters are registered."""
+    training = PlacedTraining(place, hwfsdp)
+    params = dict(training.model.named_parameters(remove_duplicate=False))
+    training.loss(0)
+    state = training.model.state_dict(keep_vars=True)
+    return [name for name, param in params.items() if state[name] is not param]
+
+
+@over(FEW)
+def it_equals_fsdp2s_state_dict_also_between_forward_and_backward(place: Place) -> list[str]:
+    """Compare after two steps, and in the middle of a step."""
+    wrong = []
+    trainings = [PlacedTraining(place, library) for library in LIBRARIES]
+    for training in trainings:
+        training.steps(2)
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    wrong += unequal(*(training.model.blocks[0].state_dict(prefix="part.") for training in trainings))
+    losses = [training.loss(5) for training in trainings]
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    for training, loss in zip(trainings, losses, strict=True):
+        loss.backward()
+        training.update()
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    return wrong
+
+
+def storages(state: State) -> dict[str, int]:
+    """Return the address of each tensor's memory. Leave out shards without elements."""
+    found = {}
+    for name, tensor in state.items():
+        local = local_part(tensor)
+        if local.numel():
+            found[name] = local.untyped_storage().data_ptr()
+    return found
+
+
+@over(TWO)
+def taken_early_it_shares_memory_with_the_parameters_and_sees_later_steps(place: Place) -> list[str]:
+    """It also sees values that are loaded later."""
+    training = PlacedTraining(place, hwfsdp)
+    state = training.model.state_dict()
+    before = locals_of(state)
+    params = dict(training.model.named_parameters(remove_duplicate=False)) | dict(
+        training.model.named_buffers()
+    )
+    wrong = unequal(storages(state), {name: storages(params)[name] for name in storages(state)})
+    for first_seed in (0, 2):
+        training.steps(2, first_seed)
+        wrong += unequal(locals_of(state), locals_of(training.model.state_dict()))
+    moved = {name for name, tensor in locals_of(state).items() if not torch.equal(tensor, before[name])}
+    wrong += [f"{name} did not move" for name in storages(state).keys() - moved if "running" not in name]
+    loaded = {name: copy.deepcopy(tensor) for name, tensor in state.items()}
+    for name, tensor in loaded.items():
+        local_part(tensor).copy_(before[name])
+    training.model.load_state_dict(loaded)
+    wrong += unequal(locals_of(state), before)
+    training.steps(1)
+    wrong += unequal(locals_of(state), locals_of(training.model.state_dict()))
+    return wrong
+
+
+def traced(tensor: Tensor) -> Trace:
+    trace = Trace()
+    trace.keep("tensor", tensor)
+    return trace
+
+
+# --- Loading -----------------------------------------------------------------------------------------------
+
+
+IN_USE, ASSIGNED, ASSIGNED_TO_META = (False, False, True), (True, False, True), (True, True, False)
+LOADED = [
+    *[(place, *IN_USE) for place in ("rows", "tensor parallel", "tied")],
+    *[(place, *ASSIGNED) for place in ("columns", "uneven tensor parallel", "buffers", "tied")],
+    ("one shard, two replicas", *ASSIGNED_TO_META),
+]
+
+
+@over(LOADED)
+def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
+    """Load one model's state into another, new or used, which trains on. Both libraries must agree."""
+    traces, wrong = [], []
+    for library in LIBRARIES:
+        source = PlacedTraining(place, library)
+        source.steps(1)
+        state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
+        with torch.device("meta" if on_meta else "cpu"):
+            target = PlacedTraining(place, library, seed=1)
+        if ran:
+            target.loss(3).backward()
+            target.model.zero_grad()
+            with torch.no_grad():
+                target.loss(4)  # leaves the root whole
+        result = target.model.load_state_dict(state, assign=assign)
+        wrong += [] if not any(result) else [str(result)]
+        wrong += unequal(locals_of(target.model.state_dict()), locals_of(state))
+        wrong += [f"{n} is no leaf that trains" for n, p in target.model.named_parameters() if not p.is_leaf]
+        wrong += [f"{n} is not trained" for n, p in target.model.named_parameters() if not p.requires_grad]
+        target.steps(1, first_seed=1)
+        target.trace.keep("a whole output", target.model(*target.model.inputs(ROWS, 9)).detach())
+        traces.append(target.trace)
+    return wrong + differences(*traces, *BITS)
+
+
+@over(TWO)
+def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[str]:
+    """Load a state while gathers are in flight. They must run again."""
+    source, target = PlacedTraining(place, hwfsdp, seed=1), PlacedTraining(place, hwfsdp)
+    wrong = []
+    for assign in (False, True):
+        state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
+        for module in (target.model, *target.model.blocks):
+            module.unshard(async_op=True)
+        target.model.load_state_dict(state, assign=assign)
+        losses = [traced(training.loss(5)) for training in (target, source)]
+        wrong += differences(*losses, *BITS)
+        source.steps(1)
+    return wrong
+
+
+# --- Cost --------------------------------------------------------------------------------------------------
+
+
+def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the collectives of an action, as seen by the event log and by torch, and its result."""
+    with record() as log, CommDebugMode() as counted:
+        result = action()
+    logged = [f"{event.op} of {event.owner}" for event in log.collectives()]
+    return logged + [f"{number} × {op}" for op, number in counted.get_comm_counts().items()], result
+
+
+@over([("rows", True), ("tensor parallel", True), ("rows", False)])
+def taking_and_loading_communicate_nothing(place: Place, reshard_after_forward: bool) -> list[str]:
+    """Check this at every turn of a training."""
+    training = PlacedTraining(place, hwfsdp, reshard_after_forward=reshard_after_forward)
+    model, wrong = training.model, []
+
+    def turn(when: str) -> None:
+        issued, state = collectives_of(model.state_dict)
+        names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+        wrong.extend(f"{when}: {op}" for op in issued)
+        wrong.extend(f"{when}: {n} is no DTensor" for n in names if not isinstance(state[n], DTensor))
+        copied = {name: tensor.detach().clone() for name, tensor in state.items()}
+        issued, _ = collectives_of(lambda: model.load_state_dict(copied))
+        wrong.extend(f"{when}, loading: {op}" for op in issued)
+        issued, _ = collectives_of(lambda: model.load_state_dict(copied, assign=True))
+        wrong.extend(f"{when}, assigning: {op}" for op in issued)
+        wrong.extend(f"{when}: {w}" for w in unequal(locals_of(model.state_dict()), locals_of(copied)))
+
+    turn("before the first forward")
+    with torch.no_grad():
+        training.loss(0)
+    turn("after a forward without gradients")
+    training.loss(0)
+    turn("after a forward")
+    training.loss(0).backward()
+    turn("after a backward")
+    for block in model.blocks:
+        block.unshard()
+    turn("unsharded by hand")
+    model.set_reshard_after_backward(False)
+    training.loss(0).backward()
+    turn("after a backward that keeps")
+    with record() as log:  # alone: torch's CommDebugMode cannot follow every model into a backward
+        training.loss(0).backward()
+    return wrong if log.collectives() else ["not even a backward communicates"]
+
+
+# --- Strictness --------------------------------------------------------------------------------------------
+
+
+MISTAKES = ("missing", "unexpected", "another shape", "plain tensors")
+
+
+def spoil(state: State, how: str) -> State:
+    """Return a state dict with a mistake."""
+    state = dict(state)
+    first, *_, last = (name for name, tensor in state.items() if isinstance(tensor, DTensor))
+    if how == "missing":
+        del state[first], state[last]
+    if how == "unexpected":
+        state["blocks.0.nobody"] = state[first]
+    if how == "another shape":
+        shard = state[first]
+        wide = torch.cat([shard.to_local()] * 2, 1 if shard.ndim > 1 else 0)
+        state[first] = DTensor.from_local(wide, shard.device_mesh, shard.placements, run_check=False)
+    if how == "plain tensors":
+        state[first] = state[first].full_tensor()
+    return state
+
+
+@over([*itertools.product(("rows",), MISTAKES), ("tensor parallel", "another shape")])
+def one_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place: Place, how: str) -> list[str]:
+    """Compare the errors of both libraries, strict and lenient."""
+    said = []
+    for library in LIBRARIES:
+        training = PlacedTraining(place, library)
+        before = locals_of(training.model.state_dict())
+        state = spoil(PlacedTraining(place, library, seed=1).model.state_dict(), how)
+        with pytest.raises(RuntimeError) as error:
+            training.model.load_state_dict(state)
+        said.append(str(error.value))
+        training.model.load_state_dict({}, strict=False)
+        if how in ("missing", "unexpected"):
+            said[-1] += str(training.model.load_state_dict(state, strict=False))
+            if how == "missing":
+                name = next(iter(before.keys() - state.keys()))
+                kept = locals_of(training.model.state_dict())[name]
+                said[-1] += f"{name} kept: {torch.equal(kept, before[name])}"
+        training.steps(1)
+    return [] if said[0] == said[1] else said
+
+
+# --- A training goes on elsewhere --------------------------------------------------------------------------
+
+HELPER_OPTIONS: dict[str, StateDictOptions] = {
+    "sharded": StateDictOptions(),
+    "full, from rank 0": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+}
+FUSED = "without helpers, fused"
+
+
+def wholes(state: State) -> State:
+    """Copy whole tensors."""
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
+
+
+@over([("rows", "full, from rank 0"), ("tensor parallel", "sharded"), ("rows", FUSED)])
+def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(place: Place, how: str) -> list[str]:
+    """Load model and optimizer state of one training into another with different values."""
+    wrong, taken, traces = [], [], []
+    make = functools.partial(adam, fused=True) if how == FUSED else functools.partial(adam, foreach=False)
+    for library in LIBRARIES:
+        source, target = (PlacedTraining(place, library, seed, make) for seed in (0, 1))
+        source.steps(1)
+        states = taken_from(source, how)
+        taken.append(through_a_file(states))
+        if "full" in how:
+            wrong += unequal(states["model"], wholes(source.model.state_dict()))
+        given_to(target, how, through_a_file(states))
+        wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
+        for training in (source, target):
+            training.trace = Trace()
+            training.steps(1, first_seed=2)
+        wrong += differences(target.trace, source.trace, *BITS)
+        traces.append(target.trace)
+    return wrong + unequal(*taken) + differences(*traces, *BITS)
+
+
+def through_a_file(states: State) -> State:
+    """Save by torch.save and load by torch.load, so that the states have their own memory."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    loaded: State = torch.load(file, weights_only=False)
+    return loaded
+
+
+def taken_from(training: PlacedTraining, how: str) -> State:
+    """Return the states from torch's helpers, or from the model and its optimizer themselves."""
+    model, optimizer = training.model, training.optimizer
+    if how == FUSED:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    options = dataclasses.replace(HELPER_OPTIONS[how], broadcast_from_rank0=False)
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def given_to(training: PlacedTraining, how: str, states: State) -> None:
+    """Give the states to torch's helpers. For a broadcast, only the first rank has them."""
+    if how == FUSED:
+        training.model.load_state_dict(states["model"])
+        training.optimizer.load_state_dict(states["optimizer"])
+        return
+    options = HELPER_OPTIONS[how]
+    if options.broadcast_from_rank0 and dist.get_rank() != 0:
+        states = {"model": {}, "optimizer": {}}
+    set_model_state_dict(training.model, states["model"], options=options)
+    set_optimizer_state_dict(training.model, training.optimizer, states["optimizer"], options=options)
+
+
+test_a_promise_is_kept = PROMISES.test()

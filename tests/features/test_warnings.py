@@ -1,0 +1,467 @@
+"""Mistakes that raise no error, but train nothing, or something else. Each gets one warning; correct code gets none.
+
+A check makes a mistake on a rank, or something close to a mistake. It returns the problems with the warnings.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import hwfsdp
+import models
+from hwfsdp import StateError
+from oracles import fresh, objective, ours, rank_rows, theirs, wrap
+from together import Together
+
+Messages = list[str]
+two, with_detail = Together(2, TORCH_DISTRIBUTED_DEBUG="INFO"), Together(2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
+@contextmanager
+def caught() -> Iterator[Messages]:
+    """Collect the messages of all UserWarnings in the block. They are available at its end."""
+    messages: Messages = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in found if issubclass(warning.category, UserWarning)]
+
+
+def other_than(messages: Messages, *expected: tuple[str, ...]) -> Messages:
+    """Return [] if there is one message for each of `expected`, with all of its words. Else return the messages."""
+    pairs = zip(messages, expected, strict=False)
+    right = all(word in message for message, words in pairs for word in words)
+    return [] if right and len(messages) == len(expected) else [f"{len(messages)} warnings", *messages]
+
+
+def run(model: models.Model, seed: int = 0) -> None:
+    """Run forward and backward."""
+    objective(model(*map(rank_rows, model.inputs(4, seed)))).backward()
+
+
+def steps_of(model: models.Model, *optimizers: Optimizer, number: int = 2) -> Messages:
+    """Take training steps with all of these optimizers. Return the warnings."""
+    with caught() as messages:
+        for seed in range(number):
+            run(model, seed)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return messages
+
+
+# --- Optimizers built before fully_shard -------------------------------------------------------------------
+
+STALE = ("no longer", "fully_shard")
+
+
+@two.finds([])
+def an_optimizer_built_before_warns_once() -> Messages:
+    model = models.stem()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    messages = steps_of(wrap(model, ours), optimizer, number=3)
+    wrap(models.stem(), ours)  # a new `fully_shard` must not repeat the warning
+    messages += steps_of(model, optimizer)
+    return other_than(messages, (*STALE, "SGD", "up.weight"))
+
+
+@two.finds([])
+def one_that_has_trained_the_plain_model_warns_from_then_on() -> Messages:
+    """Another model is sharded before."""
+    wrap(models.stem(), ours)
+    model = models.stem()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = steps_of(model, optimizer, number=1)
+    after = steps_of(wrap(model, ours), optimizer)
+    return before + other_than(after, (*STALE, "SGD", "up.weight"))
+
+
+@two.finds([__file__])
+def the_warning_points_at_the_step() -> list[str]:
+    model = models.stem()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run(wrap(model, ours))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [warning.filename for warning in found]
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+@two.finds([__file__] * 3)
+def warnings_of_a_call_and_of_a_forward_point_at_the_program() -> list[str]:
+    model = nn.Sequential(nn.Embedding(4, 8, max_norm=1.0), nn.Linear(8, 2))
+    model[1].weight = OwnParameter(model[1].weight.detach())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hwfsdp.fully_shard(model, reshard_after_forward=False)
+        model(torch.arange(4))
+        model[1].bias = nn.Parameter(torch.zeros(2))  # while the model is whole
+        model.reshard()
+    return [warning.filename for warning in found]
+
+
+@two.finds([])
+def one_over_ignored_parameters_or_built_after_does_not_warn() -> Messages:
+    model = models.stem()
+    ignored = [*model.head.parameters()]
+    optimizer = SGD(ignored, lr=0.1)
+    wrap(model, ours, ignored_params={*ignored})
+    return steps_of(model, optimizer, AdamW(model.blocks.parameters()))
+
+
+@two.finds([])
+def models_sharded_by_torch_do_not_warn() -> Messages:
+    wrap(models.stem(), ours)
+    model = models.stem()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return steps_of(wrap(model, theirs), optimizer)
+
+
+# --- Optimizers built while parameters were whole ----------------------------------------------------------
+
+WHOLE = ("whole", "reshard()", "'head.bias'")
+KINDS: list[Callable[[Any], Optimizer]] = [
+    lambda params: SGD(params, lr=0.1, momentum=0.9),
+    lambda params: AdamW(params, foreach=True),
+    lambda params: AdamW(params, fused=True),
+]
+
+
+def forward_of(model: models.Model) -> Any:
+    return model(*model.inputs(2, 0))
+
+
+@two.finds([])
+def an_optimizer_built_while_parameters_are_whole_warns_once_and_trains() -> Messages:
+    """The oracle is an optimizer that was built before."""
+    wrong = []
+    for make_whole in (forward_of, lambda model: model.unshard()):
+        for kind in KINDS:
+            models_, found = [wrap(fresh(models.stem), ours) for _ in range(2)], []
+            for index, model in enumerate(models_):
+                early = kind(model.parameters())
+                make_whole(model)
+                found.append(
+                    steps_of(model, kind(reversed([*model.parameters()])) if index else early, number=3)
+                )
+            wrong += found[0] + other_than(found[1], WHOLE)
+            pairs = zip(*(model.parameters() for model in models_), strict=True)
+            wrong += ["not trained" for a, b in pairs if not torch.equal(a.full_tensor(), b.full_tensor())]
+    return wrong
+
+
+@two.finds("'weight'")
+def one_that_has_states_of_whole_parameters_is_refused() -> str:
+    model = ours(nn.Linear(4, 4, bias=False))
+    model(torch.ones(1, 4)).sum()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except StateError as error:
+        return "'weight'" if "'weight'" in str(error) and "reshard()" in str(error) else str(error)
+    return "no error"
+
+
+# --- Trained parameters that no group has ------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A layer with an adapter beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_adapter(model: models.Stem) -> models.Stem:
+    model.blocks[1].up = LoRA(model.blocks[1].up)
+    return model
+
+
+def with_head(model: models.Stem) -> models.Stem:
+    model.head = nn.Linear(8, 3)
+    return model
+
+
+def root_forgotten() -> models.Stem:
+    model = models.stem()
+    for block in model.blocks:
+        ours(block)
+    return model
+
+
+UNCLAIMED = ("SGD trains", "no fully_shard", "ignored_params")
+
+
+@two.finds([])
+def parameters_that_no_group_has_are_named_once() -> Messages:
+    wrong = []
+    for build, name in (
+        (lambda: with_adapter(wrap(models.stem(), ours)), "2 parameters: 'blocks.1.up.down.weight' of Stem"),
+        (lambda: with_head(wrap(models.stem(), ours)), "2 parameters: 'head.weight' of Stem"),
+        (root_forgotten, "4 parameters: 'stem.weight' of Stem"),
+    ):
+        model = build()
+        wrong += other_than(steps_of(model, SGD(model.parameters(), lr=0.1), number=3), (*UNCLAIMED, name))
+    return wrong
+
+
+class Task(nn.Module):
+    """A module around the model whose method, and not forward, runs the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, nn.Linear(3, 1)
+
+    def training_step(self, *inputs: Tensor) -> Tensor:
+        return self.loss(self.model(*inputs)).sum()
+
+
+def trains_quietly(model: Any, *others: nn.Module) -> Messages:
+    """Return the messages of steps of one optimizer for the model and other modules that learn from its output."""
+    optimizer = SGD([p for m in (model, *others) for p in m.parameters()], lr=0.1)
+    with caught() as messages:
+        for seed in range(2):
+            found = model(*model.inputs(2, seed))
+            for other in others:
+                found = other(found)
+            found.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages
+
+
+def with_ignored() -> models.Stem:
+    model = models.stem()
+    return wrap(model, ours, ignored_params={*model.head.parameters()})
+
+
+def with_frozen_and_unused() -> models.Stem:
+    model = wrap(models.stem(), ours)
+    model.blocks[0].frozen = nn.Linear(8, 8).requires_grad_(False)
+    model.average = models.stem()  # a copy that no gradient reaches
+    return model
+
+
+def with_replicated_parts() -> models.Stem:
+    model = root_forgotten()
+    model.stem = nn.parallel.DistributedDataParallel(model.stem)
+    replicate(model.head)
+    return model
+
+
+def on_all_ranks() -> models.Stem:
+    model = wrap(models.stem(), ours)
+    mesh = init_device_mesh("cpu", (2,))
+    model.stem.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    model.stem.register_forward_hook(lambda module, args, output: output + module.scale.to_local().sum())
+    return model
+
+
+def on_one_rank() -> models.Stem:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "dp"))["dp"]
+    model = models.stem()
+    for block in model.blocks:
+        hwfsdp.fully_shard(block, mesh=mesh)
+    return model
+
+
+@two.finds([])
+def parameters_that_need_no_average_are_not_named() -> Messages:
+    builders = (with_ignored, with_frozen_and_unused, with_replicated_parts, on_all_ranks, on_one_rank)
+    wrong = [f"{build.__name__}: {m}" for build in builders for m in trains_quietly(build())]
+    wrong += trains_quietly(wrap(models.stem(), ours), nn.Linear(3, 1))  # another model
+    return wrong + trains_quietly(
+        wrap(models.stem(), ours), nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    )
+
+
+# --- Gradients that were never synchronized ----------------------------------------------------------------
+
+
+def sharded(**options: Any) -> tuple[models.Stem, Optimizer]:
+    model = wrap(models.stem(), ours, **options)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def step_after(prepare: Callable[[models.Stem], Any], **options: Any) -> Messages:
+    """Return the messages of an optimizer step. No message may come before it."""
+    model, optimizer = sharded(**options)
+    with caught() as early:
+        prepare(model)
+    assert early == []
+    with caught() as messages:
+        optimizer.step()
+    return messages
+
+
+def one_block(model: models.Stem) -> None:
+    model.blocks[1].set_requires_gradient_sync(False, recurse=False)
+    run(model)
+
+
+def backwards(model: models.Stem, *syncs: bool) -> None:
+    for sync in syncs:
+        model.set_requires_gradient_sync(sync)
+        run(model)
+
+
+UNSYNCHRONIZED = "set_requires_gradient_sync"
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@two.finds([])
+def a_step_without_gradients_of_one_block_names_its_group() -> Messages:
+    found = [step_after(one_block), step_after(one_block, policy=BF16)]
+    return [message for messages in found for message in other_than(messages, (UNSYNCHRONIZED, "'blocks.1'"))]
+
+
+def freeze_a_block(model: models.Stem) -> None:
+    model.blocks[1].requires_grad_(False)
+    one_block(model)
+
+
+def forward_alone(model: models.Stem) -> None:
+    model.set_requires_gradient_sync(False)
+    with torch.no_grad():
+        model(*model.inputs(2, 0))
+
+
+def synchronize_later(model: models.Stem) -> None:
+    backwards(model, False, False, True)
+
+
+@two.finds([])
+def where_nothing_is_lost_nothing_is_said() -> Messages:
+    return [m for each in (freeze_a_block, forward_alone, synchronize_later) for m in step_after(each)]
+
+
+@two.finds([0, 0, 1])
+def only_an_optimizer_that_has_the_parameters_of_the_group_warns_of_its_gradients() -> list[int]:
+    model, optimizer = sharded()
+    other = SGD(models.stem().parameters(), lr=0.1)
+    rest = SGD(model.blocks[0].parameters(), lr=0.1)
+    one_block(model)
+    found = []
+    for each in (other, rest, optimizer):
+        with caught() as messages:
+            each.step()
+        found.append(len(messages))
+    return found
+
+
+@two.finds([1, 0, 0])
+def the_next_step_is_judged_by_its_own_backwards() -> list[int]:
+    model, optimizer = sharded()
+    found = []
+    for sync in (False, True, True):
+        backwards(model, sync)
+        with caught() as messages:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(len(messages))
+    return found
+
+
+# --- Ranks whose models differ -----------------------------------------------------------------------------
+
+
+def rename_a_layer(model: models.Stem) -> None:
+    block = model.blocks[1]
+    layers = block._modules
+    block._modules = {"up": layers["up"], "lower": layers["down"]}
+    block.forward = lambda x: block.lower(torch.tanh(block.up(x)))
+
+
+class Wrapped(nn.Module):
+    """A module with an inner module that has all its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.Block(8, 12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def first_forward(model: models.Stem, *words: str) -> Messages:
+    """Return the problems: wrong messages of a forward, messages of two later steps, and parameters without a gradient."""
+    with caught() as first:
+        run(model)
+    with caught() as later:
+        for seed in range(2):
+            run(model, seed)
+    without = [f"{name} has no gradient" for name, param in model.named_parameters() if param.grad is None]
+    return (other_than(first, words) if words else first) + later + without
+
+
+@two.finds([])
+@with_detail.finds([])
+def ranks_with_the_same_model_are_told_nothing() -> Messages:
+    return first_forward(wrap(fresh(models.stem), ours))
+
+
+def a_layer_has_another_name(*words: str) -> Messages:
+    model = fresh(models.stem)
+    if dist.get_rank():
+        rename_a_layer(model)
+    return first_forward(wrap(model, ours), *words)
+
+
+def sharded_one_level_deeper(*words: str) -> Messages:
+    """Shard the same parameters in the same groups. Only the argument of `fully_shard` differs between ranks."""
+    torch.manual_seed(0)
+    model = models.Stem([Wrapped(), Wrapped()])
+    first, second = model.blocks
+    ours(first.inner if dist.get_rank() else first)
+    ours(second)
+    return first_forward(ours(model), *words)
+
+
+@with_detail.finds([])
+def under_detail_debugging_ranks_with_different_models_are_told_the_first_difference_once() -> Messages:
+    wrong = a_layer_has_another_name("rank 1", "blocks.1.down.weight", "blocks.1.lower.weight")
+    return wrong + sharded_one_level_deeper("rank 1", "'blocks.0'", "'blocks.0.inner'")
+
+
+@two.finds([])
+def without_detail_debugging_models_are_not_compared() -> Messages:
+    return a_layer_has_another_name() + sharded_one_level_deeper()
+
+
+# --- A number of ranks that looks like a flag --------------------------------------------------------------
+
+
+@two.finds([])
+def a_smaller_world_of_one_rank_is_asked_back_since_it_may_be_meant_as_true() -> Messages:
+    wrong = []
+    for value in (1, 2, True, False, None):
+        with caught() as messages:
+            ours(nn.Linear(4, 4), reshard_after_forward=value)
+        asked = [("reshard_after_forward=1", "True")] if value is not True and value == 1 else []
+        wrong += other_than(messages, *asked)
+    return wrong
+
+
+test_on_two_ranks = two.test()
+test_under_detail_debugging = with_detail.test()

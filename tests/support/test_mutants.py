@@ -1,0 +1,236 @@
+"""Mutants: each makes one change, of its kind and at its line, and changes nothing else in the text."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import hwfsdp
+from mutants import Mutant, extract, functions, mutants
+
+PACKAGE = Path(hwfsdp.__file__).parent
+EVERY = 400  # functions of the package: one of so many is looked at
+
+
+def parsed(text: str) -> ast.Module:
+    return ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
+
+
+def changed_as_stated(original: str, mutant: Mutant) -> bool:
+    """Return True if replacing `before` by `after` at some place in the line gives the mutant's text."""
+    lines = original.splitlines(keepends=True)
+    first = sum(map(len, lines[: mutant.line - 1]))
+    return any(
+        original.startswith(mutant.before, place)
+        and original[:place] + mutant.after + original[place + len(mutant.before) :] == mutant.text
+        for place in range(first, first + len(lines[mutant.line - 1]))
+    )
+
+
+def untouchable(text: str) -> Counter[str]:
+    """Count comments, and the syntax that no mutant changes, also in nested functions."""
+    found = [token.string for token in tokens(text) if token.type == tokenize.COMMENT]
+    parts: list[ast.AST | None] = []
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts += [*node.decorator_list, node.args, node.returns]
+            found += [f"{node.name}: {ast.get_docstring(node, clean=False)}"]
+        elif isinstance(node, ast.Lambda):
+            parts.append(node.args)
+        elif isinstance(node, ast.AnnAssign):
+            parts.append(node.annotation)
+        elif isinstance(node, ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise):
+            parts.append(node)
+    return Counter([*found, *(ast.dump(part) for part in parts if part)])
+
+
+def tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    opening = "if True:\n" if text[:1].isspace() else ""
+    return tokenize.generate_tokens(io.StringIO(opening + text).readline)
+
+
+def promises(original: str) -> Sequence[Mutant]:
+    """Return the mutants of the text. Assert every promise about mutants first."""
+    found = list(mutants(original))
+    programs = [ast.unparse(parsed(original)), *(ast.unparse(parsed(mutant.text)) for mutant in found)]
+    assert len(set(programs)) == len(programs)
+    kept = untouchable(original)
+    for mutant in found:
+        compile(parsed(mutant.text), "<mutant>", "exec")
+        assert changed_as_stated(original, mutant), mutant
+        assert untouchable(mutant.text) <= kept, mutant  # gone with a statement, maybe, but not another
+        assert head_of(mutant.text) == head_of(original), mutant
+    return found
+
+
+def head_of(text: str) -> list[str | None]:
+    """Return decorators, signature and docstring of the function itself."""
+    node = parsed(text).body[0]
+    function = node.body[0] if isinstance(node, ast.If) else node
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    parts = [*function.decorator_list, function.args, *([function.returns] if function.returns else [])]
+    return [ast.get_docstring(function, clean=False), *(ast.dump(part) for part in parts)]
+
+
+def functions_of_the_package() -> list[str]:
+    """Return the texts of all functions in the package."""
+    sources = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
+    return [extract(source, name) for source in sources for name in functions(source)]
+
+
+def test_mutants_of_sample_functions_keep_the_promises_about_mutants() -> None:
+    texts = functions_of_the_package()[::EVERY]
+    assert len(texts) > 4
+    for text in texts:
+        promises(text)
+
+
+def in_function(line: str) -> str:
+    return f"def f(a, b, c):\n    {line}\n"
+
+
+def plain(line: str) -> str:
+    """Return the line as Python writes it, without its layout."""
+    return ast.unparse(ast.parse(in_function(line)))
+
+
+def found_in(line: str) -> dict[str, list[str]]:
+    """Return kind → the changed lines."""
+    found: dict[str, list[str]] = {}
+    for mutant in promises(in_function(line)):
+        found.setdefault(mutant.operator, []).append(ast.unparse(ast.parse(mutant.text)))
+    return found
+
+
+EXAMPLES = [
+    ("swap arithmetic", "a + b * c", ["a - b * c", "a + b // c"]),
+    ("swap arithmetic", "(a//(b)) - c % a", ["(a*(b)) - c % a", "(a//(b)) + c % a", "(a//(b)) - c // a"]),
+    ("swap arithmetic", "[a] + b, 'x' * a, '%s' % a, f'{a + b}' + c + c", None),
+    ("swap comparison", "a < b <= c", ["a <= b <= c", "a < b < c"]),
+    ("swap comparison", "a > b, a >= b", ["a >= b, a >= b", "a > b, a > b"]),
+    ("swap and/or", "a and b or c", ["(a or b) or c", "(a and b) and c"]),
+    ("swap and/or", "(a)and(b)and c", ["(a)or(b)and c", "(a)and(b)or c"]),
+    ("swap function", "min(a), b.any(), max", ["max(a), b.any(), max", "min(a), b.all(), max"]),
+    ("swap arguments", "f(a, (b), c)", ["f((b), a, c)", "f(a, c, (b))"]),
+    ("swap arguments", "(f)((a), (b or c))", ["(f)((b or c), (a))"]),
+    ("swap arguments", "f(a, a), f(a, *b, c), min(a, b), isinstance(a, b), f(a, x=b)", None),
+    ("negate condition", "b if a else c", ["b if not a else c"]),
+    (
+        "negate condition",
+        "[x for x in a if x < b if x]",
+        ["[x for x in a if not (x < b) if x]", "[x for x in a if x < b if not x]"],
+    ),
+    ("negate condition", "b if a is c else 1 if not b else 2 if True else 3", None),
+    ("drop statement", "a.b = c", ["pass"]),
+    ("drop statement", "a: int = b; b: int; del c", ["pass; b: int; del c", "a: int = b; b: int; pass"]),
+    ("drop statement", "...; pass; import os; assert a < 1, f(a, b)", None),
+    ("drop return value", "return a", ["return None"]),
+    ("drop return value", "return None", None),
+    ("drop context", "with a(), b: c()", ["if True: c()"]),
+    ("drop context", "with a as b: c()", None),
+    ("drop keyword", "f(a, b=1, **c)", ["f(a, **c)", "f(a, b=1)"]),
+    ("drop keyword", "f(b=(a),)", ["f()"]),
+    (
+        "drop bound",
+        "a[b:c:2], a[0:(b)]",
+        ["a[:c:2], a[0:(b)]", "a[b::2], a[0:(b)]", "a[b:c:], a[0:(b)]", "a[b:c:2], a[0:]"],
+    ),
+    ("drop unary", "return-a, not(b)", ["return a, not(b)", "return-a, (b)"]),
+    ("drop unary", "not c, - (a)", ["c, - (a)", "not c, (a)"]),
+    ("off by one", "range(a or b)", ["range((a or b) + 1)", "range((a or b) - 1)"]),
+    ("off by one", "range(a, b, c)", ["range(a + 1, b, c)", "range(a, b + 1, c)", "range(a, b - 1, c)"]),
+    ("off by one", "range(3), range(a - 1), a[:-1], range(*a)", None),
+    ("change constant", "a(0, 1, 7)", ["a(1, 1, 7)", "a(0, 0, 7)", "a(0, 1, 8)"]),
+    (
+        "change constant",
+        "a(0.5, True, None, 'a', b'b')",
+        ["a(1.5, True, None, 'a', b'b')", "a(0.5, False, None, 'a', b'b')"],
+    ),
+    ("unwrap call", "return (a + b).to(c)if c else b", ["return (a + b)if c else b"]),
+    ("unwrap call", "return sorted(a or b, key=c)", ["return (a or b)"]),
+    ("unwrap call", "a.zero_(); list(*b); a.other(b)", None),
+]
+
+
+def test_each_example_line_gives_the_expected_mutants() -> None:
+    for operator, line, expected in EXAMPLES:
+        assert sorted(found_in(line).get(operator, [])) == sorted(map(plain, expected or []))
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    source = Path(__file__).with_name("mutants.py").read_text()
+    assert set(re.findall(r'_Change\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
+
+
+HARD = '''\
+    @decorated(1 + 2, key=3)
+    async def method(self, n: int = 1 + 1, *, flag: bool = True) -> "tuple[int, 3]":
+        """Ends in one: 1 < 2.
+
+no indentation here: 0 + 1
+        """
+        # a < b, 字 = 0
+        字 = "é" if n else f"{n + 1:>{n - 2}}"; 数 = n + 1  # n + 2
+        table: dict[int, "Literal[4]"] = {
+            字: n  # left + side
+            - (  # right - side
+                数
+            ),
+        }
+
+        @decorated(5)
+        def nested(k=6, /, *more: Literal[7]) -> Literal[8]:
+            """Nine, 9 > 8."""
+            return (lambda x, y=10: x @ y < k)(*more, **{"é": k})
+
+        with (
+            open(self.path),
+            lock,  # both
+        ):
+            @decorated("@")
+            def inside(): return 11
+        async with self as it:
+            async for y in it: await y.to(数, copy=True,  # why
+                flag=flag)
+        match n:
+            case 12 | 13 if (z := n) > 14: pass
+            case _: raise ValueError("字 == 1", n + 15) from None
+        assert n > 16, f"more than {n - 16}"
+        return [
+            x
+            for x in range(
+                数
+                or n
+            ) if x not in 字
+        ][
+            n
+            :
+        ]
+        # the end < here
+'''
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_mutants_of_a_method_with_unusual_characters_and_layout_are_placed_right(ending: str) -> None:
+    original = HARD.replace("\n", ending)
+    found = promises(original)
+    shown = {(mutant.line, mutant.operator, mutant.before, mutant.after) for mutant in found}
+    assert (8, "swap arithmetic", "数 = n + 1", "数 = n - 1") in shown
+    assert (8, "change constant", "n + 1", "n + 0") in shown
+    assert (19, "swap comparison", "lambda x, y=10: x @ y < k", "lambda x, y=10: x @ y <= k") in shown
+    assert (37, "off by one", f"数{ending}                or n", "(数 or n) + 1") in shown
+    assert (39, "swap comparison", "x not in 字", "x in 字") in shown
+    assert found == list(mutants(original))
+
+
+def test_a_mutant_names_its_change() -> None:
+    found = [str(mutant) for mutant in mutants(in_function("return f(a - b,  # why\n c=1)"))]
+    assert "line 2, swap arithmetic: `a - b` → `a + b`" in found
+    assert "line 2, drop keyword: `f(a - b, # why c=1)` → `f(a - b)`" in found
+    assert "line 2, drop return value: `return f(a - b, # why c=1)` → `return None`" in found

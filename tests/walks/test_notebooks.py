@@ -1,0 +1,126 @@
+"""Notebooks match their sources, run from top to bottom, show pictures, define no algorithm, and give readable errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import suites
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+HANGS = 900.0  # seconds after which a notebook has stopped; `make notebooks` measures how long it takes
+LONGEST = 30  # lines of a function in a notebook; it runs on ranks or draws
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("write_notebooks", FOLDER / "write.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = load_tool()
+SOURCES = TOOL.sources([])
+FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
+
+
+def test_a_notebook_equals_its_source_states_its_needs_and_defines_no_algorithm() -> None:
+    for path in SOURCES:
+        assert list(TOOL.problems(path)) == []
+        cells = TOOL.read_source(path).cells
+        assert cells[0].source.startswith(f"# {path.name[:2]} · ")
+        assert next(cell.source for cell in cells if cell.cell_type == "code") == FIRST
+        functions = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+        ]
+        assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST] == []
+
+
+def test_the_names_of_the_package_that_a_notebook_imports_exist() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hwfsdp"):
+                for name in node.names:
+                    exec(f"from {node.module} import {name.name}", {})
+
+
+def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "01_x.py"
+    source.write_text("# %%\n1 + 1\n")
+    assert list(TOOL.problems(source)) == ["01_x.ipynb is missing. Run: make notebooks"]
+    notebook = TOOL.read_source(source)
+    TOOL.nbformat.write(notebook, source.with_suffix(".ipynb"))
+    source.write_text("# %%\n1 + 2\n")
+    found = list(TOOL.problems(source))
+    assert [
+        part in problem for part, problem in zip(("not what", "not run", "no picture"), found, strict=True)
+    ] == [True] * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # readers do not set it, and it adds collectives
+    TOOL.run(TOOL.read_source(path), HANGS)
+
+
+def shown(*cells: str) -> list[str]:
+    """Run the cells in one kernel. Return the text of each, or of its error. If the kernel hangs, the time limit fails the test."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata = {"kernelspec": TOOL.KERNEL}
+    TOOL.run(notebook, allow_errors=True)
+    return [
+        "".join(o.get("text") or "\n".join(o.get("traceback", ())) for o in c.outputs) for c in notebook.cells
+    ]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        suites.long("import sys; sys.modules['hwfsdp'] = None", id="no package"),
+        pytest.param("import sys; sys.path.insert(0, '{folder}')", id="a Python that cannot read it"),
+        suites.long("import sys; sys.version_info = (3, 10, 4)", id="a Python that is too old"),
+    ],
+)
+def test_a_kernel_that_cannot_run_a_notebook_names_a_remedy(broken: str, tmp_path: Path) -> None:
+    (tmp_path / "hwfsdp").mkdir()
+    (tmp_path / "hwfsdp" / "__init__.py").write_text("type Size = int | None = 3\n")  # a syntax of no Python
+    _, said = shown(broken.format(folder=tmp_path), FIRST)
+    assert "README.md" in said and "kernel" in said and "Traceback" not in said
+
+
+def test_the_first_cell_can_be_read_by_an_old_python() -> None:
+    ast.parse(FIRST, feature_version=(3, 6))
+
+
+FAILING = """
+import torch.distributed as dist
+from hwfsdp import launch
+def step():
+    if dist.get_rank() == 1:
+        raise ValueError("no batch for me")
+    dist.barrier()
+launch(step, 2)
+"""
+HANGING = """
+def step():
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        while True:
+            pass
+launch(step, 2, timeout=1)
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_or_hangs_in_a_cell_is_named_and_the_kernel_lives_on() -> None:
+    _, failed, hung, after = shown(FIRST, FAILING, HANGING, "print(launch(dist.get_rank, 2))")
+    assert "rank 1" in failed.lower() and "no batch for me" in failed
+    assert "rank 0" in hung.lower() and "barrier" in hung
+    assert after == "[0, 1]\n"

@@ -1,0 +1,215 @@
+"""The built distributions work: sdist and wheel of a copy of this tree. The wheel runs without the tree.
+
+The wheel is built from the sdist, which shows that the sdist is complete. It is installed into an environment with a space in its path.
+Dependencies come from the environment that runs the tests, and nothing from a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hwfsdp
+
+ROOT = Path(__file__).parents[2]
+NOT_COPIED = shutil.ignore_patterns(
+    ".git",
+    ".venv*",
+    "runs",
+    "build",
+    "dist",
+    "*.egg-info",
+    "_build",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
+)
+LEFT = re.compile(r"(^|/)(runs|__pycache__|\.\w+_cache)/|\.py\.\d+$|\.pyc$")
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"  # set by conftest, for the ranks of other tests
+TINY = ["--ranks", "2", "--steps", "2", "--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both distributions into a folder. The tree has a learner's leftovers, which must not be in them."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
+    exercises = folder / "tree" / "exercises"
+    (exercises / "my_fsdp.py.1").touch()
+    (exercises / "__pycache__").mkdir()
+    (exercises / "__pycache__" / "my_fsdp.cpython-311.pyc").touch()
+    trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
+    trace.parent.mkdir(parents=True)
+    trace.touch()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the wheel into an environment, and return its command."""
+    folder = tmp_path_factory.mktemp("installed") / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    outer = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "outer.pth"
+    # its own .pth files, the editable one too, do not count there
+    outer.write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin" / "hwfsdp")
+
+
+def files(folder: str, *suffixes: str) -> set[str]:
+    """Return the files of the tree that belong into a distribution, without a learner's leftovers."""
+    found = set()
+    for path in (ROOT / folder).rglob("*"):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and not LEFT.search(name) and (path.suffix in suffixes or not suffixes):
+            found.add(name)
+    return found
+
+
+def run(command: str, folder: Path, *args: str) -> str:
+    """Run the installed command in a folder outside the tree, and return its output."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", _DEBUG)}
+    done = subprocess.run([command, *args], cwd=folder, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# --- Contents ----------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_the_source_no_longer_has_is_not_built(tmp_path: Path) -> None:
+    tree, gone = tmp_path / "tree", tmp_path / "lib" / "hwfsdp" / "gone.py"
+    for folder in ("hwfsdp", "exercises"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=NOT_COPIED)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    gone.parent.mkdir(parents=True)
+    gone.touch()  # by an earlier build
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert gone.with_name("__init__.py").exists() and not gone.exists()
+
+
+@pytest.mark.long
+def test_the_wheel_has_the_package_its_types_and_the_course_without_solutions(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    assert files("hwfsdp") <= names
+    given = {name.removeprefix("hwfsdp/_course/") for name in names if name.startswith("hwfsdp/_course/")}
+    assert given == files("exercises")
+    assert {name.partition("/")[0] for name in names} == {"hwfsdp", f"hwfsdp-{hwfsdp.__version__}.dist-info"}
+    assert not [name for name in names if "solutions" in name or LEFT.search(name)]
+    assert [name for name in names if name.endswith("/LICENSE")]
+    about = archive.read(f"hwfsdp-{hwfsdp.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {hwfsdp.__version__}\n" in about and "\nRequires-Python: >=3.11\n" in about
+
+
+@pytest.mark.long
+def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("hwfsdp", "tests", "exercises", "solutions", "benchmarks", "notebooks"):
+        there = files(folder)
+        assert there <= names, sorted(there - names)
+    assert {"Makefile", "setup.cfg", "pyproject.toml", "setup.py", "docs/course.md", ".gitignore"} <= names
+    assert not [name for name in names if name.startswith(("docs/_build", "runs", ".venv*", ".git/"))]
+    assert not [name for name in names if LEFT.search(name)]
+
+
+def test_what_is_built_in_docs_is_pruned_from_the_source_distribution() -> None:
+    built = re.findall(r"^(docs/\S+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+    pruned = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert built and [folder for folder in built if f"prune {folder}" not in pruned] == []
+
+
+def test_each_dependency_has_a_row_that_says_why() -> None:
+    listed = re.findall(r"^    ([\w-]+)[<=>]", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    rows = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies, and why")[2]
+    assert "torch" in listed and [name for name in listed if not re.search(rf"\b{name}\b", rows)] == []
+
+
+# --- Behavior ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_installed_package_greets_and_lists_the_course_that_it_carries(
+    command: str, tmp_path: Path
+) -> None:
+    text = run(command, tmp_path)
+    assert "\n  hwfsdp demo\n" in text and "hwfsdp course" in text
+    text = run(command, tmp_path, "list")
+    assert re.search(r"01 +Rows", text) and "hwfsdp course" in text
+
+
+@pytest.mark.long
+def test_the_course_is_written_to_a_folder_to_work_in(command: str, tmp_path: Path) -> None:
+    said = run(command, tmp_path, "course", "my course")
+    assert "cd 'my course' && hwfsdp check 1" in said
+    folder = tmp_path / "my course"
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == files("exercises")
+    standings = json.loads(run(command, folder, "status", "--json"))["exercises"]
+    assert {standing["status"] for standing in standings} == {"not started"}
+    again = subprocess.run([command, "course", str(folder)], capture_output=True, text=True)
+    assert again.returncode == 2 and "expected a new folder" in again.stderr
+
+
+@pytest.mark.long
+def test_without_a_folder_of_the_course_the_remedy_is_to_write_one(command: str, tmp_path: Path) -> None:
+    done = subprocess.run([command, "hint", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.rstrip().endswith("hwfsdp course DIR")
+
+
+@pytest.mark.long
+def test_a_right_answer_passes_where_the_course_was_written(command: str, tmp_path: Path) -> None:
+    run(command, tmp_path, "course", "here")
+    shutil.copy(ROOT / "solutions" / "my_fsdp.py", tmp_path / "here" / "exercises")
+    assert "5 of 5 points" in run(command, tmp_path / "here", "check", "1")
+    assert "hwfsdp check 2\n" in run(command, tmp_path / "here")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["explain", "llama3-8b", "--ranks", "8"], "llama3-8b over 8 ranks"),
+        (["simulate", "--model", "gpt-tiny", "--gpus", "2"], "tokens per second"),
+        (["demo", *TINY], "equal, bit for bit"),
+    ],
+    ids=["explain", "simulate", "demo"],
+)
+def test_the_installed_package_works(command: str, tmp_path: Path, args: list[str], part: str) -> None:
+    assert part in run(command, tmp_path, *args)
+
+
+def test_a_checkout_has_its_course_and_needs_no_copy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hwfsdp", "course", str(tmp_path / "new")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and str(ROOT / "exercises") in done.stderr and not (tmp_path / "new").exists()
+
+
+def test_uv_gets_the_torch_of_make_setup() -> None:
+    (torch,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    assert f"TORCH_SPEC ?= {torch}\n" in (ROOT / "Makefile").read_text()
