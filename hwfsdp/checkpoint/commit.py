@@ -558,11 +558,10 @@ def load_archive(
 
 
 @contextmanager
-def extract(path: Path, start: int, nbytes: int, key: str) -> Iterator[IO[bytes]]:
-    """Open a range of bytes of a file as a file. `key`: the entry that an error names."""
+def extract(fd: int, path: Path, start: int, nbytes: int, key: str) -> Iterator[IO[bytes]]:
+    """Give a range of bytes of an open file as a file. `path`, `key`: the file and the entry that an error names."""
     try:
-        with path.open("rb") as file:
-            yield io.BufferedReader(_Range(file.fileno(), start, nbytes))
+        yield io.BufferedReader(_Range(fd, start, nbytes))
     except OSError as error:
         raise damaged(path, "a file that can be read", told(error), key=key) from error
 

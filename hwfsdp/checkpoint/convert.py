@@ -196,8 +196,9 @@ def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
 
 
 def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
-    blobs = dcp.read_metadata(source)
-    flat = {key: value for (key,), value in _read_all(blobs, scratch).items()}
+    with ExitStack() as opened:
+        blobs = dcp.read_metadata(source, opened)
+        flat = {key: value for (key,), value in _read_all(blobs, scratch).items()}
     paths = {key: tuple(blobs.paths.get(key, (key,))) for key in flat}
     tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree

@@ -38,9 +38,11 @@ import io
 import os
 import pickle
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -136,11 +138,11 @@ def load(
     """
     agreement, directory = Agreement(process_group, "DCP checkpoint"), path_of(path, "load")
     found: list[tuple[Match, Blobs, set[str]]] = []
-    with NewMemory(state_dict, device, model) as target:
+    with ExitStack() as opened, NewMemory(state_dict, device, model) as target:
 
         def match() -> tuple[list[str], str]:
             target.give()
-            entries, blobs = entries_of(target.state_dict), read_metadata(directory)
+            entries, blobs = entries_of(target.state_dict), read_metadata(directory, opened)
             there = {key for (key,) in blobs.manifest.entries}
             blobs = blobs.at({key: path for key, (path, _) in entries.items() if key in there})
             target.check_loaded(blobs.manifest.entries)
@@ -315,11 +317,16 @@ class Blobs(Source):
         manifest: its entries are listed by the path (key,), or by the paths of a state dict (`at`). Its digest is the SHA-256 of the
             metadata.
         files: the files that the chunks count. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
+        metadata: the file that lists the others. opened: closes the files. Each is opened once, so what is read is what was checked.
     """
 
     manifest: Manifest
     files: list[Path]
     paths: dict[str, Any]
+    metadata: Path
+    opened: ExitStack
+    descriptors: dict[Path, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def at(self, paths: Mapping[str, KeyPath]) -> Blobs:
         """Return the source with the entries of these keys, listed by these paths."""
@@ -346,10 +353,26 @@ class Blobs(Source):
     def _read(self, entry: Entry, chunk: Chunk, check: bool = False) -> Any:
         """Load a blob with `torch.load`. No code of it runs. `check`: compare its checksums before."""
         path, key = self.files[chunk.file], _key_of(entry)
-        with commit.extract(path, chunk.at, chunk.nbytes, key) as file:
+        with commit.extract(self._descriptor(path, key), path, chunk.at, chunk.nbytes, key) as file:
             if check:
                 commit.check_archive(file, path, key, chunk.at)
             return commit.load_archive(file, path, {"map_location": "cpu"}, key, chunk.at)
+
+    def _descriptor(self, path: Path, key: str) -> int:
+        with self.lock:
+            if path not in self.descriptors:
+                try:
+                    self.descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise damaged(path, "a file that can be read", told(error), key=key) from error
+                self.opened.callback(os.close, self.descriptors[path])
+            return self.descriptors[path]
+
+    def confirm(self) -> None:
+        if _digest_of(_contents_of(self.metadata)) != self.manifest.digest:
+            remedy = "Load again, and replace no checkpoint that is being read."
+            got = "those of another save, which has replaced it"
+            raise damaged(self.metadata, "the contents as when the load began", got, remedy=remedy)
 
 
 def _key_of(entry: Entry) -> str:
@@ -404,23 +427,31 @@ def _class_of(thing: Any) -> str:
     return type(thing).__name__ if isinstance(thing, _StandIn) else "something else"
 
 
-def read_metadata(directory: Path) -> Blobs:
+def _contents_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
+
+
+def _digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
     """Read and check the list of the checkpoint's contents.
 
     Args:
-        directory: as DCP's `FileSystemWriter` leaves it.
+        directory: as DCP's `FileSystemWriter` leaves it. opened: closes the files of blobs, which are opened when they are read.
 
     Raises:
         CheckpointError: there is no metadata; it asks for other classes than DCP's own, none of which was run; it is damaged;
             chunks overlap, leave gaps or exceed their tensor; or a blob is outside the directory.
     """
     path = directory / METADATA
-    try:
-        data = path.read_bytes()
-        expected = (directory / DIGEST).read_bytes().strip() if (directory / DIGEST).exists() else None
-    except OSError as error:
-        raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
-    digest = hashlib.sha256(data).hexdigest()
+    data = _contents_of(path)
+    expected = _contents_of(directory / DIGEST).strip() if (directory / DIGEST).exists() else None
+    digest = _digest_of(data)
     if expected not in (None, digest.encode()):  # torch writes none
         remedy = f"Take another checkpoint; if torch has written over this one, remove {DIGEST}."
         raise damaged(path, f"the metadata whose SHA-256 is in {DIGEST}", f"{digest[:12]}…", remedy=remedy)
@@ -436,7 +467,7 @@ def read_metadata(directory: Path) -> Blobs:
     except Exception as error:  # the file is crafted or cut short
         raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths)
+    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths, path, opened)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:

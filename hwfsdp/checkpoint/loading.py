@@ -43,6 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -54,7 +55,16 @@ from torch import Tensor, nn
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, bytes_of, cast, check_data, check_kind, check_writable, halves_of
-from hwfsdp.checkpoint.boxes import identity_of, intersection, part_of, pieces_of, span_of, strides_of, within
+from hwfsdp.checkpoint.boxes import (
+    identity_of,
+    intersection,
+    part_of,
+    pieces_of,
+    span_of,
+    strides_of,
+    view_bytes,
+    within,
+)
 from hwfsdp.checkpoint.manifest import ALIGNMENT, PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.manifest import header_of, name_of
 from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
@@ -196,6 +206,9 @@ class Source:
         """Return the values of a chunk."""
         raise NotImplementedError
 
+    def confirm(self) -> None:
+        """Raise CheckpointError if another save has replaced this one while its files were opened. Called before targets are filled."""
+
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
         """Yield functions that read the needed elements and put them into `part` (see `Need`). They may run in any order."""
         yield partial(self._copy, need, part[need.place.slices])
@@ -269,7 +282,7 @@ def match_entries(state_dict: Any, leaves: Mapping[KeyPath, Any], source: Source
                 refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
             check_can_change(path, state_dict)
             found.values[path] = source.value(entry)
-    _check_ties(found)
+    _check_ties(found, source)
     return found
 
 
@@ -350,20 +363,27 @@ def _kind_of(dtype: torch.dtype) -> int:
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
 
 
-def _check_ties(found: Match) -> None:
+def _check_ties(found: Match, source: Source) -> None:
     """Raise an error if one target tensor would get two different contents."""
     first: dict[Any, KeyPath] = {}
     for path, target in found.tensors.items():
         other = first.setdefault(identity_of(target), path)
-        if other != path and _contents(found.manifest, path) != _contents(found.manifest, other):
+        if other != path and not _are_same(source, found.manifest.tensor(path), found.manifest.tensor(other)):
             expected = f"the same values as for {show(other)}, as both are one tensor in the state dict"
             refuse(path, expected, "others in the checkpoint", "Untie them before loading.")
 
 
-def _contents(manifest: Manifest, path: KeyPath) -> Any:
-    entry = manifest.tensor(path)
-    chunks = sorted((chunk.box, chunk.crc32) for chunk in manifest.chunks_of(entry))
-    return entry.dtype, entry.shape, chunks
+def _are_same(source: Source, one: TensorEntry, other: TensorEntry) -> bool:
+    """True if two saved tensors are the same, and so are the parts that they were saved in."""
+    pairs = zip_longest(_contents(source, one), _contents(source, other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(a == b for a, b in pairs)
+
+
+def _contents(source: Source, entry: TensorEntry) -> Iterator[tuple[Box, Any]]:
+    """Yield each part of a saved tensor, and its checksums. If the manifest has none, read the part, and yield its bytes."""
+    for chunk in sorted(source.manifest.chunks_of(entry), key=lambda chunk: chunk.box):
+        if chunk.box.numel:
+            yield chunk.box, chunk.crc32 or view_bytes(source.tensor(entry, chunk))
 
 
 # --- What is needed ----------------------------------------------------------------------------------------
@@ -613,9 +633,12 @@ def read_and_fill(agreement: Agreement, state_dict: Any, match: Match, source: S
     """Read all values, and put them into the state dict when all ranks have read theirs (Note [Read first, then write])."""
     directly = {} if source.check is None else _simple(match, match.tensors)
     parts: dict[KeyPath, Tensor] = {}
-    agreement.step(
-        "reading", lambda: parts.update(read_tensors(match, source, agreement.check, directly.keys()))
-    )
+
+    def read() -> None:
+        parts.update(read_tensors(match, source, agreement.check, directly.keys()))
+        source.confirm()
+
+    agreement.step("reading", read)
     agreement.step("filling", lambda: fill(state_dict, match, source, parts, directly))
 
 

@@ -315,6 +315,42 @@ def test_everything_comes_back_where_it_was_and_tensors_are_the_same_objects(tmp
     assert got["weights"]["a"] is kept and list(got["state"]) == [0, 1]
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_one_tensor_gets_two_entries_only_if_they_are_the_same(value: float, tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(4), "b": torch.full((4,), value)}, tmp_path / "c")
+    tied = torch.full((4,), 7.0)
+    if value:
+        with pytest.raises(UsageError, match="'b'.*same values as for .*'a'.*Untie"):
+            dcp.load({"a": tied, "b": tied}, tmp_path / "c")
+    else:
+        dcp.load({"a": tied, "b": tied}, tmp_path / "c")
+    assert torch.equal(tied, torch.full((4,), 7.0 * value))
+
+
+@pytest.mark.parametrize("when", ["read_metadata", "confirm"])
+def test_a_save_that_replaces_a_checkpoint_while_it_is_read_does_not_mix_with_it(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"a": torch.zeros(4)}, tmp_path / "c")
+    home = dcp if when == "read_metadata" else dcp.Blobs
+    step = getattr(home, when)
+
+    def then_replaced(*args: Any) -> Any:
+        found = step(*args)
+        dcp.save({"a": torch.ones(4)}, tmp_path / "c", overwrite=True)
+        return found
+
+    monkeypatch.setattr(home, when, then_replaced)
+    target = torch.full((4,), 7.0)
+    if when == "read_metadata":
+        with pytest.raises(CheckpointError, match="another save, which has replaced it"):
+            dcp.load({"a": target}, tmp_path / "c")
+        assert torch.equal(target, torch.full((4,), 7.0))
+    else:
+        dcp.load({"a": target}, tmp_path / "c")
+        assert torch.equal(target, torch.zeros(4))
+
+
 def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
     dcp.save(everything(), tmp_path / "ours")
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):

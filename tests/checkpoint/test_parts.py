@@ -723,6 +723,20 @@ def test_parts_of_two_saves_do_not_mix(written: Path, ids: tuple[str | None, ...
     assert (error.file, error.key) == (str(paths[1]), "state_dict['__save_id__']")
 
 
+def test_one_parameter_gets_two_entries_only_if_they_are_the_same(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    parts.save(tmp_path / "c", model)
+    tied = nn.Sequential(layer := nn.Linear(2, 2, bias=False), layer)
+    before = layer.weight.clone()
+    with pytest.raises(UsageError, match="same values as for .*'0.weight'.*Untie"):
+        parts.load_into(tmp_path / "c", tied)
+    assert torch.equal(layer.weight, before)
+    model[1].weight.data.copy_(model[0].weight)
+    parts.save(tmp_path / "c", model)
+    parts.load_into(tmp_path / "c", tied)
+    assert torch.equal(layer.weight, model[0].weight)
+
+
 def test_a_missing_part_is_named(written: Path) -> None:
     (written / "PART_001.pt").unlink()
     assert f"{written / 'PART_001.pt'}: expected 2 parts" in str(refusal(written))
