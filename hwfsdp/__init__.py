@@ -22,7 +22,6 @@ Around them are these folders. The docstring of each lists its modules in readin
     plot          pictures of a log or a layout
     course        exercises, homework and lab, and their grader
     cli           the command `hwfsdp`
-    startup       a folder for PYTHONPATH: torch's FSDP2 is replaced in programs of others
 
 Modules beside the folders:
 

@@ -102,7 +102,7 @@ def write_file(
                 _write_all(fd, part)
             checksums.append(crc32)
             end = at + len(data)
-        os.fsync(fd)
+        sync(fd)
     except OSError as error:
         error.filename = error.filename or str(path)  # an error of a descriptor names no file
         raise
@@ -121,11 +121,19 @@ def write_small_file(path: Path, data: bytes) -> None:
     write_file(path, data, (), lambda: None)
 
 
+def sync(fd: int) -> None:
+    """Bring the bytes of a file, or the names in a directory, to the disk."""
+    os.fsync(fd)
+    if hasattr(fcntl, "F_FULLFSYNC"):  # of macOS, where fsync leaves them in the disk's own memory
+        with suppress(OSError):  # some file systems do not have it
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+
+
 def sync_directory(path: Path) -> None:
     """Bring the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
 
@@ -600,7 +608,7 @@ def archive_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
         with open(path, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
     except Exception as error:
         raise with_size(error, path, nbytes) from error
     finally:

@@ -140,6 +140,9 @@ def _under(key: str | Sequence[str | int] | None, state: dict[Any, Any]) -> dict
     return found  # type: ignore[no-any-return]
 
 
+_ZEROS = bytes(1 << 20)
+
+
 def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Make a tensor whose memory is a new file in the directory."""
     nbytes = prod(shape) * dtype.itemsize
@@ -148,7 +151,11 @@ def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
     file = str(directory / secrets.token_hex(16))
     with open(file, "xb") as made:
         try:  # on a full disk, a write to mapped memory without room would kill the process
-            os.posix_fallocate(made.fileno(), 0, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(made.fileno(), 0, nbytes)
+            else:  # macOS has none
+                for start in range(0, nbytes, len(_ZEROS)):
+                    made.write(_ZEROS[: nbytes - start])
         except OSError as error:
             raise with_size(error, file, nbytes) from None
     return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
@@ -295,7 +302,7 @@ def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict
     try:
         save_file(tensors, draft, metadata)
         with draft.open("rb+") as file:
-            os.fsync(file.fileno())
+            commit.sync(file.fileno())
         os.replace(draft, target)
         sync_directory(target.parent)
     except safetensors.SafetensorError as error:

@@ -21,7 +21,7 @@ import urllib.request  # noqa: F401
 from pathlib import PurePath
 
 _MISSING = {
-    os: "memfd_create O_PATH setns unshare sched_getaffinity pidfd_open setresuid setresgid eventfd".split(),
+    os: "memfd_create O_PATH posix_fallocate setns unshare sched_getaffinity pidfd_open setresuid setresgid eventfd".split(),
     socket: ["AF_NETLINK", "SOCK_CLOEXEC", "SO_PEERCRED"],
 }
 _FUNCTIONS = ("prctl", "unshare", "setns", "capset", "renameat2")

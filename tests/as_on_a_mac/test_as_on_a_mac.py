@@ -19,6 +19,8 @@ import sys
 import torch
 from torch import nn
 from hwfsdp import checkpoint, fully_shard, launch
+from hwfsdp.checkpoint import verify
+from hwfsdp.checkpoint.convert import convert
 
 
 def train(path):
@@ -35,7 +37,7 @@ def train(path):
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad.full_tensor(), whole.get_parameter(name).grad)
     checkpoint.save(model.state_dict(), path)
-    checkpoint.async_save(model.state_dict(), path).result()
+    checkpoint.async_save(model.state_dict(), path, overwrite=True).wait()
     for param in model.parameters():
         param.data.zero_()
     checkpoint.load(model.state_dict(), path)
@@ -46,6 +48,9 @@ def train(path):
 
 if __name__ == "__main__":
     print(launch(train, 2, sys.argv[1]))
+    for to in ("dcp", "store"):
+        convert(sys.argv[1], f"{sys.argv[1]}-{to}", to=to)
+    verify(f"{sys.argv[1]}-store")
 """
 
 
