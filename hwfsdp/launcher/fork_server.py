@@ -15,13 +15,15 @@ import multiprocessing as mp
 import os
 import socket
 import sys
+import tempfile
 import warnings
-from multiprocessing import connection, forkserver
+from multiprocessing import forkserver, util
 
 from hwfsdp.errors import UsageError
 
 _PRELOAD = "hwfsdp.launcher.preload"
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_LONGEST = 60  # bytes of a folder's path in which a socket of the server still has room: it has at most 107 with what comes below
 _ahead: list[str] = []
 
 
@@ -57,7 +59,13 @@ def start_server(*modules: str) -> None:
     if start_method() == "spawn":
         return
     mp.get_context("forkserver").set_forkserver_preload([_PRELOAD, *_ahead])
-    forkserver.ensure_running()
+    before = tempfile.tempdir
+    try:
+        if len(tempfile.gettempdir()) > _LONGEST:
+            tempfile.tempdir = "/tmp"
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
 
 
 def adopt_orphans() -> None:
@@ -87,7 +95,9 @@ def fork_here(*modules: str) -> None:
         return
     for module in (_PRELOAD, *modules):
         importlib.import_module(module)
-    address = getattr(connection, "arbitrary_address")("AF_UNIX")
+    # a socket's path has at most 107 bytes, and this one is short wherever the folder is
+    folder = os.open(util.get_temp_dir(), os.O_RDONLY | os.O_DIRECTORY)
+    address = f"/proc/self/fd/{folder}/ranks-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     os.chmod(address, 0o600)

@@ -579,7 +579,7 @@ def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     step = max(e.step for e in log.select("optimizer"))
     here = (2, step)
     other = changed(log, lambda e: e if (e.rank, e.step) == here else replace(e, bytes=2 * e.bytes))
-    other.events = [e for e in other.events if (e.rank, e.step) == here or e.op != "forward"]
+    other.events = [e for e in other.events if e.rank == 2 or e.op != "forward"]
     other.samples = {r: found if r == 2 else [] for r, found in log.samples.items()}
     drawn = [content_of(draw(each, View(picture, 2, step))) for each in (log, other)]
     assert drawn[0] == drawn[1]

@@ -451,3 +451,23 @@ def test_half_a_message_does_not_keep_the_caller_waiting() -> None:
     with pytest.raises(RankError, match="no return within 3 s") as caught:
         untrusted(begin, timeout=3.0)
     assert caught.value.reason == "late"
+
+
+@pytest.mark.parametrize("begin", ["", "fork_here()"], ids=["its own server", "a fork"])
+def test_ranks_start_where_temporary_files_lie_in_a_folder_with_a_long_path(
+    begin: str, tmp_path: Path
+) -> None:
+    """The path of a Unix socket has at most 107 bytes."""
+    (folder := tmp_path / ("long" * 30)).mkdir()
+    lines = [
+        "import os",
+        "from hwfsdp import launch",
+        "from hwfsdp.launcher.fork_server import fork_here",
+        begin,
+    ]
+    lines += ["print(launch(os.getpid, 2), os.environ['TMPDIR'])"]
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.endswith(f"{folder}\n"), done.stderr
