@@ -9,7 +9,8 @@ Note [Ranks that stand still]
     A caller that knows that its ranks never sleep on purpose need not wait for its timeout (`Caller.still`). It ends the call as
     soon as all ranks sleep, and none of them has woken for so many seconds. A rank that computes, that waits for a processor or
     for a disk, does not sleep, so a crowded machine makes nothing late. Ranks that wake now and then, and sleep at each of many
-    looks, wait in a loop for something that does not come. This takes `_DOZING` times as long to be sure.
+    looks, wait in a loop for something that does not come. This takes `_DOZING` times as long to be sure. On macOS, nothing tells
+    whether a rank has woken between two looks, so it always takes so long.
 
 Note [Messages]
     Reading a rank's message runs no code, and never waits for the rest of it. A pickle can run any code when it is unpickled. So
@@ -31,6 +32,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -361,6 +363,8 @@ def _where(stand: _Stand) -> str:
 def _asleep(ranks: Sequence[Rank]) -> tuple[list[str], float] | None:
     """Return the turns of the ranks that run (`_turns`), and their seconds of a processor. None if one does not sleep, or nothing tells."""
     pids = [rank.process.pid for rank in ranks if rank.is_running]
+    if not Path("/proc/self/stat").exists():
+        return _asleep_by_ps(pids)
     try:
         fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     except OSError:
@@ -369,6 +373,30 @@ def _asleep(ranks: Sequence[Rank]) -> tuple[list[str], float] | None:
     if not all(turns) or any(state != "S" for state, *_ in fields):
         return None
     return turns, sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def _asleep_by_ps(pids: Sequence[int | None]) -> tuple[list[str], float] | None:
+    """Do as `_asleep` where a process is no file, as on macOS. `ps` tells no turns, so they count as new at each look."""
+    try:
+        command = ["ps", "-o", "state=,time=", "-p", ",".join(map(str, pids))]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK * 10).stdout
+        rows = [line.split() for line in said.splitlines()]
+        if len(rows) != len(pids) or any(
+            state[0] not in "SI" for state, _ in rows
+        ):  # asleep, or idle for long
+            return None
+        return [str(time.monotonic())], sum(_seconds(took) for _, took in rows)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def _seconds(took: str) -> float:
+    """Return the seconds in a time of `ps`, such as 1-02:03:04 or 3:04.05."""
+    days, _, rest = took.rpartition("-")
+    seconds = 0.0
+    for part in rest.split(":"):
+        seconds = 60 * seconds + float(part)
+    return 86_400 * int(days or 0) + seconds
 
 
 def _turns(pid: int | None) -> str | None:

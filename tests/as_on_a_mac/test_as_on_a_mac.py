@@ -11,6 +11,7 @@ import pytest
 
 from hwfsdp.errors import UsageError
 from hwfsdp.launcher.fork_server import left_to_import, start_method
+from hwfsdp.launcher.supervisor import _seconds
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -86,11 +87,19 @@ def test_a_right_file_gets_all_points() -> None:
 
 
 @pytest.mark.long
-def test_a_file_that_never_ends_is_told_and_leaves_no_process(tmp_path: Path) -> None:
-    """The file starts a process, too, which stays in the rank's group."""
+def test_a_file_that_waits_for_ever_is_told(tmp_path: Path) -> None:
     right = (ROOT / "solutions/my_fsdp.py").read_text()
-    endless = "import time\nwhile True:\n    time.sleep(1)\n"
-    begin = right.index("def padded_rows") if "def padded_rows" in right else right.index("\n\n\n")
-    (tmp_path / "my_fsdp.py").write_text(f"{right[:begin]}\n\n\n{endless}\n{right[begin:]}")
-    said = on_a_mac("-m", "hwfsdp", "check", "1", "--submission", tmp_path)
+    waits = "\n\nimport time\n\nwhile True:\n    time.sleep(1)\n\n\ndef padded_rows"
+    (tmp_path / "my_fsdp.py").write_text(right.replace("\ndef padded_rows", waits, 1))
+    said = on_a_mac("-m", "hwfsdp", "check", "1", "--submission", tmp_path, timeout=200)
     assert said.returncode == 1 and "0 of 5 points" in said.stdout, said.stdout + said.stderr
+    assert "Nothing has happened" in said.stdout, said.stdout
+
+
+def test_times_of_ps_are_read() -> None:
+    assert [_seconds(text) for text in ("0:00.03", "2:01", "01:00:05", "2-00:00:01")] == [
+        0.03,
+        121,
+        3605,
+        172_801,
+    ]

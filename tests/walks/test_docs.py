@@ -88,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(DOCS / "_templates", pages / "_templates")
     for each in EXERCISES:
         shutil.copytree(ROOT / "exercises" / each, root / "exercises" / each)
-    for each in ("conf.py", "players.py", "finish.py", "glossary.md", "copyright.md"):
+    for each in ("conf.py", "players.py", "finish.py", "glossary.md", "copyright.md", "player.png"):
         shutil.copy(DOCS / each, pages)
     (root / "solutions").mkdir()
     shutil.copy(ROOT / "solutions" / "my_fsdp.py", root / "solutions")
@@ -99,7 +99,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (pages / "book.py").write_text(book.replace(NOT_OURS, "pass"))
     for each in ("tutorial", "howto"):
         (pages / f"{each}.md").write_text(PAGE)
-    (pages / "index.md").write_text("# First\n\n```{toctree}\n:glob:\n\n*\nexercises/*/README\n```\n")
+    first = "# First\n\n![A step](player.png)\n\n```{toctree}\n:glob:\n\n*\nexercises/*/README\n```\n"
+    (pages / "index.md").write_text(first)
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(pages), str(built)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return built
@@ -166,8 +167,8 @@ def test_an_exercise_asks_for_predictions_and_plays_its_step(address: str, tmp_p
         tab.run("document.querySelector('details.player').open = true")
         tab.run("document.querySelector('details.player').scrollIntoView()")
         tab.until("document.querySelector('iframe').contentDocument?.querySelector('#code .event') !== null")
-        heads = "[...document.querySelector('iframe').contentDocument.querySelectorAll('h1')].map(e => e.firstChild.data)"
-        assert tab.run(heads) == ["A: after station 08 ", "B: after station 09 "]
+        heads = "[...document.querySelector('iframe').contentDocument.querySelectorAll('h1')].map(e => e.firstChild.data.trim())"
+        assert tab.run(heads) == ["A: after station 08", "B: after station 09"]
         assert tab.run("document.documentElement.scrollWidth") == 400
         assert [said for said in tab.complaints if "404" not in said] == []  # the browser asks for an icon
 
