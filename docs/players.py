@@ -195,10 +195,11 @@ def _place(doctree: nodes.document, at: str) -> tuple[Any, int]:
         if at in section["ids"]:
             return section.parent, section.parent.index(section)
     picture = next(node for node in doctree.findall(nodes.image) if Path(node["uri"]).name == at)
-    place = picture.parent.parent.index(picture.parent) + 1
-    following = picture.parent.parent[place : place + 1]
+    block = picture.parent if isinstance(picture.parent, nodes.paragraph) else picture
+    place = block.parent.index(block) + 1
+    following = block.parent[place : place + 1]
     is_caption = bool(following) and isinstance(following[0].next_node(), nodes.emphasis)
-    return picture.parent.parent, place + is_caption
+    return block.parent, place + is_caption
 
 
 def write_players(app: Any, failed: Exception | None) -> None:

@@ -317,7 +317,8 @@ class Blobs(Source):
         manifest: its entries are listed by the path (key,), or by the paths of a state dict (`at`). Its digest is the SHA-256 of the
             metadata.
         files: the files that the chunks count. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
-        metadata: the file that lists the others. opened: closes the files. Each is opened once, so what is read is what was checked.
+        metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
+            same bytes that it has checked, even if another save replaces the files meanwhile.
     """
 
     manifest: Manifest
@@ -371,8 +372,8 @@ class Blobs(Source):
     def confirm(self) -> None:
         if _digest_of(_contents_of(self.metadata)) != self.manifest.digest:
             remedy = "Load again, and replace no checkpoint that is being read."
-            got = "those of another save, which has replaced it"
-            raise damaged(self.metadata, "the contents as when the load began", got, remedy=remedy)
+            got = "another save, which has replaced this one"
+            raise damaged(self.metadata, "the same save as when the load began", got, remedy=remedy)
 
 
 def _key_of(entry: Entry) -> str:

@@ -76,7 +76,7 @@ def adopt_orphans() -> None:
 
 
 def fork() -> int:
-    """Fork this process. Python 3.12 warns if there are threads; those of libraries wait for work, so a fork is safe."""
+    """Fork this process. Python 3.12 warns if there are threads. The threads of libraries only wait for work, so a fork is safe."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():

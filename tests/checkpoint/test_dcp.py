@@ -343,7 +343,7 @@ def test_a_save_that_replaces_a_checkpoint_while_it_is_read_does_not_mix_with_it
     monkeypatch.setattr(home, when, then_replaced)
     target = torch.full((4,), 7.0)
     if when == "read_metadata":
-        with pytest.raises(CheckpointError, match="another save, which has replaced it"):
+        with pytest.raises(CheckpointError, match="another save, which has replaced this one"):
             dcp.load({"a": target}, tmp_path / "c")
         assert torch.equal(target, torch.full((4,), 7.0))
     else:

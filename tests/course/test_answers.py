@@ -147,7 +147,7 @@ def test_a_file_of_another_make_passes_all_tests(path: Path, number: str) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("number", JUDGED)
 def test_the_reference_passes_its_tests_and_those_of_earlier_stations(number: str) -> None:
-    """The last station runs the tests of all, the others those of the station before."""
+    """The solution of the last station runs the tests of all stations. Each other one runs its own tests and the station before it."""
     earlier = STATIONS[: STATIONS.index(number) + 1] if number in STATIONS else [number]
     for each in earlier if number == STATIONS[-1] else earlier[-2:]:
         found = verdicts(reference(number), each)
