@@ -1,6 +1,6 @@
 """04 It breaks: what must hold.
 
-Each model of this station has something that an FSDP for simple models does not expect. `ranks(3)` trains it for three steps with your
+Each model of this station has something that an FSDP for simple models does not expect. `ranks(3)` trains it for two steps with your
 file; the tests compare with the same model without sharding. `held(model)` counts the bytes of a step on a simulated machine. There
 the models are wide and have six blocks.
 

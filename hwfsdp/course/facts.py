@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,7 @@ from hwfsdp.course.watching import (
     watch_wire,
 )
 from hwfsdp.launcher.supervisor import LOST_PEER
+from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
 
 Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
@@ -182,12 +184,12 @@ def probe_training(report: Report, seed: int, scenario: Scenario) -> None:
 
 
 def probe_fsdp2(report: Report, seed: int, scenario: Scenario) -> None:
-    """Train a model with torch's FSDP2."""
-    report[scenario.name] = trained(scenario, seed, torchs())
+    """Train a model with torch's FSDP2, without a recording."""
+    report[scenario.name] = trained(scenario, seed, torchs(), is_observed=False)
 
 
-def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
-    """Train, and record the second step.
+def trained(scenario: Scenario, seed: int, shard: Shard, is_observed: bool = True) -> dict[str, Any]:
+    """Train. Without `is_observed`, nothing is recorded, so there are no `moves`; and a read of free memory ends the process.
 
     Returns:
         rows: by name, this rank's part of each parameter after `fully_shard` (`described`). places: names of each parameter.
@@ -198,68 +200,83 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
         output: dtypes of the floating-point tensors in the model's output. after: `described` after the last step.
         kept: by name, whether the object registered then is the one that was registered in the beginning.
     """
-    built = scenarios.build(scenario, seed)
+    built, watcher = scenarios.build(scenario, seed), Watcher(scenario.about, refuses=True)
     model = sharded(built, scenario, shard)
     params = dict(model.named_parameters())
-    rows, places = described(model), places_of(model)
-    optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
-    losses, grads = list[Any](), list[Any]()
-    moves: dict[str, list[Any]] = {}
-    early: list[str] = []
-    noting = {name: module for name, module in model.named_modules() if isinstance(module, scenarios.Noting)}
-    for step in range(scenario.steps):
-        spans: dict[str, tuple[int, int]] = {}
-        if scenario.peeked and step == 1:
-            model(scenarios.batch_of(model, seed, dist.get_rank(), 0))
-        for module in noting.values():
-            module.seen.clear()
-        watcher = Watcher(scenario.about, refuses=True)
-        with record() as log, watcher:
-            losses.append(_step(built, scenario, seed, step, spans, watcher, early))
-        if step == min(1, scenario.steps - 1):
-            seqs = log.collectives()
-            moves = {
-                phase: [[e.op, e.owner, e.bytes, e.dtype] for e in seqs if start <= e.seq < end]
-                for phase, (start, end) in spans.items()
-            }
-        grads.append({name: copied(param.grad) for name, param in params.items()})
-        seen = {name: list(module.seen) for name, module in noting.items()}
-        if scenario.evaluated:
-            with torch.no_grad():
-                model(scenarios.batch_of(model, seed, 0, 0))
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        outputs = tensors_in(model(scenarios.batch_of(model, seed, 0, 0)))
-        output = [str(t.dtype) for t in outputs if t.is_floating_point()]
-    found = {"rows": rows, "places": places, "losses": losses, "grads": grads, "early": early, "seen": seen}
+    found: dict[str, Any] = {"rows": described(model), "places": places_of(model)}
+    training = _Training(scenario, seed, built, watcher)
+    with ExitStack() as instruments:  # around all steps: to enter them costs as much as a step
+        log = instruments.enter_context(record()) if is_observed else EventLog()
+        if is_observed:
+            instruments.enter_context(watcher)
+        training.run()
+    second = training.spans[min(1, scenario.steps - 1)]
+    found["moves"] = {
+        phase: [[e.op, e.owner, e.bytes, e.dtype] for e in log.collectives() if start <= e.seq < end]
+        for phase, (start, end) in second.items()
+    }
     kept = {name: param is params.get(name) for name, param in model.named_parameters()}
-    return found | {"moves": moves, "output": output, "after": described(model), "kept": kept}
+    return found | training.found | {"after": described(model), "kept": kept}
 
 
-def _step(
-    built: Built,
-    scenario: Scenario,
-    seed: int,
-    step: int,
-    spans: dict[str, tuple[int, int]],
-    watcher: Watcher,
-    early: list[str],
-) -> list[Tensor]:
-    losses, model = [], built.model
-    params = dict(model.named_parameters())
-    for micro in range(scenario.micros):
-        last = set_switches(built, scenario, micro)
-        batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
+class _Training:
+    """The steps of a scenario.
+
+    Attributes:
+        found: see `trained`. spans: [step], by phase, the number of its first event, and of the first event after it.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int, built: Built, watcher: Watcher) -> None:
+        self.scenario, self.seed, self.built, self.watcher = scenario, seed, built, watcher
+        self.found: dict[str, Any] = {"losses": [], "grads": [], "early": []}
+        self.spans: list[dict[str, tuple[int, int]]] = []
+        self.params = dict(built.model.named_parameters())
+
+    def run(self) -> None:
+        scenario, model, found, params = self.scenario, self.built.model, self.found, self.params
+        optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
+        noting = {
+            name: module for name, module in model.named_modules() if isinstance(module, scenarios.Noting)
+        }
+        for step in range(scenario.steps):
+            if scenario.peeked and step == 1:
+                self.forward(dist.get_rank())
+            for module in noting.values():
+                module.seen.clear()
+            found["losses"].append([self.micro_batch(step, number) for number in range(scenario.micros)])
+            found["grads"].append({name: copied(param.grad) for name, param in params.items()})
+            found["seen"] = {name: list(module.seen) for name, module in noting.items()}
+            if scenario.evaluated:
+                with torch.no_grad():
+                    self.forward(0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            outputs = tensors_in(self.forward(0))
+        found["output"] = [str(t.dtype) for t in outputs if t.is_floating_point()]
+
+    def micro_batch(self, step: int, number: int) -> Tensor:
+        scenario, model, watcher = self.scenario, self.built.model, self.watcher
+        if number == 0:
+            self.spans.append({})
+        last = set_switches(self.built, scenario, number)
+        batch = scenarios.batch_of(model, self.seed, dist.get_rank(), step * scenario.micros + number)
         begin = watcher.begin("forward")
         loss = scenarios.loss_of(model, batch)
-        losses.append(loss.detach().clone())
-        spans[f"forward {micro}"] = begin, watcher.begin("backward")
+        value, middle = loss.detach().clone(), watcher.begin("backward")
         loss.backward()
-        spans[f"backward {micro}"] = watcher.began, count_of_events()
+        self.spans[step] |= {
+            f"forward {number}": (begin, middle),
+            f"backward {number}": (middle, count_of_events()),
+        }
         if scenario.sync_last and not last:
-            early += [name for name, param in params.items() if param.grad is not None]
-    return losses
+            self.found["early"] += [name for name, p in self.params.items() if p.grad is not None]
+        return value
+
+    def forward(self, of_rank: int) -> Any:
+        """Run a forward without a backward, with the first batch of a rank."""
+        self.watcher.begin("forward")
+        return self.built.model(scenarios.batch_of(self.built.model, self.seed, of_rank, 0))
 
 
 def set_switches(built: Built, scenario: Scenario, micro: int) -> bool:

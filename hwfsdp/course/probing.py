@@ -133,30 +133,33 @@ def _write(path: Path, data: bytes) -> None:
 def _fixed() -> list[tuple[Any, str, Any, Any]]:
     """Return functions and classes that a student's file must leave as they are: their owner, name, value and code."""
     course = [module for name, module in list(sys.modules.items()) if name.startswith("hwfsdp.course.")]
-    classes = [each for of in course for each in vars(of).values() if isinstance(each, type)]
-    found = (
-        (of, name, value := _value(of, name), getattr(value, "__code__", None))
-        for of in (
-            *FIXED,
-            *course,
-            *(each for each in classes if each.__module__.startswith("hwfsdp.course.")),
-        )
-        for name in list(dir(of) if isinstance(of, type) else vars(of))
-    )
-    return [each for each in found if callable(each[2])]
+    classes = [
+        each
+        for of in course
+        for each in vars(of).values()
+        if isinstance(each, type) and each.__module__.startswith("hwfsdp.course.")
+    ]
+    return [
+        (of, name, value, getattr(value, "__code__", None))
+        for of in (*FIXED, *course, *classes)
+        for name, value in _values(of).items()
+        if callable(value)
+    ]
 
 
-def _value(of: Any, name: str) -> Any:
-    """Return what a name means in a module or a class, without binding it."""
-    owners = of.__mro__ if isinstance(of, type) else (of,)
-    return next((vars(owner)[name] for owner in owners if name in vars(owner)), None)
+def _values(of: Any) -> dict[str, Any]:
+    """Return what the names of a module or a class mean, without binding them."""
+    owners = reversed(of.__mro__) if isinstance(of, type) else (of,)
+    return {name: value for owner in owners for name, value in vars(owner).items()}
 
 
 def _changed(fixed: list[tuple[Any, str, Any, Any]]) -> list[str]:
+    owners = {id(of): of for of, *_ in fixed}
+    values = {key: _values(of) for key, of in owners.items()}
     return [
         f"{of.__name__}.{name}"
         for of, name, value, code in fixed
-        if _value(of, name) is not value or getattr(value, "__code__", None) is not code
+        if values[id(of)].get(name) is not value or getattr(value, "__code__", None) is not code
     ][:3]
 
 

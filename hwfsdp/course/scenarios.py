@@ -39,7 +39,7 @@ class Scenario(NamedTuple):
 
     name: str
     model: str
-    steps: int = 3
+    steps: int = 2
     micros: int = 1
     sync_last: bool = False
     keep: bool = False
@@ -510,7 +510,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 # --- What several exercises train --------------------------------------------------------------------------
 
-PLAIN = Scenario("a GPT", "gpt of two layers")  # one of its parameters has a single row
+PLAIN = Scenario("a GPT", "gpt of two layers", steps=3)  # one of its parameters has a single row
 _ABOUT = {  # name, model → what is unusual about it
     ("tied weights", "tied"): "One parameter is registered in two places of a unit.",
     (

@@ -76,18 +76,19 @@ class Watcher(DispatchMode):
             return NotImplemented  # a DTensor's operator calls operators on local parts, which are seen
         if op is torch.ops.prim.device.default:
             return args[0].device  # C++ asks fake tensors very often; the modes below need not see it
-        kwargs, name = kwargs or {}, op.name().partition("::")[2].partition(".")[0]
-        if self.refuses and not all(map(is_there, tensors_in(args))) and not _looks_only(name):
+        kwargs = kwargs or {}
+        if self.refuses and _has_free(args) and not _looks_only(_name(op)):
             if op.is_view:
                 with suppress(RuntimeError):  # a slice works and reads nothing; a transpose fails
                     return op(*args, **kwargs)
-            raise WeightGone(self._said(name))
-        out, recorder = op(*args, **kwargs), events.active()
-        logs = self.logs and not self._is_quiet and op.namespace == "aten"
-        if logs and recorder is not None and not recorder.inside_collective:
-            given = {storage_key(t) for t in tensors_in((*args, *kwargs.values()))}
-            fresh = [t for t in tensors_in(out) if storage_key(t) not in given and not t.is_meta]
-            self._log(recorder, op, name, args, kwargs, fresh)
+            raise WeightGone(self._said(_name(op)))
+        out = op(*args, **kwargs)
+        if self.logs and not self._is_quiet and op.namespace == "aten":
+            recorder = events.active()
+            if recorder is not None and not recorder.inside_collective:
+                given = {storage_key(t) for t in tensors_in((*args, *kwargs.values()))}
+                fresh = [t for t in tensors_in(out) if storage_key(t) not in given and not t.is_meta]
+                self._log(recorder, op, _name(op), args, kwargs, fresh)
         return out
 
     def _said(self, name: str) -> str:
@@ -168,6 +169,22 @@ def logged() -> Iterator[Watcher]:
             stack.enter_context(mock.patch.object(owner, name, watcher.unseen(getattr(owner, name))))
         stack.enter_context(watcher)
         yield watcher
+
+
+def _name(op: Any) -> str:
+    name: str = op.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
+def _has_free(values: Sequence[Any]) -> bool:
+    """True if one of these arguments, or a tensor in one of these lists, has elements and no memory. Called for every operator."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.numel() and not value.untyped_storage().nbytes():
+                return True
+        elif isinstance(value, list | tuple) and _has_free(value):
+            return True
+    return False
 
 
 def _looks_only(name: str) -> bool:
