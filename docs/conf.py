@@ -10,6 +10,10 @@ sys.path.insert(0, str(DOCS))
 
 import hwfsdp  # noqa: E402
 
+# The web address of the repository, such as "https://github.com/ada/hwfsdp". Who publishes it writes it here, once, and runs
+# `make notebooks NB=--text`. Then each notebook has a link that opens it on a hosted notebook, and a cell that installs hwfsdp there.
+# Without it, pages link to the address that git knows.
+repository = ""
 project, author = "hwfsdp", "The hwfsdp authors"
 copyright = "The hwfsdp authors"
 version = release = hwfsdp.__version__

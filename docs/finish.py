@@ -113,12 +113,12 @@ def web_address(remote: str) -> str:
 
 def fill_footer(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Give the templates the address of the repository."""
-    context["repository"] = app.config.repository
+    context["repository"] = app.config.repository or repository()
 
 
 def setup(app: Any) -> dict[str, Any]:
     """Register the hooks. Sphinx calls this function."""
-    app.add_config_value("repository", repository(), "html", str)
+    app.add_config_value("repository", "", "html", str)
     app.connect("doctree-resolved", link_terms)
     app.connect("html-page-context", fill_footer)
     return {"parallel_read_safe": True}

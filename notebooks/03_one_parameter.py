@@ -12,12 +12,8 @@
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
-except (ImportError, SyntaxError) as missing:
-    raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 or newer ({missing}). In a "
-        "terminal, install it as README.md says. Then choose the kernel "
-        "of its .venv, or start .venv/bin/jupyter lab notebooks."
-    ) from None
+except (ImportError, SyntaxError):
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]

@@ -7,11 +7,15 @@
 The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format). Edit, review and compare this
 file. This tool makes the .ipynb beside it. The .ipynb is committed with its pictures, so that a reader sees them without running
 anything.
+
+If docs/conf.py names the repository, each .ipynb also has a link that opens it on a hosted notebook, and a cell that installs hwfsdp there
+(`published`). A hosted notebook has torch already, and keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 import time
@@ -25,6 +29,7 @@ import nbformat
 
 FOLDER = Path(__file__).parent
 SECONDS = 120  # for all cells of a notebook, on two cores
+HOSTED = "hosted"  # tag of the cell that installs hwfsdp
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -46,6 +51,42 @@ def read_source(path: Path) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02d}"  # jupytext chooses random ids
     return notebook
+
+
+def repository() -> str:
+    """Return the web address of the repository, of docs/conf.py; "" if it names none."""
+    conf = ast.parse((FOLDER.parent / "docs" / "conf.py").read_text())
+    for node in conf.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "repository":
+            return str(ast.literal_eval(node.value)).removesuffix("/")
+    return ""
+
+
+def published(notebook: Any, name: str, address: str) -> Any:
+    """Add what a hosted notebook needs: a link below the title that opens it there, and a cell that installs hwfsdp.
+
+    Args:
+        notebook: the notebook of a source. name: its file's name, "01_why_shard.ipynb".
+        address: of the repository, such as "https://github.com/ada/hwfsdp". "": add nothing.
+    """
+    if not address:
+        return notebook
+    if address.startswith("https://github.com/"):
+        hosted = address.replace("https://github.com/", "https://colab.research.google.com/github/")
+        title, _, rest = notebook.cells[0].source.partition("\n")
+        notebook.cells[0].source = f"{title}\n\n[Open in Colab]({hosted}/blob/main/notebooks/{name})\n{rest}"
+    install = f"""import importlib.util
+if not importlib.util.find_spec("hwfsdp"):  # a hosted notebook: torch stays as it is
+    %pip install --quiet --no-deps git+{address}"""
+    cell = nbformat.v4.new_code_cell(install, id="cell-hosted", metadata={"tags": [HOSTED, "remove-cell"]})
+    notebook.cells.insert(1, cell)
+    return notebook
+
+
+def code_of(notebook: Any) -> list[Any]:
+    """Return the cells of the source's code, without the one that `published` adds."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell for cell in code if HOSTED not in cell.metadata.get("tags", [])]
 
 
 def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> None:
@@ -72,14 +113,13 @@ def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> 
 def take_over_text(path: Path) -> bool:
     """If the notebook has the same code as its source, write the source's text into it and return True. Otherwise return False."""
     wanted, found = read_source(path), nbformat.read(path.with_suffix(".ipynb"), as_version=4)
-    ran = [cell for cell in found.cells if cell.cell_type == "code"]
-    asked = [cell for cell in wanted.cells if cell.cell_type == "code"]
+    ran, asked = code_of(found), code_of(wanted)
     if [cell.source for cell in asked] != [cell.source for cell in ran]:
         return False
     for cell, done in zip(asked, ran, strict=True):
         cell.outputs, cell.execution_count = done.outputs, done.execution_count
-    wanted.metadata = found.metadata
-    nbformat.write(wanted, path.with_suffix(".ipynb"))
+    wanted.metadata, target = found.metadata, path.with_suffix(".ipynb")
+    nbformat.write(published(wanted, target.name, repository()), target)
     return True
 
 
@@ -94,12 +134,13 @@ def problems(path: Path) -> Iterator[str]:
     if not target.exists():
         yield f"{target.name} is missing. Run: make notebooks"
         return
-    wanted, found = read_source(path), nbformat.read(target, as_version=4)
+    wanted = published(read_source(path), target.name, repository())
+    found = nbformat.read(target, as_version=4)
     if list(map(_written, wanted.cells)) != list(map(_written, found.cells)):
         yield f"{target.name} is not what {path.name} gives. Run: make notebooks"
     if found.metadata.kernelspec.name != KERNEL["name"]:
         yield f"{target.name} asks for the kernel {found.metadata.kernelspec.name!r}, which others may not have."
-    code = [cell for cell in found.cells if cell.cell_type == "code"]
+    code = code_of(found)
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         yield f"{target.name} was not run from top to bottom. Run: make notebooks"
     outputs = [output for cell in code for output in cell.outputs]
@@ -131,8 +172,9 @@ def main() -> int:
         except (nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as error:
             print(f"{path.name}: {error}", file=sys.stderr)
             return 1
-        nbformat.write(notebook, path.with_suffix(".ipynb"))
-        print(f"{path.with_suffix('.ipynb').name}  {time.monotonic() - began:.0f} s")
+        target = path.with_suffix(".ipynb")
+        nbformat.write(published(notebook, target.name, repository()), target)
+        print(f"{target.name}  {time.monotonic() - began:.0f} s")
     return 0
 
 
