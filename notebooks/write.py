@@ -8,8 +8,8 @@ The source of a notebook is NN_topic.py, a script with `# %%` between cells (jup
 file. This tool makes the .ipynb beside it. The .ipynb is committed with its pictures, so that a reader sees them without running
 anything.
 
-If docs/conf.py names the repository, each .ipynb also has a link that opens it on a hosted notebook, and a cell that installs hwfsdp there
-(`published`). A hosted notebook has torch already, and keeps it.
+If docs/conf.py names the repository, each .ipynb also has a link that opens it on a hosted notebook, and a cell that clones the repository
+and installs hwfsdp there (`published`). A hosted notebook has torch already, and keeps it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def published(notebook: Any, name: str, address: str) -> Any:
         hosted = address.replace("https://github.com/", "https://colab.research.google.com/github/")
         title, _, rest = notebook.cells[0].source.partition("\n")
         notebook.cells[0].source = f"{title}\n\n[Open in Colab]({hosted}/blob/main/notebooks/{name})\n{rest}"
-    install = f"""import importlib.util
-if not importlib.util.find_spec("hwfsdp"):  # a hosted notebook: torch stays as it is
-    %pip install --quiet --no-deps git+{address}"""
+    install = f"""from pathlib import Path
+if Path.cwd().name != "notebooks":  # a hosted notebook: torch stays as it is
+    !git clone --quiet --depth 1 {address} ~/hwfsdp && pip install --quiet --no-deps ~/hwfsdp
+    %cd ~/hwfsdp/notebooks"""
     cell = nbformat.v4.new_code_cell(install, id="cell-hosted", metadata={"tags": [HOSTED, "remove-cell"]})
     notebook.cells.insert(1, cell)
     return notebook
