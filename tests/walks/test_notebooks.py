@@ -62,6 +62,27 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
     ] == [True] * 3
 
 
+def test_with_an_address_a_notebook_opens_on_a_hosted_one_and_installs_the_package_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = "https://github.com/ada/hwfsdp"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "conf.py").write_text(f'version = "1"\nrepository = "{address}/"\n')
+    source = tmp_path / "notebooks" / "01_x.py"
+    source.parent.mkdir()
+    source.write_text("# %% [markdown]\n# # 01 · Why\n#\n# So.\n\n# %%\n1 + 1\n")
+    TOOL.nbformat.write(TOOL.read_source(source), source.with_suffix(".ipynb"))
+    monkeypatch.setattr(TOOL, "FOLDER", source.parent)
+    assert any("not what" in problem for problem in TOOL.problems(source))  # the address is new
+    assert TOOL.take_over_text(source)
+    title, install, _ = nbformat.read(source.with_suffix(".ipynb"), as_version=4).cells
+    link = "https://colab.research.google.com/github/ada/hwfsdp/blob/main/notebooks/01_x.ipynb"
+    assert title.source == f"# 01 · Why\n\n[Open in Colab]({link})\n\nSo."
+    assert f"git clone --quiet --depth 1 {address} " in install.source
+    assert "pip install --quiet --no-deps" in install.source
+    assert not any("not what" in problem for problem in TOOL.problems(source))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
