@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import matplotlib
 
+import papers
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 
@@ -205,4 +206,7 @@ def _arrow(axes: Axes, begin: tuple[float, float], end: tuple[float, float]) -> 
 
 if __name__ == "__main__":
     matplotlib.rcParams["svg.hashsalt"] = PATH.name  # the same file each time
-    draw().savefig(PATH, metadata={"Date": None}, facecolor=style.WHITE)
+    figure = draw()
+    for path in (PATH, papers.dark_name(PATH)):
+        figure.savefig(path, metadata={"Date": None})
+        papers.darken(figure)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
@@ -47,6 +46,9 @@ from hwfsdp.plot.timeline import Words
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.virtual import Simulation, simulate
+
+import papers
+from exercise_pictures.drawing import box, noise
 from order_of_issue import Issued, draw_box, draw_issued, issued
 
 # pickled by value, so that ranks import neither this file nor its drawing libraries
@@ -793,22 +795,18 @@ def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Fig
 def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> None:
     look = style.look_of_op(call.op)
     called = state in ("done", "wait", "fail")
+    face = look.color if state == "done" else style.mixed(look.color, style.WHITE, 0.75 if called else 1.0)
     axes.add_patch(
         Rectangle(
             (column + 0.04, rank + 0.04),
             0.92,
             0.84,
-            facecolor=(
-                style.WHITE
-                if not called
-                else look.color if state == "done" else style.mixed(look.color, style.WHITE, 0.75)
-            ),
+            facecolor=face,
             edgecolor=style.GREYS[2] if not called else style.edge_of(look),
             linestyle="--" if not called else "-",
             linewidth=0.8 if state != "wait" else 2.2,
         )
     )
-    face = look.color if state == "done" else style.WHITE
     owner = sheet.fitting(call.owner, style.SMALL_SIZE, 0.72) if called else ""
     axes.text(
         column + 0.5,
@@ -818,6 +816,7 @@ def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> No
         va="center",
         fontsize=style.SMALL_SIZE,
         color=style.ink_on(face),
+        path_effects=[style.Rim(0.0, face)],
         linespacing=1.25,
     )
 
@@ -852,9 +851,6 @@ def draw_curves(
     return figure
 
 
-_NOISE = LinearSegmentedColormap.from_list("noise", [style.BLUE, style.WHITE, style.ORANGE])
-
-
 def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure:
     """Draw matrices, with rank 0's rows above rank 1's."""
     panel, left = 2.1, 0.75
@@ -863,9 +859,10 @@ def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure
     for place, (name, weight) in enumerate(weights.items()):
         axes = sheet.axes_at(figure, left + place * (each + 0.35), top - panel - CAPTION, each, panel)
         rows = len(weight)
-        axes.pcolormesh(
-            weight.numpy(), cmap=_NOISE, vmin=-0.2, vmax=0.2, edgecolors=style.WHITE, linewidth=0.6
-        )
+        for row, numbers in enumerate(weight.tolist()):
+            for column, value in enumerate(numbers):
+                box(axes, (column, row), noise(value, 0.2), edgecolor=style.WHITE, linewidth=0.6)
+        axes.set_xlim(0, weight.shape[1])
         axes.set_ylim(rows, 0)
         axes.axhline(rows / 2, color=style.BLACK, linewidth=2.0)
         axes.spines[:].set_visible(False)
@@ -1049,7 +1046,7 @@ def _residents() -> Figure:
     runs = residents()
     left, rows = 0.95, 0.42 * len(runs)
     keys = [sheet.key(style.look_of_kind(kind), kind) for kind in RESIDENT]
-    text = "Left of the black line are shards of parameters, optimizer states and gradients. With more GPUs, only these shrink."
+    text = "Left of the thick line are shards of parameters, optimizer states and gradients. With more GPUs, only these shrink."
     figure, _ = _sheet("Memory of one GPU at the peak of a step, by number of GPUs", text, keys, rows, left)
     axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, rows)
     for row, run in enumerate(runs.values()):
@@ -1294,7 +1291,7 @@ STATED: dict[str, Callable[[], list[str]]] = {
 def main(names: Sequence[str]) -> None:
     for name in names or DRAW:
         path = PICTURES / f"faq_{name}.png"
-        sheet.save(DRAW[name](), path)
+        papers.save(DRAW[name](), path)
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

@@ -1,4 +1,6 @@
-"""Add to the pages of the site: links into the glossary, and a footer that leads to the repository and the license.
+"""Add to the pages of the site: dark pictures, links into the glossary, and a footer that leads to the repository and the license.
+
+A picture that has a twin for dark pages (papers.py) is shown in the light theme, and its twin in the dark one.
 
 A page links the first use of each term of docs/glossary.md. The link shows the definition under the pointer. The address of the
 repository is the remote `origin` of the checkout in which the site is built, so a fork's site leads to the fork.
@@ -20,6 +22,22 @@ WITHOUT_LINKS = re.compile(r"(glossary|reference|index|copyright|genindex|book/.
 # terms that pages use in their everyday meaning, too
 EVERYDAY = {"event", "group", "hole", "host", "race", "root", "station", "unit"}
 AS_THEY_ARE = (nodes.title, nodes.reference, nodes.literal, nodes.table, nodes.Admonition, nodes.raw)
+
+
+def add_dark_pictures(app: Any, doctree: nodes.document) -> None:
+    """Put the dark twin of each picture behind it. Each is shown in its theme only."""
+    folder = Path(app.env.doc2path(app.env.docname)).parent
+    for picture in list(doctree.findall(nodes.image)):
+        uri = Path(picture["uri"])
+        twin = uri.with_name(f"{uri.stem}_dark{uri.suffix}")
+        if (folder / twin).is_file():
+            dark = picture.deepcopy()
+            dark["uri"] = twin.as_posix()
+            picture["classes"].append("only-light")
+            dark["classes"].append("only-dark")
+            picture.parent.insert(picture.parent.index(picture) + 1, dark)
+            if isinstance(picture.parent, nodes.paragraph):
+                picture.parent["classes"].append("picture")  # site.css keeps its letters large enough
 
 
 class Term(NamedTuple):
@@ -119,6 +137,7 @@ def fill_footer(app: Any, name: str, template: str, context: dict[str, Any], doc
 def setup(app: Any) -> dict[str, Any]:
     """Register the hooks. Sphinx calls this function."""
     app.add_config_value("repository", "", "html", str)
+    app.connect("doctree-read", add_dark_pictures, priority=400)  # before Sphinx collects the pictures
     app.connect("doctree-resolved", link_terms)
     app.connect("html-page-context", fill_footer)
     return {"parallel_read_safe": True}

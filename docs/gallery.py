@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+import papers
 from collective_drawing import plot_collective
 from hwfsdp.compat import strided_shard
 from hwfsdp.features.api import fully_shard
@@ -30,7 +31,7 @@ from hwfsdp.layout.explain import Explanation, explain
 from hwfsdp.observe import accounting
 from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot import loss, memory, parameters, scaling, sheet, timeline
+from hwfsdp.plot import loss, memory, parameters, scaling, timeline
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.train.compared_runs import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
@@ -80,7 +81,7 @@ def draw_all(folder: Path) -> Iterator[Path]:
     runs = make_runs()
     for name, draw in PICTURES.items():
         path = folder / f"{name}.png"
-        sheet.save(draw(runs), path)
+        papers.save(draw(runs), path)
         yield path
 
 

@@ -1,8 +1,14 @@
-"""Take the picture of docs/instructors.md: `python docs/gradebook.py grades/grades.html`. It needs a Chromium."""
+"""Take the picture of docs/instructors.md, light and dark: `python docs/gradebook.py`. It needs a Chromium, and takes minutes.
+
+It makes a small class from the reference: some submissions are right, and each of the others has one mistake. Then it grades the class up
+to station 04. Most functions get another first statement, so that the gradebook does not say of everybody that they copied the reference.
+"""
 
 from __future__ import annotations
 
+import ast
 import io
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,18 +19,60 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 from browser import browser  # noqa: E402
+from hwfsdp.course.stages import stage, starter  # noqa: E402
 
-WIDTH, HEIGHT = 1100, 1560  # pixels: down to what the instructor should look at
+WIDTH, HEIGHT = 980, 1460  # pixels: down to what the instructor should look at
+MISTAKES = {  # student → a piece of the reference, and what the student writes instead
+    "dora": ("self.add_to_shard(mean)", "self.add_to_shard(mean * dist.get_world_size())"),
+    "emil": ("self.gathered.untyped_storage().resize_(0)", "pass"),
+    "gina": ("return min(rank * chunk, n), min((rank + 1) * chunk, n)", "return rank * chunk, (rank + 1) * chunk"),
+    "ines": ("        self.is_whole = True\n", "        while not self.is_whole:\n            pass\n"),
+}
 
 
-def main(page: Path) -> None:
-    """Write gradebook.png, the top of a gradebook's page."""
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as tab:
-        tab.look(WIDTH, HEIGHT)
-        tab.open(page.absolute().as_uri())
-        picture = Image.open(io.BytesIO(tab.png())).convert("RGB").quantize(64)
-    picture.save(HERE / "gradebook.png", optimize=True)
+def submissions() -> dict[str, str]:
+    """Return the file of each student."""
+    text = (HERE.parent / "solutions" / "my_fsdp.py").read_text()
+    whole = stage(text, "04")
+    found = {"ada": reworded(whole, "ada"), "ben": reworded(whole, "ben"), "dan": whole}
+    found |= {name: reworded(stage(text, "03"), "the same") for name in ("carla", "hugo")}
+    for name, (piece, mistake) in MISTAKES.items():
+        assert piece in whole, piece
+        found[name] = reworded(whole.replace(piece, mistake, 1), name)
+    return found | {"jan": f"{whole}\ndef (:\n", "kim": reworded(stage(text, "01"), "kim"), "lea": starter(text)}
+
+
+def reworded(text: str, word: str) -> str:
+    """Return the file with a statement that does nothing at the beginning of each function."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body.insert(1 if ast.get_docstring(node) else 0, ast.parse(f"_own = {word!r}").body[0])
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def graded(folder: Path) -> Path:
+    """Write the class, grade it, and return the page of the gradebook."""
+    for name, text in submissions().items():
+        (folder / "class" / name).mkdir(parents=True)
+        (folder / "class" / name / "my_fsdp.py").write_text(text)
+    (folder / "class" / "fred.tar.gz").write_bytes(b"\x1f\x8b\x08\x00 damaged")
+    command = [sys.executable, "-m", "hwfsdp", "grade", str(folder / "class"), "--upto", "04", "--seed", "1"]
+    subprocess.run([*command, "--out", str(folder / "grades")], check=False)  # 1: there is something to look at
+    return folder / "grades" / "grades.html"
+
+
+def main() -> None:
+    """Write gradebook.png and gradebook_dark.png, the top of the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = graded(Path(folder))
+        with browser(Path(folder, "browser")) as tab:
+            for name, dark in (("gradebook", False), ("gradebook_dark", True)):
+                tab.look(WIDTH, HEIGHT, dark=dark)
+                tab.open(page.absolute().as_uri())
+                picture = Image.open(io.BytesIO(tab.png())).convert("RGB").quantize(64)
+                picture.save(HERE / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -147,7 +147,6 @@ EXERCISES = {
         partial(stations, "host", "08", "10"),
     ),
 }
-AT = {"08_streams": "predict"}  # this page has no picture
 FAQ = {
     "one_group": ("groupings", "Play one group (A) and six (B): what can compute hide?"),
     "accumulation": ("accumulations", "Play both steps: how long do whole gradients stay?"),
@@ -168,7 +167,7 @@ PLAYERS = {
         with_and_without_freeing,
     ),
     **{
-        name: Player(f"exercises/{name}/README", AT.get(name, "picture.png"), says, logs)
+        name: Player(f"exercises/{name}/README", "picture.png", says, logs)
         for name, (says, logs) in EXERCISES.items()
     },
     **{

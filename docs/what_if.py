@@ -116,13 +116,20 @@ def answer(at: Position) -> dict[str, Any]:
     return pack(predict(at))
 
 
+def _look(look: style.Look) -> tuple[str, str, str]:
+    """Return the color of an area, the mark that its hatch repeats ("" if it is plain), and the color of the hatch."""
+    if look.color == style.WHITE:
+        return "var(--paper)", look.hatch[:1], "var(--soft)"
+    return look.color, look.hatch[:1], style.edge_of(look)
+
+
 def write(answers: list[dict[str, Any]]) -> None:
     """Write the page with the answers at all positions, in the order of `positions`."""
     data = {
         "controls": [{"field": field, "name": name, "values": values} for field, (name, values) in CONTROLS.items()],
         "answers": answers,
-        "ops": [[op, style.look_of_op(op).color] for op in OPS],
-        "kinds": [[kind, style.look_of_kind(kind).color] for kind in (*KINDS, "activation")],
+        "ops": [[op, *_look(style.look_of_op(op))] for op in OPS],
+        "kinds": [[kind, *_look(style.look_of_kind(kind))] for kind in (*KINDS, "activation")],
     }
     template = Template((DOCS / "_templates" / "what_if.html").read_text(), autoescape=True)
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

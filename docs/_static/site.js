@@ -1,5 +1,5 @@
-// Pictures are enlarged by a click or by Enter, blocks of code know their columns, and predictions get a box to write in. The text
-// in the box stays in the page.
+// Pictures are enlarged by a click or by Enter, blocks of code know their columns, cells of stacked tables the names of their columns, and
+// predictions get a box to write in. The text in the box stays in the page.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -31,6 +31,10 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   for (const block of document.querySelectorAll("article div.highlight pre")) {
     block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));
+  }
+  for (const table of document.querySelectorAll(".stacked table")) {
+    const names = [...table.querySelectorAll("th")].map((name) => name.textContent);
+    for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => { cell.dataset.column = names[i]; });
   }
   for (const answer of document.querySelectorAll("details.predict")) answer.before(predictionBox());
   for (const question of document.querySelectorAll(":is(#predict, [id^=before-you-code]) > ol > li")) question.append(predictionBox());

@@ -6,18 +6,18 @@ import importlib
 import sys
 from pathlib import Path
 
-from hwfsdp.plot import sheet
-
 HERE = Path(__file__).resolve().parent
 EXERCISES = HERE.parents[1] / "exercises"
 sys.path.insert(0, str(HERE.parent))
 
+import papers  # noqa: E402
+
 
 def main(names: list[str]) -> None:
     for folder in sorted(EXERCISES.iterdir()):
-        topic = {"homework": "hw_fsdp"}.get(folder.name, folder.name[3:])
+        topic = {"homework": "hw_fsdp", "lab": "worked_example"}.get(folder.name, folder.name[3:])
         if (folder.name in names or not names) and (HERE / f"{topic}.py").is_file():
-            sheet.save(importlib.import_module(f"exercise_pictures.{topic}").draw(), folder / "picture.png")
+            papers.save(importlib.import_module(f"exercise_pictures.{topic}").draw(), folder / "picture.png")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.style import Axes, FancyArrowPatch, Figure, Rectangle, withStroke
+from hwfsdp.plot.style import Axes, FancyArrowPatch, Figure, Rectangle
 
 Point = tuple[float, float]
 
@@ -55,7 +55,7 @@ def box(
     axes.add_patch(Rectangle(at, *size, **look))
     if text:
         middle = at[0] + size[0] / 2, at[1] + size[1] / 2
-        rim = [withStroke(linewidth=2.5, foreground=color)] if look.get("hatch") else None
+        rim = [style.Rim(2.5 if look.get("hatch") else 0.0, color)]
         say(axes, middle, text, fontsize, ha="center", color=style.ink_on(color), path_effects=rim)
 
 
@@ -67,6 +67,11 @@ def cells(axes: Axes, at: Point, texts: Sequence[str | None], color: str, **look
             box(axes, corner, style.GREYS[0], edgecolor=style.GREYS[2], linestyle="--")
         else:
             box(axes, corner, color, text, **look)
+
+
+def noise(value: float, most: float) -> str:
+    """The color of a random number from -most to most: blue below zero, orange above, the paler the nearer to zero."""
+    return style.mixed(style.BLUE if value < 0 else style.ORANGE, style.WHITE, 1.0 - min(abs(value) / most, 1.0))
 
 
 def arrow(axes: Axes, start: Point, end: Point, color: str, width: float = 1.2, **options: Any) -> None:

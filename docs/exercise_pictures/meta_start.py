@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from hwfsdp.core.sharding import Extent, chunk_extents
-from exercise_pictures.drawing import box, caption, clear, say
+from exercise_pictures.drawing import box, caption, clear, noise, say
 from hwfsdp.layout.init_shards import row_generator
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.style import Axes, Figure, LinearSegmentedColormap, to_hex
+from hwfsdp.plot.style import Axes, Figure
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
 WORLD_SIZES = (1, 2, 4)
-NOISE = LinearSegmentedColormap.from_list("noise", [style.BLUE, style.WHITE, style.ORANGE])
 PITCH, TOP = 8.4, 1.0  # from number of ranks to number of ranks; of the first row
 GAP = 0.35  # between the rows of two ranks
 
@@ -63,7 +62,7 @@ def _draw_rank(axes: Axes, x: float, rank: int, extent: Extent, rows: Tensor) ->
         y = top + number
         say(axes, (x - 0.15, y + 0.5), str(number), style.SMALL_SIZE + 1, ha="right", color=style.BLACK)
         for column, value in enumerate(row.tolist()):
-            box(axes, (x + column, y), to_hex(NOISE((value + 2) / 4)), edgecolor=style.WHITE)
+            box(axes, (x + column, y), noise(value, 2.0), edgecolor=style.WHITE)
     if extent.length:
         first = top + extent.start
         box(axes, (x, first), "none", size=(COLUMNS, extent.length), linewidth=1.2)

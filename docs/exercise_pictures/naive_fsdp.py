@@ -87,7 +87,8 @@ def _draw_states(axes: Axes) -> None:
     for index, (verb, nbytes) in enumerate(found):  # what comes and goes, on top of the shard
         axes.bar(index, nbytes, 1, shard, align="edge", **style.filled(style.look_of_kind("unsharded_param")))
         middle = index + 0.5, shard + max(nbytes / 2, most * 0.12)
-        say(axes, middle, f"whole\n{nbytes} B", ha="center", color=style.BLACK)
+        face = style.YELLOW if nbytes else style.WHITE
+        say(axes, middle, f"whole\n{nbytes} B", ha="center", color=style.BLACK, path_effects=[style.Rim(0.0, face)])
         if verb:
             top = (1.3 if index % 2 else 1.18) * (shard + most)
             arrow(axes, (index, top), (index, shard + most * 1.04), style.GREYS[2], 1.0)

@@ -20,13 +20,14 @@ from contextlib import contextmanager, nullcontext
 from datetime import date
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from hwfsdp import __version__
 from hwfsdp.course.exercises import Course, Exercise, find_course, read_course, read_text
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.stages import CARRIED, OWN_FILE, caught_up, is_given, starter_of
 from hwfsdp.course.text import answer, filled, rendered, write_whole
-from hwfsdp.errors import UsageError, shown_path
+from hwfsdp.errors import MissingPackageError, UsageError, shown_path
 
 SIDE_QUEST = "02"  # no later station needs it
 LAST = "10"  # after this station, the student gets the certificate
@@ -361,6 +362,8 @@ def write_certificate(progress: Progress) -> Path | None:
             "certificate.html",
             lines=len(content.splitlines()),
             standings=standings,
+            optional=SIDE_QUEST,
+            **_beside_the_reference(needed[0].exercise.path),
             measured=progress.measured,
             day=date.today().isoformat(),
             file=OWN_FILE,
@@ -369,6 +372,25 @@ def write_certificate(progress: Progress) -> Path | None:
         return write_whole(course.root / ".hwfsdp" / "certificate.html", page)
     except OSError:
         return None
+
+
+def _beside_the_reference(file: Path) -> dict[str, Any]:
+    """Return what the certificate shows of one step of the student's file and of hwfsdp's own `fully_shard`; {} without matplotlib."""
+    from hwfsdp.course.compare import MINE, OURS, THEIRS, figures, lanes, step_of
+    from hwfsdp.course.findings import Finding
+    from hwfsdp.course.machines import WIDE
+
+    try:
+        from hwfsdp.plot import style
+
+        steps = {MINE: step_of(file.resolve(), WIDE, "host"), THEIRS: step_of(OURS, WIDE, "host")}
+    except (MissingPackageError, Finding):
+        return {}
+    return {
+        "runs": lanes(steps),
+        "rows": figures(*steps.values()),
+        "color": lambda op: style.look_of_op(op).color,
+    }
 
 
 # --- Without a verb ------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ paragraph in a page, from `<!-- instructors -->` to `<!-- /instructors -->`, sta
 
 An edition that ends at an exercise does not speak of later ones. A part of a page from `<!-- from 08 -->` to `<!-- /from -->`, with other
 parts in it or not, is left out of editions that end before 08, as are table rows with a cell that links only to missing pages. Other
-links to missing pages become words.
+links to missing pages become words. Pictures that no page shows are left out, too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,7 @@ PAGES = (
     "docs/traces.md",
     "docs/traces.png",
     "docs/player.png",
+    "docs/path.png",
     *(f"docs/pictures/{op}.png" for op in ("all_gather", "reduce_scatter", "all_reduce")),
     "docs/ai.md",
 )
@@ -110,6 +112,7 @@ def write_edition(course: Course, out: Path, upto: str | None = None) -> list[Pa
     shutil.copyfile(out / "exercises" / "AGENTS.md", out / "AGENTS.md")
     for page in out.rglob("*.md"):
         page.write_text(_for_students(page, last), encoding="utf-8")
+    _leave_out_pictures(out)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -133,6 +136,16 @@ def _for_students(page: Path, last: str) -> str:
         text, marked = _FROM.subn(unmarked, text)
     lines = "".join(filter(kept, (text.rstrip("\n") + "\n").splitlines(keepends=True)))
     return _LINK.sub(lambda link: link[0] if there(link) else link[1], lines)
+
+
+def _leave_out_pictures(out: Path) -> None:
+    """Remove pictures that no page of the edition shows: those for the site's dark theme, and those of parts that were left out."""
+    texts = {
+        path: path.read_text(encoding="utf-8") for kind in ("*.md", "*.ipynb") for path in out.rglob(kind)
+    }
+    for picture in list(out.rglob("*.png")):
+        if not any(f"({os.path.relpath(picture, page.parent)})" in text for page, text in texts.items()):
+            picture.unlink()
 
 
 def _listed(root: Path, *options: str) -> list[str]:

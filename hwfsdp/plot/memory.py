@@ -28,7 +28,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.style import Axes, Figure, Line2D, Patch, withStroke
+from hwfsdp.plot.style import Axes, Figure, Line2D, Patch
 
 STAY = ("sharded_param", "optimizer_state", "sharded_grad")
 COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer")
@@ -245,5 +245,5 @@ def _draw_expected(axes: Axes, stack: _Stack, expected: Mapping[str, int], unit:
     for (name, nbytes), dashes in zip(expected.items(), cycle(_DASHES), strict=False):
         level = [(base + nbytes) / unit.nbytes for base in bases]
         line: dict[str, Any] = {"color": style.BLACK, "linewidth": 1.2, "linestyle": (0, dashes), "zorder": 4}
-        rim = [withStroke(linewidth=2.6, foreground=style.WHITE)]
+        rim = [style.Rim(2.6, style.WHITE)]
         axes.plot(times, level, drawstyle="steps-post", gid=name, path_effects=rim, **line)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
-from hwfsdp.plot.style import Axes, Figure, Line2D, withStroke
+from hwfsdp.plot.style import Axes, Figure, Line2D
 
 if TYPE_CHECKING:
     from hwfsdp.virtual.run import Simulation
@@ -140,7 +140,7 @@ def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     axes.axhline(speeds[0], color=style.GREYS[3], linewidth=1.2, linestyle=(0, (4, 3)), gid="ideal")
     curve: dict[str, Any] = {"color": style.BLUE, "markersize": 6, "linewidth": 1.8, "zorder": 3}
     axes.plot([p.gpus for p in points], speeds, "o-", gid="speed", **curve)
-    rim = [withStroke(linewidth=3.0, foreground=style.WHITE)]
+    rim = [style.Rim(3.0, style.WHITE)]
     for point in points[:: -(-len(points) // 10)] if speeds[0] else ():
         if point is not points[0]:
             speed = point.tokens_per_second_per_gpu

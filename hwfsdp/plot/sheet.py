@@ -1,4 +1,4 @@
-"""A sheet of paper: places in inches, a head of title, text and keys, names that fit, and how it is saved.
+"""A sheet of paper: places in inches, a head of title, text and keys, names that fit, and how it becomes pixels.
 
 matplotlib places axes in shares of the figure, and looks for room afterwards. These pictures do the opposite. A row is as high
 as its text, a column of names is as wide as its longest name, and the sheet is as high as all rows. So letters keep their
@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 
@@ -110,17 +109,14 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture for the documents: a PNG as wide as the page."""
-    rasterize(figure, PAGE).save(path, optimize=True, dpi=(DPI, DPI))
-
-
 def rasterize(figure: Figure, width: float = 0) -> Image.Image:
-    """Return the picture on white with few colors, with two pixels for each pixel of a page, at least `width` inches wide."""
+    """Return the picture on its paper with few colors, with two pixels for each pixel of a page, at least `width` inches wide."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     image = Image.open(drawn)
-    page = Image.new("RGB", (max(image.width, round(DPI * width)), image.height), style.WHITE)
+    page = Image.new(
+        "RGB", (max(image.width, round(DPI * width)), image.height), style.to_hex(figure.get_facecolor())
+    )
     page.paste(image)
     return page.quantize(_COLORS, dither=Image.Dither.NONE)
 

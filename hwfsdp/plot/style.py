@@ -35,7 +35,6 @@ from hwfsdp.observe.tables import three_digits
 with needed_by("pictures"):
     from matplotlib.artist import Artist as Artist
     from matplotlib.axes import Axes as Axes
-    from matplotlib.colors import LinearSegmentedColormap as LinearSegmentedColormap
     from matplotlib.colors import to_hex as to_hex
     from matplotlib.colors import to_rgb as to_rgb
     from matplotlib.figure import Figure as Figure
@@ -124,11 +123,25 @@ def edge_of(look: Look) -> str:
     return GREYS[3] if look.color == WHITE else mixed(look.color, BLACK, 0.3)
 
 
+class Mixture(NamedTuple):
+    """What a color is mixed of: `color` and a share of `other`."""
+
+    color: str
+    other: str
+    share: float
+
+
+MIXTURES: dict[str, Mixture] = {}  # by color; a picture on dark paper mixes paler colors with its paper
+
+
 def mixed(color: str, other: str, share: float) -> str:
     """Mix a share of `other` into `color`: 0.0 gives `color`, 1.0 gives `other`."""
     pairs = zip(to_rgb(color), to_rgb(other), strict=True)
     red, green, blue = ((1.0 - share) * a + share * b for a, b in pairs)
-    return to_hex((red, green, blue))
+    found = to_hex((red, green, blue))
+    if found != to_hex(color):
+        MIXTURES[found] = Mixture(color, other, share)
+    return found
 
 
 def ink_on(color: str) -> str:
@@ -151,6 +164,14 @@ def format_ms(us: float) -> str:
     return f"{three_digits(us / 1e3)} ms"
 
 
+class Rim(withStroke):
+    """A rim around letters or a line, `width` points wide, in the color of the area `face` below it. Width 0 draws none."""
+
+    def __init__(self, width: float, face: str) -> None:
+        super().__init__(linewidth=width, foreground=face)
+        self.width, self.face = width, face
+
+
 def draw_label(
     axes: Axes,
     at: tuple[float, float],
@@ -169,7 +190,7 @@ def draw_label(
         ha="center",
         va="center_baseline",
         zorder=4.0,
-        path_effects=[withStroke(linewidth=2.5, foreground=face)] if hatched else None,
+        path_effects=[Rim(2.5 if hatched else 0.0, face)],
         **more,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch.distributed.tensor import Replicate, Shard
 
 import suites
@@ -16,7 +17,10 @@ from figures import (
     MIB,
     assert_can_be_read_on_a_page,
     assert_everything_is_on_the_sheet,
+    boxes,
+    canvas_of,
     event,
+    luma,
     points_of,
     sampled,
 )
@@ -24,7 +28,7 @@ from figures import training_log
 from hwfsdp import EventLog, UsageError
 from hwfsdp.compat import strided_shard
 from hwfsdp.layout.explain import Explanation, ParamRow
-from hwfsdp.plot import sheet
+from hwfsdp.plot import sheet, style
 from hwfsdp.plot.grid import LaidOut, plot_sharding
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
@@ -36,6 +40,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 
 import gallery  # noqa: E402
+import papers  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +143,33 @@ def test_a_log_that_cannot_be_drawn_is_refused_in_one_line(draw: Callable[[], Fi
     assert "\n" not in str(refusal.value)
 
 
+# --- Dark paper --------------------------------------------------------------------------------------------
+
+
+def test_on_dark_paper_operations_keep_their_colors_and_letters_can_be_read() -> None:
+    figure = plot_timeline(training_log(2, groups=3), step=0)
+    before = {name: box.get_facecolor() for name, box in boxes(figure, "rank ").items()}
+    canvas_of(figure)
+    papers.darken(figure)
+    canvas_of(figure)
+    after = {name: box.get_facecolor() for name, box in boxes(figure, "rank ").items()}
+    paper = style.to_hex(figure.get_facecolor())
+    gathers = [name for name, color in before.items() if style.to_hex(color) == style.GREEN.lower()]
+    assert gathers and all(after[name] == before[name] for name in gathers)
+    assert paper == papers.PAPER and style.ink_on(paper) == style.WHITE
+    for text in figure.findobj(Text):
+        rims = [rim for rim in text.get_path_effects() if isinstance(rim, style.Rim)]
+        under = rims[0].face if rims else paper
+        assert abs(luma(text.get_color()) - luma(under)) > 0.35, text.get_text()
+
+
 # --- The page ----------------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\(pictures/(\w+)\.png\)", (DOCS / "pictures.md").read_text())
     assert sorted(shown) == sorted(gallery.PICTURES)
-    there = {path.stem for path in (DOCS / "pictures").glob("*.png")}
+    there = {path.stem.removesuffix("_dark") for path in (DOCS / "pictures").glob("*.png")}
     # tests/walks/test_faq.py tests the pictures of the FAQ
     assert {name for name in there if not name.startswith("faq_")} == set(shown)
 

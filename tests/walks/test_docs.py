@@ -17,6 +17,7 @@ import pytest
 import suites
 import torch.distributed as dist
 import mutation_testing
+from PIL import Image
 from sybil import Sybil
 from sybil.document import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
@@ -171,6 +172,28 @@ def test_an_exercise_asks_for_predictions_and_plays_its_step(address: str, tmp_p
         assert tab.run(heads) == ["A: after station 08", "B: after station 09"]
         assert tab.run("document.documentElement.scrollWidth") == 400
         assert [said for said in tab.complaints if "404" not in said] == []  # the browser asks for an icon
+
+
+FOREIGN = {"docs/traces.png"}  # a picture of another program
+
+
+def test_each_picture_of_a_page_has_a_twin_of_the_same_size_for_dark_pages() -> None:
+    pages = [*DOCS.glob("*.md"), *(ROOT / "exercises").rglob("README.md")]
+    shown = {
+        page.parent / name
+        for page in pages
+        for name in re.findall(r"!\[[^\]]*\]\(([\w/.]+)\)", page.read_text())
+    }
+    shown = {path for path in shown if str(path.relative_to(ROOT)) not in FOREIGN}
+    assert len(shown) > 40
+    for path in shown:
+        twin = path.with_name(f"{path.stem}_dark{path.suffix}")
+        assert twin.is_file(), f"{path} has no twin"
+        if path.suffix == ".png":
+            with Image.open(path) as light, Image.open(twin) as dark:
+                assert light.size == dark.size, path
+                middle = [each.convert("L").getpixel((1, each.height // 2)) for each in (light, dark)]
+                assert middle[0] > 200 > 60 > middle[1], path
 
 
 def test_every_player_of_the_site_has_a_page_and_a_place_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,149 @@
+"""Draw the ratios of performance.md: `python docs/performance.py` writes performance.png. The numbers come from the page's own tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import papers
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.style import Axes, Figure
+
+HERE = Path(__file__).parent
+PAGE, PICTURE = HERE / "performance.md", HERE / "performance.png"
+HEIGHT, GAP, LEFT, BELOW = 1.75, 0.45, 0.75, 0.62  # inches: a panel, between two panels, left of the first, below a panel
+TOP = 1.15  # of the scale
+
+
+class Ratio(NamedTuple):
+    """The median of ratios, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+Rows = list[dict[str, str]]
+Curve = dict[str, Ratio]  # what changes → ratio
+
+
+def tables(text: str) -> list[Rows]:
+    """Return the tables of a page in Markdown: a dict from column to cell for each row."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+def ratio(cell: str) -> Ratio:
+    """Read a cell: "0.31 (0.29–0.35) ≤ 0.35 ✓".
+
+    >>> ratio("0.31 (0.29–0.35) ≤ 0.35 ✓")
+    Ratio(median=0.31, low=0.29, high=0.35)
+    """
+    numbers = re.match(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", cell)
+    assert numbers, cell
+    return Ratio(*map(float, numbers.groups()))
+
+
+class Panel(NamedTuple):
+    """A panel: its title, the name of its axis, and its curves by name."""
+
+    title: str
+    axis: str
+    curves: dict[str, Curve]
+
+
+def panels(text: str) -> list[Panel]:
+    """Return the panels of the picture, from the tables of the page."""
+    found = tables(text)
+    forward, full, gloo, growth, python = (
+        next(rows for rows in found if wanted(rows[0]))
+        for wanted in (
+            lambda row: row.get("kind") == "fwd+bwd",
+            lambda row: row.get("kind") == "full step" and "hwfsdp / FSDP2" in row,
+            lambda row: "fwd+bwd, hwfsdp / FSDP2" in row,
+            lambda row: "axis" in row,
+            lambda row: "pretended ranks" in row,
+        )
+    )
+
+    def sizes(rows: Rows, column: str, ranks: str) -> Curve:
+        return {row["params"]: ratio(row[column]) for row in rows if row["ranks"] == ranks}
+
+    def steps(rows: Rows, column: str) -> dict[str, Curve]:
+        through = {"shared memory": (rows, "hwfsdp / FSDP2"), "gloo": (gloo, column)}
+        return {f"{ranks} ranks, {way}": sizes(*what, ranks) for way, what in through.items() for ranks in ("2", "4")}
+
+    def grown(axis: str) -> Panel:
+        curve = {row["at"]: ratio(row["hwfsdp / FSDP2"]) for row in growth if row["axis"] == axis}
+        return Panel("forward + backward", axis, {ON_AXIS if axis == "ranks" else "2 ranks, shared memory": curve})
+
+    alone = {row["pretended ranks"]: ratio(row["hwfsdp / FSDP2"]) for row in python}
+    return [
+        Panel("forward + backward", "parameters", steps(forward, "fwd+bwd, hwfsdp / FSDP2")),
+        Panel("full step with AdamW", "parameters", steps(full, "full step, hwfsdp / FSDP2")),
+        grown("layers"),
+        grown("parameters per group"),
+        grown("ranks"),
+        Panel("Python alone: no bytes move", "pretended ranks", {ON_AXIS: alone}),
+    ]
+
+
+ON_AXIS = "ranks as on the axis"
+LINES = {  # curve → color, marker, dashes
+    "2 ranks, shared memory": (style.BLUE, "o", "-"),
+    "4 ranks, shared memory": (style.SKY_BLUE, "s", "-"),
+    "2 ranks, gloo": (style.VERMILION, "o", (0, (4, 2))),
+    "4 ranks, gloo": (style.ORANGE, "s", (0, (4, 2))),
+    ON_AXIS: (style.GREYS[2], "D", "-"),
+}
+
+
+def draw(text: str) -> Figure:
+    """Draw all panels on one scale: the share of FSDP2's time."""
+    found, columns = panels(text), 3
+    keys = [
+        sheet.line_key(name, color=color, marker=marker, linestyle=dashes, markersize=4)
+        for name, (color, marker, dashes) in LINES.items()
+    ]
+    head = sheet.head(
+        "Time of hwfsdp, as a share of FSDP2's time on the same machine",
+        "Below the thick line, hwfsdp is faster. Medians of ratios within rounds; bars are quartiles.",
+        keys,
+        sheet.PAGE - LEFT - sheet.MARGIN,
+    )
+    rows = -(-len(found) // columns)
+    figure = head.figure(sheet.PAGE, rows * (HEIGHT + BELOW + 0.25), LEFT)
+    width = (sheet.PAGE - LEFT - sheet.MARGIN - (columns - 1) * GAP) / columns
+    for number, panel in enumerate(found):
+        row, column = divmod(number, columns)
+        bottom = (rows - 1 - row) * (HEIGHT + BELOW + 0.25) + BELOW
+        axes = sheet.axes_at(figure, LEFT + column * (width + GAP), bottom, width, HEIGHT)
+        _draw_panel(axes, panel)
+        if column == 0:
+            axes.set_ylabel("share of FSDP2's time", fontsize=style.TEXT_SIZE)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    style.open_frame(axes)
+    style.draw_grid(axes)
+    axes.axhline(1.0, color=style.GREYS[3], linewidth=1.8)
+    for number, (name, curve) in enumerate(panel.curves.items()):
+        color, marker, dashes = LINES[name]
+        at = [place + 0.05 * (number - (len(panel.curves) - 1) / 2) for place in range(len(curve))]
+        ratios = list(curve.values())
+        axes.vlines(at, [r.low for r in ratios], [r.high for r in ratios], color=color, linewidth=1.4)
+        axes.plot(at, [r.median for r in ratios], color=color, marker=marker, linestyle=dashes, markersize=4.5)
+    axes.set_xticks(range(len(curve)), list(curve))
+    axes.set_xlim(-0.35, len(curve) - 0.65)
+    axes.set_ylim(0.0, TOP)
+    axes.set_xlabel(panel.axis, fontsize=style.TEXT_SIZE)
+    axes.set_title(panel.title, fontsize=style.TEXT_SIZE, loc="left", pad=4)
+
+
+if __name__ == "__main__":
+    papers.save(draw(PAGE.read_text(encoding="utf-8")), PICTURE)
