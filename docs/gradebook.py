@@ -1,12 +1,11 @@
 """Take the picture of docs/instructors.md, light and dark: `python docs/gradebook.py`. It needs a Chromium, and takes minutes.
 
-It makes a small class from the reference: some submissions are right, and each of the others has one mistake. Then it grades the class up
-to station 04. Most functions get another first statement, so that the gradebook does not say of everybody that they copied the reference.
+It makes a small class from the reference: some submissions are right, and each of the others has one mistake or ends early. Then it grades
+the class up to station 04. The picture ends above the remarks, which say of everybody here that they copied the reference.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import subprocess
 import sys
@@ -21,7 +20,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from browser import browser  # noqa: E402
 from hwfsdp.course.stages import stage, starter  # noqa: E402
 
-WIDTH, HEIGHT = 980, 1460  # pixels: down to what the instructor should look at
+WIDTH, HEIGHT = 980, 1245  # pixels: down to the misconceptions
 MISTAKES = {  # student → a piece of the reference, and what the student writes instead
     "dora": ("self.add_to_shard(mean)", "self.add_to_shard(mean * dist.get_world_size())"),
     "emil": ("self.gathered.untyped_storage().resize_(0)", "pass"),
@@ -34,21 +33,11 @@ def submissions() -> dict[str, str]:
     """Return the file of each student."""
     text = (HERE.parent / "solutions" / "my_fsdp.py").read_text()
     whole = stage(text, "04")
-    found = {"ada": reworded(whole, "ada"), "ben": reworded(whole, "ben"), "dan": whole}
-    found |= {name: reworded(stage(text, "03"), "the same") for name in ("carla", "hugo")}
+    found = {**dict.fromkeys(("ada", "ben", "dan"), whole), **dict.fromkeys(("carla", "hugo"), stage(text, "03"))}
     for name, (piece, mistake) in MISTAKES.items():
         assert piece in whole, piece
-        found[name] = reworded(whole.replace(piece, mistake, 1), name)
-    return found | {"jan": f"{whole}\ndef (:\n", "kim": reworded(stage(text, "01"), "kim"), "lea": starter(text)}
-
-
-def reworded(text: str, word: str) -> str:
-    """Return the file with a statement that does nothing at the beginning of each function."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.body.insert(1 if ast.get_docstring(node) else 0, ast.parse(f"_own = {word!r}").body[0])
-    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+        found[name] = whole.replace(piece, mistake, 1)
+    return found | {"jan": f"{whole}\ndef (:\n", "kim": stage(text, "01"), "lea": starter(text)}
 
 
 def graded(folder: Path) -> Path:

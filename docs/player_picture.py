@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
 
 from browser import Tab, browser  # noqa: E402
 from hwfsdp.plot.player.page import make_page  # noqa: E402

@@ -41,7 +41,11 @@ def test_a_question_has_symptom_cause_fix_trace_picture_and_places_to_practice()
 
 def test_pictures_in_the_text_are_exactly_the_pictures_drawn() -> None:
     named = re.findall(r"\(pictures/faq_(\w+)\.png\)", TEXT)
-    there = {path.stem.removeprefix("faq_"): path.stat().st_size for path in faq.PICTURES.glob("faq_*.png") if "_dark" not in path.stem}
+    there = {
+        path.stem.removeprefix("faq_"): path.stat().st_size
+        for path in faq.PICTURES.glob("faq_*.png")
+        if "_dark" not in path.stem
+    }
     assert len(named) == len(set(named))
     assert set(named) == set(there) == set(faq.DRAW)
     assert max(there.values()) <= 90_000
