@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "tutorial.md", HERE / "path.png"
 PHASES = {"First the right numbers …": 4, "… then fewer bytes …": 3, "… then hidden communication": 3}  # → stations in the row
 COLUMNS, GAP = 4, 0.13  # in a row; between two boxes, in columns
-TITLE, HEIGHT, BELOW = 0.2, 0.37, 0.13  # of a row: its title, its boxes, the space below them, in columns
-LETTERS = 26  # in a line of text
+TITLE, HEIGHT, BELOW = 0.2, 0.43, 0.09  # of a row: its title, its boxes, the space below them, in columns
+LETTERS = 27  # in a line of text
 
 
 def stations(text: str) -> list[tuple[str, str]]:
