@@ -298,7 +298,10 @@ def test_watch_sees_each_save_once_and_chooses_the_first_station_that_is_left(co
     assert commands.current(course, course.exercise("1")).number == "03"
 
 
-def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(course: Course) -> None:
+def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_beside_the_reference", lambda file: {})  # this file has no step
     write(course)
     progress = Progress.load(course)
     progress.note(passed(course, "01", "03"), "x = 1\n")
@@ -306,6 +309,7 @@ def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(co
     progress.note(passed(course, "10"), "x = 1\n", {"bytes of <a> step": "4"})
     page = commands.write_certificate(progress)
     assert page is not None and "bytes of &lt;a&gt; step" in page.read_text()
+    assert "optional, not done" in page.read_text() and "0 of" not in page.read_text()
     write(course, "x = 2\n")
     assert commands.write_certificate(progress) is None
 

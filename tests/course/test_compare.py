@@ -14,6 +14,7 @@ import pytest
 from hwfsdp.course import compare, machines, stages
 from hwfsdp.course.machines import WIDE, Step
 from hwfsdp.course.ranks import Course
+from hwfsdp.course.text import rendered
 from hwfsdp.launcher.fork_server import start_server
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,21 @@ def test_the_picture_has_the_compute_of_each_unit_and_its_collectives(steps: tup
         assert sum(e.op == "reduce_scatter" for e in events) == 5
     words = [text.get_text() for axes in compare.picture(*steps).axes for text in axes.texts]
     assert {compare.MINE, compare.THEIRS, *"01234"} <= set(words)
+
+
+def test_the_certificate_draws_both_steps_on_one_scale(steps: tuple[Step, Step]) -> None:
+    runs = compare.lanes({"yours": steps[0], "the reference": steps[1]})
+    ends = [max(bar.left + bar.width for bars in run.rows.values() for bar in bars) for run in runs]
+    spans = [compare.drawn(step).events for step in steps]
+    lengths = [max(e.end_us for e in events) - min(e.start_us for e in events) for events in spans]
+    assert ends == pytest.approx([100 * length / max(lengths) for length in lengths])
+    for run in runs:
+        assert [len(run.rows[row]) for row in ("gathers", "reductions")] == [10, 5]
+        assert [(bar.op, bar.owner) for bar in run.rows["compute"] if bar.op != "wait"] == SECTIONS
+    page = rendered(
+        "certificate.html", standings=[], measured={}, runs=runs, rows=[], color=lambda op: "#000"
+    )
+    assert page.count("<rect") == sum(map(len, spans)) and "http" not in page
 
 
 def test_the_page_stands_alone(steps: tuple[Step, Step]) -> None:
