@@ -70,12 +70,12 @@ OTHER_MODULES = (  # of the core
     "api",
     "autograd_hooks",
     "context",
-    "collectives",
-    "streams",
+    "flat_collectives",
+    "device_streams",
     "precision",
     "sharding",
-    "compat",
-    "errors",
+    "private_torch",
+    "base_errors",
 )
 
 WIDTH, EDGE = 5.2, 0.12  # inches
@@ -123,7 +123,7 @@ def _draw_calls(axes: Axes) -> None:
         axes, (EDGE, WIDTH - 2 * EDGE), 0.22, 0.24, "your program: hwfsdp.fully_shard(model)", style.GREYS[1]
     )
     _arrow(axes, (WIDTH / 2, 0.34), (WIDTH / 2, 0.54))
-    _box(axes, (EDGE, WIDTH - 2 * EDGE), 0.72, 0.36, "features/api.py: check, find, choose, build, join\n"
+    _box(axes, (EDGE, WIDTH - 2 * EDGE), 0.72, 0.36, "features/fully_shard.py: check, find, choose, build, join\n"
          "calls features by name, and makes the parts of the core", style.WHITE)  # fmt: skip
     for left, width in (LEFT, MIDDLE, RIGHT):
         if left != MIDDLE[0]:

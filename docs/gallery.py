@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 import papers
 from collective_drawing import plot_collective
 from hwfsdp.compat import strided_shard
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher.launch import launch
 from hwfsdp.layout.explain import Explanation, explain
 from hwfsdp.observe import accounting

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from . import checkpoint, cli, collectives, comm, compat, core, course, errors, features
     from . import interop, launcher, layout, lazy_imports, observe, optim, optional_packages, plot
     from . import streams, torch_releases, train, virtual
-    from hwfsdp.features.group import FSDPCommContext as FSDPCommContext
+    from hwfsdp.features.feature_group import FSDPCommContext as FSDPCommContext
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
     from hwfsdp.errors import FSDPError as FSDPError
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from hwfsdp.errors import StateError as StateError
     from hwfsdp.errors import UnsupportedError as UnsupportedError
     from hwfsdp.errors import UsageError as UsageError
-    from hwfsdp.features.api import fully_shard as fully_shard
+    from hwfsdp.features.fully_shard import fully_shard as fully_shard
     from hwfsdp.features.finalization import GradientReductionHandle as GradientReductionHandle
     from hwfsdp.features.hybrid_sharding import DataParallelMeshDims as DataParallelMeshDims
     from hwfsdp.features.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -84,7 +84,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "DataParallelMeshDims": "features.hybrid_sharding",
     "Event": "observe.events",
     "EventLog": "observe.eventlog",
-    "FSDPCommContext": "features.group",
+    "FSDPCommContext": "features.feature_group",
     "FSDPError": "errors",
     "FSDPModule": "features.module",
     "GradientReductionHandle": "features.finalization",
@@ -97,7 +97,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "explain": "layout.explain",
-    "fully_shard": "features.api",
+    "fully_shard": "features.fully_shard",
     "init_shards": "layout.init_shards",
     "install": "interop.install",
     "launch": "launcher.launch",

@@ -1,4 +1,4 @@
-"""Private API of torch. Only this module, and `core.compat` for the core, use private API.
+"""Private API of torch. Only this module, and `core.private_torch` for the core, use private API.
 
 Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
 """
@@ -28,10 +28,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hwfsdp.core.compat import all_gather_single as all_gather_single
-from hwfsdp.core.compat import dtensor as dtensor, local_of as local_of
-from hwfsdp.core.compat import reduce_scatter_single as reduce_scatter_single
-from hwfsdp.core.compat import replace_local as replace_local, wrap_like as wrap_like
+from hwfsdp.core.private_torch import all_gather_single as all_gather_single
+from hwfsdp.core.private_torch import dtensor as dtensor, local_of as local_of
+from hwfsdp.core.private_torch import reduce_scatter_single as reduce_scatter_single
+from hwfsdp.core.private_torch import replace_local as replace_local, wrap_like as wrap_like
 
 F = TypeVar("F", bound=Callable[..., Any])
 

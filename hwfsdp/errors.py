@@ -15,9 +15,9 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Self
 
-from hwfsdp.core.errors import FSDPError as FSDPError
-from hwfsdp.core.errors import StateError as StateError
-from hwfsdp.core.errors import UsageError as UsageError
+from hwfsdp.core.base_errors import FSDPError as FSDPError
+from hwfsdp.core.base_errors import StateError as StateError
+from hwfsdp.core.base_errors import UsageError as UsageError
 
 _PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # gloo puts the place in its own source in front of a message
 

@@ -1,4 +1,4 @@
-"""Streams, for schedules outside the package. `core.streams` explains them."""
+"""Streams, for schedules outside the package. `core.device_streams` explains them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from hwfsdp.core import streams as core
-from hwfsdp.core.compat import call_after_backward
-from hwfsdp.core.streams import Stream as Stream
-from hwfsdp.core.streams import StreamEvent as StreamEvent
-from hwfsdp.core.streams import StreamSet as StreamSet
-from hwfsdp.core.streams import _backends
+from hwfsdp.core import device_streams as core
+from hwfsdp.core.private_torch import call_after_backward
+from hwfsdp.core.device_streams import Stream as Stream
+from hwfsdp.core.device_streams import StreamEvent as StreamEvent
+from hwfsdp.core.device_streams import StreamSet as StreamSet
+from hwfsdp.core.device_streams import _backends
 from hwfsdp.errors import UsageError
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 import models
 from hwfsdp import FSDPModule
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter
-from hwfsdp.core.collectives import copy_in, copy_in_grads, copy_out
+from hwfsdp.core.flat_collectives import copy_in, copy_in_grads, copy_out
 from hwfsdp.core.mesh import Axis
 from hwfsdp.features.hybrid_sharding import HybridReducer
 from hwfsdp.features.reductions import SettableReducer

@@ -13,8 +13,8 @@ import torch
 
 from hwfsdp import UsageError
 from hwfsdp.core import observer
-from hwfsdp.core import streams as core_streams
-from hwfsdp.core.streams import HostStream, Stream, StreamEvent, StreamSet
+from hwfsdp.core import device_streams as core_streams
+from hwfsdp.core.device_streams import HostStream, Stream, StreamEvent, StreamSet
 from hwfsdp.observe import clocks, events
 from hwfsdp.observe.events import HostMark, Recorder
 from hwfsdp.observe.instrument import Instrument

@@ -13,7 +13,7 @@ from torch import nn
 
 from exercise_pictures.drawing import headline
 from order_of_issue import Issued, draw_issued, issued
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.events import Event, active

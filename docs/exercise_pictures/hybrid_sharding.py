@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from exercise_pictures.drawing import arrow, box, clear, headline, say, stacks
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record

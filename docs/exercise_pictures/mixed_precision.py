@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from exercise_pictures.drawing import headline, say
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.recording import record

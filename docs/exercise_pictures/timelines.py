@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event

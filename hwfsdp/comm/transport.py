@@ -24,10 +24,10 @@ from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
 from hwfsdp.comm.flight_recorder import Note, State, begin
 from hwfsdp.comm.group_identity import Member, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
-from hwfsdp.core.compat import all_gather_single, no_autograd, reduce_scatter_single
+from hwfsdp.core.private_torch import all_gather_single, no_autograd, reduce_scatter_single
 from hwfsdp.core.observer import moment
 from hwfsdp.core.mesh import Axis, Transport
-from hwfsdp.core.streams import Stream, StreamEvent, Work
+from hwfsdp.core.device_streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
@@ -243,7 +243,7 @@ class GroupTransport(Transport):
     Attributes:
         gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
         member: the parameter group, as all ranks know it (`group_identity`).
-        label, shards: for torch's profiler (`features.group`).
+        label, shards: for torch's profiler (`features.feature_group`).
 
     Args:
         name: the group's name. shapes: the shapes of its parameters.
@@ -334,7 +334,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
         group: the group of W ranks. owner: the owner of the bytes, for errors and the event log.
 
     Returns:
-        An event after which `whole` is complete. Keep both tensors until then (`core.collectives`, Note [Why flat buffers outlive
+        An event after which `whole` is complete. Keep both tensors until then (`core.flat_collectives`, Note [Why flat buffers outlive
         their use]).
     """
     call = Call("all_gather", owner, begin("all_gather", owner, group, whole.dtype, whole.nbytes))

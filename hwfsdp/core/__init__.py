@@ -8,29 +8,29 @@ free the whole parameters. The backward does the same, and averages the gradient
 This folder imports torch and itself. Read it from the top. At run time, each module imports only modules below it:
 
     The function that users call
-    api             fully_shard claims parameters and makes a group of them
+    api               fully_shard claims parameters and makes a group of them
 
     When it moves
-    state           the schedule: what happens at four moments around forward and backward
-    autograd_hooks  the hooks that autograd calls before and after a module's backward
-    context         shared by groups and states: streams, buffers in flight, the next group to gather
+    state             the schedule: what happens at four moments around forward and backward
+    autograd_hooks    the hooks that autograd calls before and after a module's backward
+    context           shared by groups and states: streams, buffers in flight, the next group to gather
 
     What moves
-    group           parameters that move together: unshard, wait, copy out, reshard, reduce
-    param           one parameter, sharded and whole
-    layout          the rows that a rank keeps, and memory that comes and goes
-    collectives     many tensors, one collective
+    group             parameters that move together: unshard, wait, copy out, reshard, reduce
+    param             one parameter, sharded and whole
+    layout            the rows that a rank keeps, and memory that comes and goes
+    flat_collectives  many tensors, one collective
 
     Underneath
-    mesh            the ranks that take part, and how bytes move between them
-    streams         streams and events, with the same interface on every device
-    observer        one slot for an instrument, empty by default
-    precision       the dtypes of parameters and gradients: policies and casts
-    sharding        the rows that belong to each rank: integers only
+    mesh              the ranks that take part, and how bytes move between them
+    device_streams    streams and events, with the same interface on every device
+    observer          one slot for an instrument, empty by default
+    precision         the dtypes of parameters and gradients: policies and casts
+    sharding          the rows that belong to each rank: integers only
 
     For reference
-    compat          the private corners of torch
-    errors          the errors that callers see
+    private_torch     the private corners of torch
+    base_errors       the errors that callers see
 
 The core does not import `hwfsdp.features`. A feature takes the place of one of these classes, or derives from it:
 

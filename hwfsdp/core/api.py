@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from hwfsdp.core.context import FSDPCommContext
-from hwfsdp.core.errors import UsageError
+from hwfsdp.core.base_errors import UsageError
 from hwfsdp.core.group import ParamGroup, Reducer
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import Transport, shard_mesh
@@ -144,7 +144,7 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
     buffers = [b for _, owner in unclaimed_modules(modules) for b in owner.buffers(recurse=False)]
     for tensor in (*(unclaimed.param for unclaimed in found), *buffers):
         if not tensor.is_meta and tensor.device != device:
-            compat.move_in_place(tensor, device)
+            private_torch.move_in_place(tensor, device)
 
 
 # the groups of parameters, by id of the module and name of the parameter

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from hwfsdp.core.precision import MapTree, map_tensors, replace_tensors_with_grad, tensors_with_grad
 
 
@@ -93,13 +93,13 @@ class WatchedOutputs:
     def watch(self, output: Any) -> Any:
         """Put hooks on the tensors in `output` that a backward may reach. Return `output`; in a transform, with other tensors."""
         tensors = tensors_with_grad(output) if torch.is_grad_enabled() else []
-        if compat.in_transforms():  # Note [Transforms]
+        if private_torch.in_transforms():  # Note [Transforms]
             watched = [call_in_backward(self._before_backward, tensor)[0].clone() for tensor in tensors]
             return replace_tensors_with_grad(output, watched) if tensors else output
         for tensor in tensors:
-            if not any(map(self._is_ours, compat.hooks_of(tensor))):
+            if not any(map(self._is_ours, private_torch.hooks_of(tensor))):
                 tensor.register_hook(self._on_grad)
-            base = compat.base_of_view(tensor)
+            base = private_torch.base_of_view(tensor)
             node: Any = base.grad_fn if base is not None else None
             if node is not None and node.metadata.setdefault(self._before_backward, self) is self:
                 node.register_prehook(self._on_base_grad)
@@ -128,7 +128,7 @@ def watch_inputs(inputs: Any, after_backward: Callable[[], None], map_tree: MapT
     tensors = tensors_with_grad(inputs, map_tree) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs
-    if len(tensors) == 1 and not compat.in_transforms():
+    if len(tensors) == 1 and not private_torch.in_transforms():
         alias = tensors[0].view_as(tensors[0])
         assert alias.grad_fn is not None, "a view of a tensor that needs a gradient has a history"
         alias.grad_fn.register_prehook(lambda grads: after_backward())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hwfsdp.core.observer import moment
 from hwfsdp.core.mesh import Transport
-from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, stream_maker
+from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, stream_maker
 
 if TYPE_CHECKING:
     from hwfsdp.core.group import ParamGroup
@@ -49,7 +49,7 @@ class FSDPCommContext:
         device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
-        streams: see `streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
+        streams: see `device_streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
         reducing: the reductions in flight, the oldest first.
@@ -95,7 +95,7 @@ class FSDPCommContext:
             group.post_forward_indices = [i for i in group.post_forward_indices if i < keep]
         del self.post_forward_order[keep:]
 
-    # --- what is in flight (`collectives`, Note [Why flat buffers outlive their use]) ---
+    # --- what is in flight (`flat_collectives`, Note [Why flat buffers outlive their use]) ---
 
     def keep_until_reduced(self, flat: Tensor, done: StreamEvent, transport: Transport) -> None:
         """Keep the input of a reduction that was just started, until compute has waited for `done`."""

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hwfsdp.core import collectives, compat
-from hwfsdp.core.collectives import Gathering, Mean, Reducing
-from hwfsdp.core.compat import no_autograd
+from hwfsdp.core import flat_collectives, private_torch
+from hwfsdp.core.flat_collectives import Gathering, Mean, Reducing
+from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.mesh import ShardMesh, Transport
-from hwfsdp.core.streams import StreamEvent
+from hwfsdp.core.device_streams import StreamEvent
 
 if TYPE_CHECKING:
     from hwfsdp.core.context import FSDPCommContext
@@ -43,8 +43,8 @@ class Reducer:
     group: ParamGroup
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        """Return the steps of a mean in this dtype; see `collectives.mean_over`."""
-        return collectives.mean_over(self.group.mesh.size, dtype)
+        """Return the steps of a mean in this dtype; see `flat_collectives.mean_over`."""
+        return flat_collectives.mean_over(self.group.mesh.size, dtype)
 
     def zeros_for(self, param: FSDPParam) -> Tensor | None:
         """Return the gradient to reduce for a parameter that got none. None: reduce nothing for it.
@@ -124,10 +124,10 @@ class ParamGroup:
             with streams.copy.run():
                 inputs = [each for param in self.params for each in param.gather_inputs()]
             shards, dtypes = zip(*inputs, strict=True)
-            self._gathering = collectives.all_gather(shards, dtypes, self.gather_transport, streams)
+            self._gathering = flat_collectives.all_gather(shards, dtypes, self.gather_transport, streams)
 
     def wait_for_gather(self) -> None:
-        """Make compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
+        """Make compute wait for the gather in flight, if there is one (`device_streams`, Note [What a wait costs])."""
         if self._gathering is not None:
             self.comm_ctx.streams.compute.wait(self._gathering.done)
 
@@ -142,7 +142,7 @@ class ParamGroup:
             gathering, self._gathering = self._gathering, None
             wholes = [memory for param in self.params for memory in param.allocate_whole()]
             with moment("copy_out", self.transport, "compute", (gathering.flat,), wholes):
-                collectives.copy_out(gathering.flat, gathering.sizes, wholes)
+                flat_collectives.copy_out(gathering.flat, gathering.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
             self.is_unsharded = True
@@ -172,9 +172,9 @@ class ParamGroup:
 
     def expect_grads(self) -> None:
         """Set the dtype of the gradients that the coming backward leaves."""
-        for param in self.params if compat.REDUCES_IN_GRAD_DTYPE else ():
+        for param in self.params if private_torch.REDUCES_IN_GRAD_DTYPE else ():
             cast_later = self.reduce_grads or param.has_unreduced_grad
-            compat.accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
+            private_torch.accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
 
     @property
     def has_late_gradients(self) -> bool:
@@ -223,7 +223,7 @@ class ParamGroup:
         with moment("post_backward_reduce", self):
             dtype = self.reduce_dtype(params, grads)
             grads[:] = [param.layout.rows_of(grad) for param, grad in zip(params, grads, strict=True)]
-            reducing = collectives.reduce_scatter(
+            reducing = flat_collectives.reduce_scatter(
                 grads, dtype, self.reducer.mean(dtype), self.transport, comm_ctx.streams
             )
             done = self.reducer.finish(params, reducing)

@@ -22,7 +22,7 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import chunk_extent, local_shape, padded_local_shape
 
@@ -65,7 +65,7 @@ class Layout:
 
     def as_shard(self, local: Tensor) -> DTensor:
         """Return the DTensor of the sharded parameter. `local` [`local_shape`] is this rank's part of it."""
-        return compat.dtensor(local, self.device_mesh, self.placements, self.global_shape, self.stride)
+        return private_torch.dtensor(local, self.device_mesh, self.placements, self.global_shape, self.stride)
 
     def as_whole(self, whole: Tensor) -> Tensor:
         """Return the tensor that modules compute with, made from `whole` [`shape`]."""

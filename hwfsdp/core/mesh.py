@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 
-from hwfsdp.core.compat import all_gather_single, reduce_scatter_single
-from hwfsdp.core.errors import StateError, UsageError
-from hwfsdp.core.streams import Work
+from hwfsdp.core.private_torch import all_gather_single, reduce_scatter_single
+from hwfsdp.core.base_errors import StateError, UsageError
+from hwfsdp.core.device_streams import Work
 
 
 class Axis(NamedTuple):

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from hwfsdp.core.compat import NOTHING
+from hwfsdp.core.private_torch import NOTHING
 
 if TYPE_CHECKING:
-    from hwfsdp.core.streams import Stream, StreamEvent
+    from hwfsdp.core.device_streams import Stream, StreamEvent
 
 
 class Observer(Protocol):

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core import compat
-from hwfsdp.core.compat import address_of, local_of, register_parameter
-from hwfsdp.core.errors import UsageError
+from hwfsdp.core import private_torch
+from hwfsdp.core.private_torch import address_of, local_of, register_parameter
+from hwfsdp.core.base_errors import UsageError
 from hwfsdp.core.layout import Layout, allocate, free
 from hwfsdp.core.precision import MixedPrecisionPolicy, resolve_dtypes
-from hwfsdp.core.streams import StreamSet
+from hwfsdp.core.device_streams import StreamSet
 
 
 class ShardedState(Enum):
@@ -111,7 +111,7 @@ class FSDPParam:
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated_grad: Tensor | None = None
         self.shard(local_of(param), param.requires_grad)
-        compat.inherit_grad_dtype(self.sharded_param, param)
+        private_torch.inherit_grad_dtype(self.sharded_param, param)
         self.dtypes = resolve_dtypes(self.sharded_param, policy)
         register_parameter(self.places, self.sharded_param)
 
@@ -239,10 +239,10 @@ class FSDPParam:
         """
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)
-        hooks = compat.post_accumulate_grad_hooks(dtensor)
+        hooks = private_torch.post_accumulate_grad_hooks(dtensor)
         grad = self.memory.place_grad(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
         if dtensor.grad is None:
-            dtensor.grad = compat.wrap_like(grad, dtensor)
+            dtensor.grad = private_torch.wrap_like(grad, dtensor)
         else:
             assert isinstance(dtensor.grad, DTensor)
             local_of(dtensor.grad).add_(grad)
@@ -276,7 +276,7 @@ class FSDPParam:
             )
         assert isinstance(param, DTensor)
         if param is not self.sharded_param:
-            compat.inherit_grad_dtype(param, self.sharded_param)
+            private_torch.inherit_grad_dtype(param, self.sharded_param)
             self.sharded_param = param
         register_parameter(self.places, param)  # a load may have assigned another one at some of the places
         self.dtypes = resolve_dtypes(param, self.policy)
@@ -299,4 +299,4 @@ class FSDPParam:
         self.padded_shard = self.memory.place(rows.new_zeros(layout.padded_shape)).view(-1)
         front = self.padded_shard[: self.local_numel].view(layout.local_shape)
         front.copy_(rows)
-        compat.replace_local(param, front)
+        private_torch.replace_local(param, front)

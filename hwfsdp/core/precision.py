@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 
 Fn = Callable[[Tensor], Tensor]
 MapTree = Callable[[Fn, Any], Any]
@@ -66,7 +66,7 @@ def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
     """Return the dtypes of a parameter under `policy`. The policy does not apply to a parameter that is not floating-point."""
     orig = param.dtype
     compute, reduce = (policy.param_dtype, policy.reduce_dtype) if orig.is_floating_point else (None, None)
-    if compat.REDUCES_IN_GRAD_DTYPE:
+    if private_torch.REDUCES_IN_GRAD_DTYPE:
         return Dtypes(orig, compute or orig, reduce or param.grad_dtype, param.grad_dtype)
     needs_no_cast = reduce == compute  # both None, or gradients already come out in this dtype
     return Dtypes(orig, compute or orig, None if needs_no_cast else reduce, orig)
@@ -163,11 +163,11 @@ def _map_sequence(fn: Fn, tree: list[Any] | tuple[Any, ...], map_mutable: MapTre
 
 
 def tensors_with_grad(tree: Any, map_tree: MapTree = map_tensors) -> list[Tensor]:
-    """Return the tensors in `tree` that a backward may reach, from left to right. They require grad (`compat.may_need_grad`)."""
+    """Return the tensors in `tree` that a backward may reach, from left to right. They require grad (`private_torch.may_need_grad`)."""
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
-        if compat.may_need_grad(tensor):
+        if private_torch.may_need_grad(tensor):
             found.append(tensor)
         return tensor
 
@@ -178,4 +178,4 @@ def tensors_with_grad(tree: Any, map_tree: MapTree = map_tensors) -> list[Tensor
 def replace_tensors_with_grad(tree: Any, new: Iterable[Tensor], map_tree: MapTree = map_tensors) -> Any:
     """Return `tree` with `new` in place of its tensors that a backward may reach, in the order of `tensors_with_grad`."""
     queue = iter(new)
-    return map_tree(lambda tensor: next(queue) if compat.may_need_grad(tensor) else tensor, tree)
+    return map_tree(lambda tensor: next(queue) if private_torch.may_need_grad(tensor) else tensor, tree)

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
@@ -165,7 +165,7 @@ class FSDPState:
 
     def note_forward_and_predict(self) -> list[ParamGroup]:
         """Record that the forward enters this group. Return the groups to gather meanwhile: none in a recomputation."""
-        if not self.group or not self.root.forward_root or compat.in_backward():
+        if not self.group or not self.root.forward_root or private_torch.in_backward():
             return []
         return self.root.forward_root.forward_order.note_and_predict(self.group)
 
@@ -183,7 +183,7 @@ class FSDPState:
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
-        if self.group and not compat.in_backward():
+        if self.group and not private_torch.in_backward():
             self.group.post_forward()
             self.comm_ctx.note_forward(self.group)
         self.phase = Phase.IDLE
@@ -240,7 +240,7 @@ class FSDPState:
         """Let autograd call `finish_backward` once, when this backward has executed its last node."""
         if not self.root.finish_queued:
             self.root.finish_queued = True
-            compat.call_after_backward(self.finish_backward)
+            private_torch.call_after_backward(self.finish_backward)
 
     def finish_backward(self) -> None:
         """End a backward: finish the groups that it left out. Afterwards every state is idle.
@@ -281,7 +281,7 @@ class FSDPState:
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward: gathers wait for what the optimizer has written, and inputs move to the device."""
         if not self.root.states:
-            with compat.no_autograd():
+            with private_torch.no_autograd():
                 self.become_root()
         self.root.forward_root = self
         self.forward_order.begin()
@@ -302,7 +302,7 @@ class FSDPState:
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
-        if not compat.in_backward():  # a recomputation runs only a part of the model
+        if not private_torch.in_backward():  # a recomputation runs only a part of the model
             self.forward_order.finish()
         if not torch.is_grad_enabled():  # no backward will follow and forget the order
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)

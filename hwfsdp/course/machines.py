@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.core.streams import StreamSet
+from hwfsdp.core.device_streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
 from hwfsdp.course.probing import Report, attempt, simulates
 from hwfsdp.course.ranks import Course

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
-from hwfsdp.core.streams import HostStream
+from hwfsdp.core.device_streams import HostStream
 from hwfsdp.observe import events
 from hwfsdp.observe.recording import after_each_resize
 from hwfsdp.virtual.allocator import Allocator

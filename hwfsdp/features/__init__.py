@@ -1,14 +1,14 @@
 """What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules. The core knows none of them.
 
-`api.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
-when something happens has a class from which `state.FSDPState` derives. The methods of sharded modules are in `module`.
+`fully_shard.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
+when something happens has a class from which `schedule.FSDPState` derives. The methods of sharded modules are in `module`.
 
     The whole
-    api                 `fully_shard`: check, find, choose, build, join; the hooks that torch calls in the whole process
-    state               the schedule with all features, and its settings
+    fully_shard         `fully_shard`: check, find, choose, build, join; the hooks that torch calls in the whole process
+    schedule            the schedule with all features, and its settings
     module              the class that every sharded module gets: its methods
-    group               the group that features work with, and what groups share
-    param               the parameter that features work with: what programs attach to it, and change while it is whole
+    feature_group       the group that features work with, and what groups share
+    user_changes        what programs attach to parameters, and change while they are whole: the parameter that features work with
 
     Checks and advice
     checks              refuses modules that cannot be sharded or cannot run, before anything is changed
@@ -35,5 +35,5 @@ when something happens has a class from which `state.FSDPState` derives. The met
 
     Shared
     lookup              what several features need
-    compat              the private corners of torch's autograd
+    private_autograd    the private corners of torch's autograd
 """

@@ -39,10 +39,10 @@ from hwfsdp.features.lookup import (
     outermost_caller,
     warn,
 )
-from hwfsdp.features.param import FSDPParam, has_own_class
+from hwfsdp.features.user_changes import FSDPParam, has_own_class
 
 if TYPE_CHECKING:
-    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.feature_group import ParamGroup
 
 
 @dataclass

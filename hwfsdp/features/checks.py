@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import local_of
+from hwfsdp.core.private_torch import local_of
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import (
     RefusedError,
@@ -20,8 +20,8 @@ from hwfsdp.errors import (
     UsageError,
     WrongTypeError,
 )
-from hwfsdp.features.group import FSDPCommContext, ParamGroup
-from hwfsdp.features.compat import is_traced
+from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+from hwfsdp.features.private_autograd import is_traced
 from hwfsdp.features.extensions import has_methods
 from hwfsdp.features.lookup import CLAIMED, FeatureState
 from hwfsdp.features.policies import check_in_host_memory

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
-from hwfsdp.core.compat import base_of_view, in_backward, in_transforms
+from hwfsdp.core.private_torch import base_of_view, in_backward, in_transforms
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
 from hwfsdp.core.state import Phase
-from hwfsdp.features import compat
+from hwfsdp.features import private_autograd
 from hwfsdp.features.lookup import FeatureState, Living, calls_in_progress, parameter_of
 
 # keys in the metadata of nodes
@@ -61,7 +61,7 @@ class EnteredState(FeatureState):
     forwards: deque[range]
 
     def note_forward_and_predict(self) -> list[ParamGroup]:
-        self._began = compat.next_node_number()
+        self._began = private_autograd.next_node_number()
         return super().note_forward_and_predict()
 
     def end_forward(self, output: Any) -> Any:
@@ -86,7 +86,7 @@ class EnteredState(FeatureState):
             self.hid_outputs |= may_hide_tensors(output)
             if group is not None and not all([param.sharded_param.requires_grad for param in group.params]):
                 _with_frozen.add(self)
-                self.forwards.append(range(self._began, compat.next_node_number()))
+                self.forwards.append(range(self._began, private_autograd.next_node_number()))
         return output
 
     def end_iteration_forward(self, output: Any) -> Any:
@@ -96,7 +96,7 @@ class EnteredState(FeatureState):
             for tensor in tensors_with_grad(output):
                 for made in (tensor, base_of_view(tensor)):
                     if made is not None and made.grad_fn is not None:
-                        compat.notes_of(made.grad_fn)[OUTPUT] = self
+                        private_autograd.notes_of(made.grad_fn)[OUTPUT] = self
         return output
 
     def is_entered_below(self) -> bool:
@@ -154,9 +154,9 @@ def watch_entries(begin: Iterable[Node]) -> None:
         used = [state for child in children if (state := views.get(child) or owner(child)) is not None]
         if used and VIEW.match(node.name()):
             views[node] = used[0]
-        number = compat.number_of(node) if frozen else 0
+        number = private_autograd.number_of(node) if frozen else 0
         used += [state for made, state in frozen if number in made]
-        if used and compat.notes_of(node).setdefault(ENTRY, used) is used:
+        if used and private_autograd.notes_of(node).setdefault(ENTRY, used) is used:
             for state in dict.fromkeys(used):  # on every rank in the same order
                 node.register_prehook(state.enter)
 
@@ -171,7 +171,7 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
             yield node
         elif node not in seen:
             seen.add(node)
-            state = compat.notes_of(node).get(OUTPUT)
+            state = private_autograd.notes_of(node).get(OUTPUT)
             if state is None or state.is_entered_below():
                 stack.append((node, True))
                 stack += [(child, False) for child, _ in node.next_functions if child is not None]
@@ -179,7 +179,7 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
 
 def owner(node: Node) -> EnteredState | None:
     """Return the state whose parameter gets its gradient from this node; None if there is none."""
-    param = parameter_of(node.variable) if isinstance(node, compat.AccumulateGrad) else None
+    param = parameter_of(node.variable) if isinstance(node, private_autograd.AccumulateGrad) else None
     return param.group.state if param is not None else None
 
 

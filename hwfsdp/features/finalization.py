@@ -10,7 +10,7 @@ A pipeline runs many backwards as one, and reduces afterwards. So the end of a b
 
 from __future__ import annotations
 
-from hwfsdp.core.compat import in_backward
+from hwfsdp.core.private_torch import in_backward
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Phase

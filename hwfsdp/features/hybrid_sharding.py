@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hwfsdp import compat
-from hwfsdp.core.collectives import Mean, Reducing, mean_over
-from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.flat_collectives import Mean, Reducing, mean_over
+from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.mesh import Axis, ShardMesh, axis_along, default_mesh, device_of
-from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.core.device_streams import Stream, StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
 from hwfsdp.features.reductions import SettableReducer
 

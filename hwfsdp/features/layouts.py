@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hwfsdp import compat
-from hwfsdp.core.compat import dtensor, local_of
+from hwfsdp.core.private_torch import dtensor, local_of
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape

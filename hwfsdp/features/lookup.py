@@ -17,9 +17,9 @@ from hwfsdp.core import state
 from hwfsdp.errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from hwfsdp.features.param import FSDPParam
-    from hwfsdp.features.group import FSDPCommContext, ParamGroup
-    from hwfsdp.features.state import FSDPState
+    from hwfsdp.features.user_changes import FSDPParam
+    from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+    from hwfsdp.features.schedule import FSDPState
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name
 IGNORED = "_hwfsdp_ignored"  # attribute of a parameter that the user has excluded from sharding
@@ -70,7 +70,7 @@ def checked_state(module: Any, caller: str) -> FSDPState:
 
 
 class FeatureState(state.FSDPState):
-    """The base of the classes from which `state.FSDPState` derives: what several of them use."""
+    """The base of the classes from which `schedule.FSDPState` derives: what several of them use."""
 
     comm_ctx: FSDPCommContext
     group: ParamGroup | None

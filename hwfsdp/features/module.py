@@ -25,10 +25,10 @@ from hwfsdp.comm.transport import (
     GroupAllocReduceScatter,
     ReduceScatter,
 )
-from hwfsdp.core import api, compat
+from hwfsdp.core import api, private_torch
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.state import state_of
-from hwfsdp.core.streams import DeviceStream
+from hwfsdp.core.device_streams import DeviceStream
 from hwfsdp.errors import (
     CopyRefusedError,
     RefusedStateError,
@@ -39,12 +39,12 @@ from hwfsdp.errors import (
 )
 from hwfsdp.features.checks import not_compiled
 from hwfsdp.features.finalization import GradientReductionHandle
-from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.lookup import checked_state
-from hwfsdp.features.param import inherit
+from hwfsdp.features.user_changes import inherit
 
 if TYPE_CHECKING:
-    from hwfsdp.features.state import FSDPState
+    from hwfsdp.features.schedule import FSDPState
 
 # The class of a sharded module has the module's own class as another base. Type checkers learn of this base, so that they accept a
 # call of a sharded module and every method and child of modules.
@@ -341,7 +341,7 @@ class FSDPModule(api.FSDPModule, Module):
         """
         params = [p for group in self._groups(recurse=False) for p in group.params]
         attributes = [dict(vars(p.sharded_param)) for p in params]
-        own = [p for p in params if compat.has_grad_dtype(p.sharded_param)]
+        own = [p for p in params if private_torch.has_grad_dtype(p.sharded_param)]
         kept = [(p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in own]
         for param, _, _ in kept:
             param.sharded_param.grad = None

@@ -25,16 +25,16 @@ from torch.distributed.tensor import Shard
 
 from hwfsdp.core import group as core
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import address_of, local_of
+from hwfsdp.core.private_torch import address_of, local_of
 from hwfsdp.core.observer import moment
 from hwfsdp.errors import UsageError
-from hwfsdp.features.param import FSDPParam
-from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.user_changes import FSDPParam
+from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
 from hwfsdp.features.lookup import FeatureState
 
 if TYPE_CHECKING:
-    from hwfsdp.features.state import FSDPState
+    from hwfsdp.features.schedule import FSDPState
 
 
 @dataclass(frozen=True)

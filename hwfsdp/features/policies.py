@@ -1,7 +1,7 @@
 """The two policies of a call: in which dtypes parameters compute, and where their shards live. `fully_shard` takes torch's policies, too.
 
 With `param_dtype_override_fn`, a parameter may compute in a dtype of its own, such as norms that stay in fp32 among layers in bf16.
-A group can gather several dtypes in one collective (`core.collectives`). So it is enough to choose a policy for each parameter.
+A group can gather several dtypes in one collective (`core.flat_collectives`). So it is enough to choose a policy for each parameter.
 
 With `CPUOffloadPolicy`, shards, their gradients, and so optimizer states live on the host. A gather copies them to the device as part
 of its copy-in. A reduced gradient is copied to the host on the stream that made it. The host waits for all these copies when a
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hwfsdp.core import precision
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import ShardMemory
-from hwfsdp.core.streams import StreamSet
+from hwfsdp.core.device_streams import StreamSet
 from hwfsdp.errors import StateError, UsageError
 
 # --- dtypes --------------------------------------------------------------------------------------------------

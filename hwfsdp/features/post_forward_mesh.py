@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.compat import dtensor, no_autograd, register_parameter
+from hwfsdp.core.private_torch import dtensor, no_autograd, register_parameter
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.param import FSDPParam, keep_changes
-from hwfsdp.features.group import ParamGroup
+from hwfsdp.features.user_changes import FSDPParam, keep_changes
+from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import warn
 

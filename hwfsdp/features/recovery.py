@@ -22,7 +22,7 @@ from weakref import ref
 
 from torch import nn
 
-from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
+from hwfsdp.core.private_torch import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import FSDPState, Phase
@@ -30,8 +30,8 @@ from hwfsdp.errors import StateError
 from hwfsdp.features.lookup import FeatureState, calls_in_progress
 
 if TYPE_CHECKING:
-    from hwfsdp.features.state import FSDPState as WholeState
-    from hwfsdp.features.group import FSDPCommContext, ParamGroup
+    from hwfsdp.features.schedule import FSDPState as WholeState
+    from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 
 # By root and state; the state is None for the callback of the root itself.
 Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]

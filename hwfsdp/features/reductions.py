@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hwfsdp.core.collectives import Mean, Reducing, mean_over
+from hwfsdp.core.flat_collectives import Mean, Reducing, mean_over
 from hwfsdp.core.group import Reducer, divided
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.core.device_streams import Stream, StreamEvent
 
 if TYPE_CHECKING:
-    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.feature_group import ParamGroup
 
 
 class SettableReducer(Reducer):

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.errors import StateError, UnsupportedError, UsageError
-from hwfsdp.features import compat
+from hwfsdp.features import private_autograd
 from hwfsdp.features.lookup import all_groups, parameter_of
 
 if TYPE_CHECKING:
-    from hwfsdp.features.param import FSDPParam
+    from hwfsdp.features.user_changes import FSDPParam
 
 _FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
 _SHARDED = "mixed torch.Tensor and DTensor"
@@ -49,7 +49,7 @@ _IN_PLACE = UnsupportedError(
 
 
 class WholeParameter(nn.Parameter):
-    """The class of a whole parameter. It notices that the program takes or sets its `data` (`param`, Note [Writes to whole parameters])."""
+    """The class of a whole parameter. It notices that the program takes or sets its `data` (`user_changes`, Note [Writes to whole parameters])."""
 
     @property
     def data(self) -> Tensor:
@@ -105,7 +105,7 @@ class FreedParameter(nn.Parameter):
         of = getattr(getattr(func, "__self__", None), "__name__", "")  # the name of a property
         if name not in READABLE or of in UNREADABLE:
             raise refused_read(list(freed_in((args, kwargs))), of or name.strip("_"))
-        with compat.plain_class():
+        with private_autograd.plain_class():
             return func(*args, **kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -137,7 +137,7 @@ def refused_read(params: Sequence[FSDPParam], operation: str) -> StateError:
     )
 
 
-def explained_in_backward(error: RuntimeError, inputs: compat.Inputs) -> Exception | None:
+def explained_in_backward(error: RuntimeError, inputs: private_autograd.Inputs) -> Exception | None:
     """Return our error in place of torch's about freed memory, or about `inputs` that it did not find; None for any other error."""
     if "not have been used in the graph" in str(error):
         return explained_grad(inputs)
@@ -206,14 +206,14 @@ def params() -> Iterator[FSDPParam]:
         yield from group.params
 
 
-def with_wholes(inputs: compat.Inputs) -> compat.Inputs:
+def with_wholes(inputs: private_autograd.Inputs) -> private_autograd.Inputs:
     """Return the `inputs` of a backward, and the whole parameter of each sharded one. The graph of a forward has the whole ones."""
     wholes = {id(p.sharded_param): p.unsharded_param for p in params() if p.unsharded_param is not None}
     found = [wholes.get(id(tensor)) for tensor in inputs if isinstance(tensor, DTensor)]
     return (*inputs, *(whole for whole in found if whole is not None))
 
 
-def explained_grad(inputs: compat.Inputs) -> UnsupportedError | None:
+def explained_grad(inputs: private_autograd.Inputs) -> UnsupportedError | None:
     """Return our error in place of torch's if `torch.autograd.grad` did not find sharded parameters in the graph."""
     names = {id(param.sharded_param): param.name for param in params()}
     asked = [names[id(tensor)] for tensor in inputs if id(tensor) in names]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hwfsdp.compat import profiler_is_running, profiler_range
 from hwfsdp.core import observer
-from hwfsdp.core.compat import NOTHING, REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.private_torch import NOTHING, REDUCES_IN_GRAD_DTYPE
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import FSDPState, Phase
-from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.core.device_streams import Stream, StreamEvent
 from hwfsdp.torch_releases import release_of
 
 _NAMES = {  # moments that have another name in FSDP2

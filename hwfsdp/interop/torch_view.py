@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hwfsdp import compat
-from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState

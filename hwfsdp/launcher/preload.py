@@ -19,7 +19,7 @@ from hwfsdp.launcher.fork_server import adopt_orphans
 
 def import_for_ranks() -> None:
     """Import the modules that every rank needs."""
-    for module in ("hwfsdp.launcher.launch", "hwfsdp.features.api"):
+    for module in ("hwfsdp.launcher.launch", "hwfsdp.features.fully_shard"):
         importlib.import_module(module)
     importlib.import_module(importlib.import_module("hwfsdp.compat").LATE_IMPORT)
 

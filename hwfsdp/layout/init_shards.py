@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.core.compat import local_of
+from hwfsdp.core.private_torch import local_of
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp.compat import fake_process_group
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.layout.explain import Explanation, explain
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -218,7 +218,7 @@ def model_state_bytes(
         Bytes of this rank. At world size 1, all strategies give the same bytes.
 
     Sources: Rajbhandari, Rasley, Ruwase, He: ZeRO, arXiv:1910.02054, sections 3.1 and 5, say which rank holds which state; in
-    the paper, everything divides evenly. The padding is hwfsdp's own, see `param` and `collectives`.
+    the paper, everything divides evenly. The padding is hwfsdp's own, see `core.param` and `core.flat_collectives`.
     """
     shard = mesh_shape(strategy, world_size, shards).shard
     chunk = sum(padded_local_numel(shape, shard) for shape in shapes)

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hwfsdp.core.streams import DeviceStream, HostStream, Stream, StreamSet
+from hwfsdp.core.device_streams import DeviceStream, HostStream, Stream, StreamSet
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Clock, HostMark, Mark
 from hwfsdp.observe.validate import MOST_RANKS, many, named, shown, text, time_us, whole

@@ -4,7 +4,7 @@ A recording puts wrappers around the functions, and the wrappers log every call.
 see.
 
 Note [Streams of a collective]
-    FSDP calls its collectives on streams of its own (`core.streams`). The log has those streams. A collective that is called outside
+    FSDP calls its collectives on streams of its own (`core.device_streams`). The log has those streams. A collective that is called outside
     of them belongs to torch's current stream, which the log calls compute. torch runs it beside this stream, from the point that
     the stream has reached. So in the log it has a stream of its own, by its name or "other", and waits for the last
     event of compute. Compute waits for it at the end of the call, or with `async_op=True` when the program waits for its work. Calls

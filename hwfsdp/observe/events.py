@@ -24,7 +24,7 @@ Note [Order without clocks]
 
 Note [Clocks]
     A clock is a function from the name of a stream to a `Mark`, the point that the stream has reached. Each set of
-    streams (`streams.StreamSet`) has a clock of its own, because two sets have streams of the same name. Code that runs on a
+    streams (`device_streams.StreamSet`) has a clock of its own, because two sets have streams of the same name. Code that runs on a
     set chooses the clock (`scope`, `Stream.run`). The clock that times the start of an event also times its end. Other code, for
     example an optimizer, uses the clock of the newest set, because all sets share the compute stream.
     The time of a mark may not be known yet. The device is asked for its times after the recording, so that recording never makes

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from hwfsdp.core.compat import NOTHING, in_backward
+from hwfsdp.core.private_torch import NOTHING, in_backward
 from hwfsdp.core.state import Phase
 from hwfsdp.core.observer import Observer
 from hwfsdp.core.state import FSDPState
-from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
+from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 from hwfsdp.observe.clocks import clock_of, clock_of_stream, use_newest

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hwfsdp.compat import local_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import RankError, UsageError, in_one_line, shown_path
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher import worker
 from hwfsdp.observe import events
 

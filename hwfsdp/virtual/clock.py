@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
+from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, Work
 from hwfsdp.observe import clocks, events
 from hwfsdp.observe.events import STREAMS, HostMark
 from hwfsdp.virtual.devices import Device

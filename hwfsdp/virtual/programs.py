@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hwfsdp.compat import is_fake
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import UsageError
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.layout.shard_on_meta import find_blocks, find_classes
 from hwfsdp.train.models.zoo import Config, build, config_of
 

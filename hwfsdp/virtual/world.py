@@ -53,7 +53,7 @@ from torch.optim.optimizer import Optimizer
 from hwfsdp.comm.group_identity import here
 from hwfsdp.comm.desync_report import place_in
 from hwfsdp import compat
-from hwfsdp.core.streams import StreamSet, backend
+from hwfsdp.core.device_streams import StreamSet, backend
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.observe import events

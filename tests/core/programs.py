@@ -16,13 +16,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from hwfsdp import core
-from hwfsdp.core import observer, streams
-from hwfsdp.core.compat import all_gather_single
-from hwfsdp.core.errors import UsageError
+from hwfsdp.core import device_streams, observer
+from hwfsdp.core.private_torch import all_gather_single
+from hwfsdp.core.base_errors import UsageError
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import state_of
-from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
+from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, Work
 
 
 class Block(nn.Module):
@@ -287,7 +287,7 @@ def groups_in_memory() -> dict[str, list[int]]:
                 buffers.append(StorageWeakRef(writes[0].untyped_storage()))
             return nullcontext()
 
-    with streams.backend("cpu", lambda: StreamSet(DeviceLikeStream)):
+    with device_streams.backend("cpu", lambda: StreamSet(DeviceLikeStream)):
         model = Model()
         for block in model.blocks:
             core.fully_shard(block, reshard_after_forward=True)
@@ -316,10 +316,10 @@ def stream_sets() -> int:
     made: list[StreamSet] = []
 
     def make() -> StreamSet:
-        made.append(StreamSet(streams.HostStream))
+        made.append(StreamSet(device_streams.HostStream))
         return made[-1]
 
-    with streams.backend("cpu", make):
+    with device_streams.backend("cpu", make):
         model = Model()
         for block in model.blocks:
             core.fully_shard(block)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hwfsdp
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
-from hwfsdp.core.compat import local_of
+from hwfsdp.core.private_torch import local_of
 from oracles import Library, ours, theirs
 from together import Together
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.private_torch import REDUCES_IN_GRAD_DTYPE
 from oracles import (
     BF16_FP32,
     BITS,

@@ -548,7 +548,7 @@ def a_parameter_without_memory_refuses_reads_also_after_an_error() -> list[bool]
     whole_weight = module.weight
     module.reshard()
     refuses = []
-    for place in ("core.param.allocate", "features.group.watch"):
+    for place in ("core.param.allocate", "features.feature_group.watch"):
         with mock.patch(f"hwfsdp.{place}", side_effect=MemoryError), pytest.raises(MemoryError):
             module.unshard()
         module.reshard()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import models
 from hwfsdp import StateError, UsageError
-from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.private_torch import REDUCES_IN_GRAD_DTYPE
 from oracles import (
     BITS,
     Library,

@@ -26,7 +26,7 @@ import hwfsdp
 import models
 from hwfsdp import launch
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from oracles import (
     BF16_FP32,
     BITS,
@@ -529,7 +529,7 @@ class Unpadded(OnlyPost):
 
 def test_a_tensor_subclass_that_moves_to_another_device_stays_the_same_parameter():
     weight = nn.Parameter(Kept(torch.ones(2, 3)), requires_grad=False)
-    compat.move_in_place(weight, torch.device("meta"))
+    private_torch.move_in_place(weight, torch.device("meta"))
     assert (type(weight), weight.inner.device.type, weight.requires_grad) == (Kept, "meta", False)
 
 

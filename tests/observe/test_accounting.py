@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
-from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
+from hwfsdp.core.private_torch import REDUCES_IN_GRAD_DTYPE
 from hwfsdp.observe.accounting import (
     GroupSizes,
     MeshShape,

@@ -15,7 +15,7 @@ import torch
 
 import models
 from hwfsdp import FSDPCommContext
-from hwfsdp.core.streams import DeviceStream, StreamSet, backend
+from hwfsdp.core.device_streams import DeviceStream, StreamSet, backend
 from models import ZOO
 from oracles import (
     BITS,

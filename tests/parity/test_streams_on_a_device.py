@@ -28,7 +28,7 @@ from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
 from hwfsdp.features.lookup import checked_state
 from hwfsdp.collectives import AllGather, ReduceScatter
-from hwfsdp.core.streams import DeviceStream, HostStream, Stream
+from hwfsdp.core.device_streams import DeviceStream, HostStream, Stream
 from oracles import BITS, Trace, differences
 from together import run_all
 

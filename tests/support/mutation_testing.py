@@ -57,7 +57,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → (modules, files of tests), bot
         " features/test_hsdp.py features/test_mixed_precision.py test_collectives.py",
     ),
     "streams": (
-        "core/streams.py streams.py observe/clocks.py observe/instrument.py observe/events.py"
+        "core/device_streams.py streams.py observe/clocks.py observe/instrument.py observe/events.py"
         " observe/recording.py observe/collective_calls.py observe/races.py observe/eventlog.py",
         "observe/test_*.py parity/test_*.py cli/test_trace_command.py comm/test_flight_recorder.py"
         " comm/test_desync_report.py plot/test_player.py virtual/test_clock.py test_streams.py",

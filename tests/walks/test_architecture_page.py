@@ -20,7 +20,7 @@ import models
 from figures import assert_everything_is_on_the_sheet
 from hwfsdp import features, interop, launch
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.features import api
+from hwfsdp.features import fully_shard as fully_shard_module
 from oracles import fresh, wrap
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,8 +58,8 @@ def fully_shard_with_clipping() -> Callable[..., Any]:
     """Return `fully_shard` with the feature in the page."""
     name = "hwfsdp.features.clipping"
     sys.modules[name] = module_from(name, block("python"))
-    source = Path(api.__file__).read_text()
-    return module_from(api.__name__, changed(source, block("diff"))).fully_shard  # type: ignore[no-any-return]
+    source = Path(fully_shard_module.__file__).read_text()
+    return module_from(fully_shard_module.__name__, changed(source, block("diff"))).fully_shard  # type: ignore[no-any-return]
 
 
 def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
@@ -95,15 +95,7 @@ def test_the_feature_of_the_page_refuses_hybrid_sharding_and_leaves_the_module_u
 # --- The drawing ---------------------------------------------------------------------------------------------
 
 # what features share is not drawn
-SHARED = {
-    "api",
-    "state",
-    "module",
-    "group",
-    "param",
-    "lookup",
-    "compat",
-}
+SHARED = set("fully_shard schedule module feature_group user_changes lookup private_autograd".split())
 
 
 def test_the_drawing_names_every_feature() -> None:

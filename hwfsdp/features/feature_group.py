@@ -12,19 +12,19 @@ from hwfsdp.core import context, group
 from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
-from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.core.device_streams import Stream, StreamEvent
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.features.compat import plain_class, with_new_memory
+from hwfsdp.features.private_autograd import plain_class, with_new_memory
 from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import remember
-from hwfsdp.features.param import FSDPParam, check_in_place, keep_changes, watch
+from hwfsdp.features.user_changes import FSDPParam, check_in_place, keep_changes, watch
 from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
     from hwfsdp.features.finalization import GradientReductionHandle
     from hwfsdp.features.recovery import Callbacks
-    from hwfsdp.features.state import FSDPState
+    from hwfsdp.features.schedule import FSDPState
 
 
 class FSDPCommContext(context.FSDPCommContext):
@@ -34,7 +34,7 @@ class FSDPCommContext(context.FSDPCommContext):
         device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
-        streams: see `core.streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
+        streams: see `core.device_streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         callbacks: the functions that the backward in progress calls at its end (`recovery`).
         reduction: the reduction that the caller has not waited for; None if there is none (`finalization`).

@@ -1,4 +1,4 @@
-"""Private parts of torch's autograd that `entries`, `whole` and `param` need.
+"""Private parts of torch's autograd that `entries`, `whole` and `user_changes` need.
 
 Supported: torch 2.11 to 2.15.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.param import Place
 
 if TYPE_CHECKING:
-    from hwfsdp.features.param import FSDPParam
+    from hwfsdp.features.user_changes import FSDPParam
 
 Inputs = Sequence[Tensor | GradientEdge]
 

@@ -18,7 +18,7 @@ from hwfsdp.core import group as core, observer
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.state import Args, Kwargs, Phase
-from hwfsdp.core.streams import StreamEvent
+from hwfsdp.core.device_streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import ComparingState
 from hwfsdp.features.checks import CheckedState, check_ready
@@ -26,7 +26,7 @@ from hwfsdp.features.containers import LendingState, Lent
 from hwfsdp.features.entries import EnteredState
 from hwfsdp.features.finalization import FinalizedState
 from hwfsdp.features.whole import explain_in_forward
-from hwfsdp.features.group import FSDPCommContext, ParamGroup
+from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.module_lists import SeveralModules
 from hwfsdp.features.param_meshes import MeshesState
 from hwfsdp.features.recovery import backward_broke

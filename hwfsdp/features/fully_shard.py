@@ -24,16 +24,16 @@ from hwfsdp.core.layout import Layout
 from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.state import state_of
 from hwfsdp.features import advice, entries, recovery, whole
-from hwfsdp.features import compat as features_compat
+from hwfsdp.features import private_autograd
 from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
-from hwfsdp.features.group import FSDPCommContext, ParamGroup
+from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
 from hwfsdp.features.lookup import all_groups
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
 from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
-from hwfsdp.features.param import FSDPParam, keep_writes_before_step
+from hwfsdp.features.user_changes import FSDPParam, keep_writes_before_step
 from hwfsdp.features.post_forward_mesh import (
     PostForwardGroup,
     PostForwardParam,
@@ -41,7 +41,7 @@ from hwfsdp.features.post_forward_mesh import (
     post_forward_mesh,
 )
 from hwfsdp.features.reductions import SettableReducer
-from hwfsdp.features.state import FSDPState
+from hwfsdp.features.schedule import FSDPState
 from hwfsdp.interop.composition import replicated_params
 
 M = TypeVar("M", bound=nn.Module)
@@ -230,7 +230,7 @@ def group_of(
 @functools.cache
 def register_process_hooks() -> None:
     """Register the hooks, once. Two of them change something that a compiler cannot see, so the compiler must not trace them."""
-    features_compat.watch_backwards(entries.watch_entries, whole.explained_in_backward, whole.with_wholes)
+    private_autograd.watch_backwards(entries.watch_entries, whole.explained_in_backward, whole.with_wholes)
     disable: Any = torch.compiler.disable
     register_optimizer_step_pre_hook(disable(before_step, reason="FSDP hooks"))
     register_optimizer_step_pre_hook(advice.look_at_optimizer)

@@ -34,18 +34,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
-from hwfsdp.core.compat import local_of, wrap_like
+from hwfsdp.core.private_torch import local_of, wrap_like
 from hwfsdp.core.layout import Layout, free
 from hwfsdp.core.param import Place, ShardedState, ShardMemory
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
-from hwfsdp.features.compat import displaced, plain_class, registered_at, writes_to
+from hwfsdp.features.private_autograd import displaced, plain_class, registered_at, writes_to
 from hwfsdp.features.extensions import ExtensionParam
 from hwfsdp.features.lookup import STAND_INS, parameter_of, warn
 from hwfsdp.features.whole import FreedParameter, WholeParameter
 
 if TYPE_CHECKING:
-    from hwfsdp.features.group import ParamGroup
+    from hwfsdp.features.feature_group import ParamGroup
 
 
 # --- What a group does at each gather and reshard ------------------------------------------------------------

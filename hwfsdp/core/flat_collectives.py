@@ -39,11 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp.core import compat
+from hwfsdp.core import private_torch
 from hwfsdp.core.observer import made, moment
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.sharding import chunk_length, padded_local_numel
-from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
+from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet
 
 _chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
 
@@ -104,7 +104,7 @@ def copy_in(
     if all([s.dtype == part.dtype and s.device == part.device for s in shards]):
         torch.cat(list(shards), out=part)
     else:
-        compat.copy_each(part.split(list(sizes)), shards)
+        private_torch.copy_each(part.split(list(sizes)), shards)
 
 
 def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
@@ -123,7 +123,7 @@ def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> No
         torch.split_with_sizes_copy(flat, sizes, dim=1, out=rows)
     else:
         columns = flat.split(list(sizes), dim=1)
-        compat.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
+        private_torch.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
 
 
 # --- Gradients: copy-in, reduce-scatter ----------------------------------------------------------------------
@@ -210,7 +210,7 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> None:
             r (`sharding.chunk_extent`), then zeros up to `sharding.chunk_length` rows.
         on_host: True if the host copies; False if a device does.
     """
-    if compat.cat_chunks(grads, flat, on_host):
+    if private_torch.cat_chunks(grads, flat, on_host):
         return
     world_size = flat.shape[0]
     targets, sources = [], []
@@ -228,4 +228,4 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> None:
             shorter = grad.narrow(0, full * rows, rest)
             targets.append(columns[full, : shorter.numel()].view(shorter.shape))
             sources.append(shorter)
-    compat.copy_each(targets, sources)
+    private_torch.copy_each(targets, sources)

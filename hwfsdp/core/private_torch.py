@@ -156,7 +156,7 @@ def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
 
 
 def cat_chunks(grads: Sequence[Tensor], flat: Tensor, on_host: bool) -> bool:
-    """Fill `flat` as `collectives.copy_in_grads` does, in one call; return False if torch has no quick one for these gradients.
+    """Fill `flat` as `flat_collectives.copy_in_grads` does, in one call; return False if torch has no quick one for these gradients.
 
     A device has one kernel that pads and casts. The host does this quickly only if there is nothing to pad or cast.
     """

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 
 from hwfsdp.core import observer
-from hwfsdp.core.compat import NOTHING
+from hwfsdp.core.private_torch import NOTHING
 
 NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 
