@@ -64,7 +64,7 @@ POINTS = (
         ),
     ),
 )
-ALONE = ("interop/composition", "interop/install")  # take no place of these
+ALONE = ("interop/install",)  # takes no place of these
 OTHER_FOLDERS = ("observe/instrument", "comm/transport")
 OTHER_MODULES = (  # of the core
     "api",
@@ -155,7 +155,7 @@ def _draw_points(axes: Axes, at: dict[str, float]) -> None:
         _box(axes, MIDDLE, y, 0.4, point.name, style.mixed(tint, style.WHITE, 0.7), tint)
         _box(axes, RIGHT, y, 0.06 + 0.16 * len(point.defaults), "\n".join(point.defaults), style.WHITE, tint)
     others = "and the modules\n" + "\n".join(OTHER_MODULES)
-    _say(axes, RIGHT[0] + RIGHT[1] / 2, bottom - 0.7, others, size=SMALL)
+    _say(axes, RIGHT[0] + RIGHT[1] / 2, bottom - 0.58, others, size=SMALL)
 
 
 def _draw_bytes(axes: Axes, top: float) -> None:

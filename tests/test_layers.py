@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import io
@@ -40,6 +41,8 @@ MAY: dict[str, set[str]] = {  # folder → the folders that it may import, besid
 DOORS = {"__init__", "__main__"}  # hwfsdp's own
 # these are read from the functions that users call downwards; the course has circles
 OUT_OF_ORDER = {"core", "features", "course"}
+DEEPEST = 15  # modules in a chain of imports
+MOST_MODULES = 190
 LONGEST = 400  # lines of code of a file
 # files that are longer still, with their lines; may only shrink
 LONG = {
@@ -111,13 +114,23 @@ def imported_at_once(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from imported_at_once(getattr(each, "orelse", []))
 
 
-def test_modules_import_each_other_in_no_cycle() -> None:
+def test_modules_import_each_other_in_no_cycle_and_in_short_chains() -> None:
     graph = {}
     for module, path in MODULES.items():
         statements = imported_at_once(ast.parse(path.read_text()).body)
         graph[module] = {*modules_in(ast.Module([*statements], []))} - {module, ""}
     order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError, which names the cycle
-    assert order.index("core.api") < order.index("features.fully_shard")
+    depth: dict[str, int] = {}
+    for module in order:
+        depth[module] = 1 + max((depth[imported] for imported in graph.get(module, ())), default=0)
+    assert {module: number for module, number in depth.items() if number > DEEPEST} == {}
+    assert depth["core.api"] < depth["features.fully_shard"]
+
+
+def test_each_module_has_a_name_of_its_own() -> None:
+    names = collections.Counter(path.stem for path in SOURCES if path.stem not in DOORS)
+    assert [name for name, times in names.items() if times > 1] == []
+    assert len(SOURCES) <= MOST_MODULES
 
 
 # --- Lists of modules --------------------------------------------------------------------------------------

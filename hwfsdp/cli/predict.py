@@ -14,10 +14,10 @@ import torch
 
 from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
-from hwfsdp.layout.shard_on_meta import Blueprint, explain_on_paper
+from hwfsdp.layout.explain import Blueprint, explain_on_paper
 from hwfsdp.train.models.zoo import find_builder, find_function, told_in_one_line
 from hwfsdp.virtual import run
-from hwfsdp.virtual.devices import device_named
+from hwfsdp.virtual.devices import device_named, placed
 from hwfsdp.virtual.fitting import Choice, describe_misfit
 from hwfsdp.virtual.run import report, sweep_report
 
@@ -117,7 +117,7 @@ def _check_sweep(args: argparse.Namespace) -> None:
             remedy="Leave out --nodes, or simulate each number of GPUs by itself.",
         )
     for gpus in args.sweep:
-        run.placed(device_named(args.device), gpus, None)
+        placed(device_named(args.device), gpus, None)
 
 
 def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,11 @@ from torch import Tensor
 
 from hwfsdp.core import private_torch
 from hwfsdp.core.observer import made, moment
-from hwfsdp.core.mesh import Transport
 from hwfsdp.core.sharding import chunk_length, padded_local_numel
-from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet
+
+if TYPE_CHECKING:
+    from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet
+    from hwfsdp.core.mesh import Transport
 
 _chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
 

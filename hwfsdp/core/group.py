@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from hwfsdp.core import flat_collectives, private_torch
-from hwfsdp.core.flat_collectives import Gathering, Mean, Reducing
-from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam, ShardedState
-from hwfsdp.core.mesh import ShardMesh, Transport
-from hwfsdp.core.device_streams import StreamEvent
 
 if TYPE_CHECKING:
     from hwfsdp.core.context import FSDPCommContext
+    from hwfsdp.core.device_streams import StreamEvent
+    from hwfsdp.core.mesh import ShardMesh, Transport
 
 
 class Reducer:
@@ -42,7 +40,7 @@ class Reducer:
 
     group: ParamGroup
 
-    def mean(self, dtype: torch.dtype) -> Mean:
+    def mean(self, dtype: torch.dtype) -> flat_collectives.Mean:
         """Return the steps of a mean in this dtype; see `flat_collectives.mean_over`."""
         return flat_collectives.mean_over(self.group.mesh.size, dtype)
 
@@ -53,7 +51,7 @@ class Reducer:
         """
         return None
 
-    def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
+    def finish(self, params: Sequence[FSDPParam], reducing: flat_collectives.Reducing) -> StreamEvent:
         """Queue the work that follows a reduction (divide, add) on the reduction's stream; return at once.
 
         The queued function must not refer to `reducing`, which would keep the buffer of all gradients alive.
@@ -102,7 +100,7 @@ class ParamGroup:
         self.reshard_after_forward: bool | None = True
         self.reshard_after_backward = self.reduce_grads = self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
-        self._gathering: Gathering | None = None
+        self._gathering: flat_collectives.Gathering | None = None
 
     def rename(self, name: str) -> None:
         """Set the group's name, again once the root of the model is known."""
@@ -119,7 +117,7 @@ class ParamGroup:
         """Start the gather of the parameters; return before it is done. Do nothing if they are whole, or if a gather is in flight."""
         if self._gathering is not None or self.is_unsharded:
             return
-        with no_autograd():
+        with private_torch.no_autograd():
             streams = self.comm_ctx.streams
             with streams.copy.run():
                 inputs = [each for param in self.params for each in param.gather_inputs()]
@@ -138,7 +136,7 @@ class ParamGroup:
         """
         if self._gathering is None:
             return
-        with no_autograd():
+        with private_torch.no_autograd():
             gathering, self._gathering = self._gathering, None
             wholes = [memory for param in self.params for memory in param.allocate_whole()]
             with moment("copy_out", self.transport, "compute", (gathering.flat,), wholes):
@@ -152,7 +150,7 @@ class ParamGroup:
     def reshard(self) -> None:
         """Put the shards back on the modules, and free the whole parameters' memory. A gather stays in flight."""
         self.is_unsharded = False
-        with no_autograd():
+        with private_torch.no_autograd():
             for param in self.params:
                 if param.state is not ShardedState.SHARDED:
                     param.to_sharded()
@@ -187,7 +185,7 @@ class ParamGroup:
         The parameters are freed before the reduction, because its buffer needs as many elements as they have. A group without
         gradients communicates nothing, so it must have no gradients on the other ranks, either.
         """
-        with no_autograd():
+        with private_torch.no_autograd():
             with moment("take_and_free", self):
                 params, grads = self.take_grads() if self.reduce_grads else ([], [])
                 if self.reshard_after_backward:
@@ -247,7 +245,7 @@ class ParamGroup:
 
     def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Add `result` [n], the mean of the gradients, to the shards' gradients, in the dtype that the optimizer gets."""
-        with no_autograd():
+        with private_torch.no_autograd():
             dtypes = [p.dtypes.grad or result.dtype for p in params]
             if len(set(dtypes)) == 1:  # one cast for all
                 result = result.to(dtypes[0])

@@ -18,13 +18,16 @@ Note [Writing without being noticed]
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core import private_torch
-from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core.sharding import chunk_extent, local_shape, padded_local_shape
+
+if TYPE_CHECKING:
+    from hwfsdp.core.mesh import ShardMesh
 
 
 class Layout:

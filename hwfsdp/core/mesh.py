@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.core.private_torch import all_gather_single, reduce_scatter_single
 from hwfsdp.core.base_errors import StateError, UsageError
-from hwfsdp.core.device_streams import Work
+
+if TYPE_CHECKING:
+    from hwfsdp.core.device_streams import Work
 
 
 class Axis(NamedTuple):

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ from hwfsdp.core.private_torch import address_of, local_of, register_parameter
 from hwfsdp.core.base_errors import UsageError
 from hwfsdp.core.layout import Layout, allocate, free
 from hwfsdp.core.precision import MixedPrecisionPolicy, resolve_dtypes
-from hwfsdp.core.device_streams import StreamSet
+
+if TYPE_CHECKING:
+    from hwfsdp.core.device_streams import StreamSet
 
 
 class ShardedState(Enum):

@@ -40,8 +40,7 @@ from hwfsdp.observe.recording import record
 from hwfsdp.train.models.gpt import GPT, Block, GPTConfig
 from hwfsdp.virtual import world as virtual_world
 from hwfsdp.virtual.clock import Clock, virtual_streams
-from hwfsdp.virtual.devices import Device, device_named
-from hwfsdp.virtual.run import placed
+from hwfsdp.virtual.devices import Device, device_named, placed
 from hwfsdp.virtual.costs import collective_us, span_of
 from hwfsdp.virtual.world import World
 

@@ -34,6 +34,7 @@ when something happens has a class from which `schedule.FSDPState` derives. The 
     extensions          parameters that travel in their own form
 
     Shared
-    lookup              what several features need
+    feature_state       the base of the states of features
+    lookup              what several features look up: groups and parameters of the process, the stack
     private_autograd    the private corners of torch's autograd
 """

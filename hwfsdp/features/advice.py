@@ -29,11 +29,11 @@ from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.mesh import Axis
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
+from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.lookup import (
     CLAIMED,
     IGNORED,
     STAND_INS,
-    FeatureState,
     Living,
     all_groups,
     outermost_caller,

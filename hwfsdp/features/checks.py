@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hwfsdp import compat
 from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.private_torch import local_of
 from hwfsdp.core.state import state_of
@@ -23,7 +24,8 @@ from hwfsdp.errors import (
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.private_autograd import is_traced
 from hwfsdp.features.extensions import has_methods
-from hwfsdp.features.lookup import CLAIMED, FeatureState
+from hwfsdp.features.lookup import CLAIMED
+from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.policies import check_in_host_memory
 
 # --- Before a call -------------------------------------------------------------------------------------------
@@ -74,6 +76,37 @@ def checked_modules(given: Any) -> list[nn.Module]:
                 remedy="Call it once per module, children before their parents.",
             )
     return modules
+
+
+def replicated_params(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters that `replicate()` averages: these stay as they are.
+
+    On every module, torch keeps a list of the functions that were applied to it. `replicate()` reads this list: it refuses a sharded
+    module, and leaves sharded modules below alone. So `fully_shard` puts itself into the list (`compat.note_applied`), and reads it.
+
+    Raises:
+        RefusedError: torch's own fully_shard has sharded a module, or a given module is replicated.
+    """
+    found: set[nn.Parameter] = set()
+    for name, module in (named for given in modules for named in given.named_modules()):
+        applied = compat.applied_to(module)
+        if "fully_shard" in applied and state_of(module) is None:
+            raise RefusedError(
+                "fully_shard",
+                expected="a model that one library shards",
+                got=f"module {name!r}, which torch's own fully_shard has sharded",
+                remedy="Use one library for both. hwfsdp.install(), called first, replaces torch's in the whole program.",
+            )
+        if "replicate" in applied and module in modules:
+            raise RefusedError(
+                "fully_shard",
+                expected="a module that is not replicated",
+                got=f"{type(module).__name__}, to which replicate() was applied",
+                remedy="Choose one. To replicate shards, pass a mesh with two axes.",
+            )
+        if "replicate" in applied:
+            found.update(module.parameters())
+    return found
 
 
 def check_arguments(

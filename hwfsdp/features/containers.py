@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hwfsdp.core.precision import fields_of, map_tensors, set_item
 from hwfsdp.core.state import Args, Kwargs
-from hwfsdp.features.lookup import FeatureState
+from hwfsdp.features.feature_state import FeatureState
 
 
 class Lent:

@@ -34,7 +34,8 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
 from hwfsdp.core.state import Phase
 from hwfsdp.features import private_autograd
-from hwfsdp.features.lookup import FeatureState, Living, calls_in_progress, parameter_of
+from hwfsdp.features.feature_state import FeatureState
+from hwfsdp.features.lookup import Living, calls_in_progress, parameter_of
 
 # keys in the metadata of nodes
 OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"

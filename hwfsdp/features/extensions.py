@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,12 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.layout import allocate, free
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.errors import RefusedError
-from hwfsdp.features.hybrid_sharding import HybridMesh, shard_axis
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hwfsdp.core.mesh import ShardMesh
+    from hwfsdp.features.hybrid_sharding import HybridMesh
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -161,3 +166,9 @@ class ExtensionParam(FSDPParam):
     def free_extension(self) -> None:
         for tensor in (*self.tensors, *self.inner):
             free(tensor)
+
+
+def shard_axis(mesh: ShardMesh) -> DeviceMesh:
+    """Return the 1D mesh of the ranks that hold different rows."""
+    names = mesh.mesh.mesh_dim_names
+    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core import context, group
-from hwfsdp.core.mesh import ShardMesh
 from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.device_streams import Stream, StreamEvent
 from hwfsdp.errors import UnsupportedError
 from hwfsdp.features.private_autograd import plain_class, with_new_memory
-from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import remember
 from hwfsdp.features.user_changes import FSDPParam, check_in_place, keep_changes, watch
-from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
+    from hwfsdp.core.mesh import ShardMesh
     from hwfsdp.features.finalization import GradientReductionHandle
+    from hwfsdp.features.hybrid_sharding import HybridMesh
     from hwfsdp.features.recovery import Callbacks
+    from hwfsdp.features.reductions import SettableReducer
     from hwfsdp.features.schedule import FSDPState
 
 

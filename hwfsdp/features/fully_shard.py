@@ -25,7 +25,13 @@ from hwfsdp.core.param import ShardMemory
 from hwfsdp.core.state import state_of
 from hwfsdp.features import advice, entries, recovery, whole
 from hwfsdp.features import private_autograd
-from hwfsdp.features.checks import check_arguments, check_params, checked_modules, mark_claimed
+from hwfsdp.features.checks import (
+    check_arguments,
+    check_params,
+    checked_modules,
+    mark_claimed,
+    replicated_params,
+)
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
 from hwfsdp.features.lookup import all_groups
@@ -42,7 +48,6 @@ from hwfsdp.features.post_forward_mesh import (
 )
 from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.features.schedule import FSDPState
-from hwfsdp.interop.composition import replicated_params
 
 M = TypeVar("M", bound=nn.Module)
 

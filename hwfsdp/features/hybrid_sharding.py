@@ -146,12 +146,6 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> HybridMesh:
     return HybridMesh(joined, shard, device_of(mesh.device_type), replicate, dims, mesh)
 
 
-def shard_axis(mesh: ShardMesh) -> DeviceMesh:
-    """Return the 1D mesh of the ranks that hold different rows."""
-    names = mesh.mesh.mesh_dim_names
-    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
-
-
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the 1D mesh of these axes of `mesh`; several axes become one."""
     return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])

@@ -40,7 +40,7 @@ from hwfsdp.errors import (
 from hwfsdp.features.checks import not_compiled
 from hwfsdp.features.finalization import GradientReductionHandle
 from hwfsdp.features.feature_group import ParamGroup
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.feature_state import checked_state
 from hwfsdp.features.user_changes import inherit
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.features.user_changes import FSDPParam
 from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
-from hwfsdp.features.lookup import FeatureState
+from hwfsdp.features.feature_state import FeatureState
 
 if TYPE_CHECKING:
     from hwfsdp.features.schedule import FSDPState

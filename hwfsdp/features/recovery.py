@@ -27,7 +27,8 @@ from hwfsdp.core.context import ForwardOrder, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.lookup import FeatureState, calls_in_progress
+from hwfsdp.features.feature_state import FeatureState
+from hwfsdp.features.lookup import calls_in_progress
 
 if TYPE_CHECKING:
     from hwfsdp.features.schedule import FSDPState as WholeState

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from hwfsdp.errors import UsageError
-from hwfsdp.features.lookup import FeatureState, warn
+from hwfsdp.features.feature_state import FeatureState
+from hwfsdp.features.lookup import warn
 
 _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."

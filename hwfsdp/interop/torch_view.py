@@ -29,7 +29,7 @@ from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState
-from hwfsdp.features.lookup import FeatureState
+from hwfsdp.features.feature_state import FeatureState
 
 
 def renamed(path: str) -> property:

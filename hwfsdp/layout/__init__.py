@@ -2,9 +2,9 @@
 
     operator_arguments  sizes and meshes among the arguments of operators
     extents             the part that a rank holds under the placements of a DTensor, even strided and uneven parts
-    explain             a model's parameters as a table
+    shard_on_meta       a process that pretends to be a rank; the modules that become groups
+    explain             a model's parameters as a table, in a run or on paper
     init_shards         the same weights for any number of ranks
-    shard_on_meta       a model sharded without ranks and memory
 
 You can import the names of `operator_arguments` and `extents` from here, such as `hwfsdp.layout.local_extent_of`.
 """

@@ -1,4 +1,4 @@
-"""A model's parameters as a table: the result of `explain`.
+"""A model's parameters as a table: the result of `explain`. `explain_on_paper` makes it for any number of ranks, without ranks and memory.
 
 A model has many parameters, but few of them are different. Consecutive groups that differ only in their names, such as the blocks
 of a transformer, can be folded into one (`fold`).
@@ -6,17 +6,21 @@ of a transformer, can be folded into one (`fold`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import UsageError
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+from hwfsdp.layout.shard_on_meta import find_blocks, find_classes, on_paper
 
 _HEAD = ("parameter", "group", "shape", "dtype", "placement", "rows here", "padding")
 _FOLDED_HEAD = ("group, parameter", *_HEAD[2:])
@@ -215,3 +219,49 @@ def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
         (offset[dim], offset[dim] + shape[dim]),
         param.padded_numel - param.local_numel,
     )
+
+
+# --- On paper --------------------------------------------------------------------------------------------------
+
+
+class Blueprint(NamedTuple):
+    """A model sharded on paper.
+
+    Attributes:
+        wrapped: fqns of the modules that became groups of their own, without the root.
+    """
+
+    explanation: Explanation
+    wrapped: list[str]
+
+
+def explain_on_paper(
+    build: Callable[[], nn.Module], ranks: int, rank: int = 0, classes: Sequence[str] | None = None
+) -> Blueprint:
+    """Explain the parameters of `build()`, sharded over this number of ranks, as one of the ranks sees them.
+
+    Args:
+        build: makes the model. It is called with meta as the default device.
+        rank: 0 <= rank < ranks.
+        classes: names of the classes whose modules become groups. None: each block (`find_blocks`).
+
+    Raises:
+        UsageError: there is no such rank, or one of the classes has no module. StateError: this process is already a rank of a
+            process group.
+    """
+    if not 0 <= rank < ranks:
+        raise UsageError(
+            "--rank",
+            expected=f"one of the {ranks} ranks, 0 to {ranks - 1}",
+            got=str(rank),
+            remedy="Choose one of these.",
+        )
+    with torch.device("meta"):
+        model = build()
+    blocks = find_blocks(model) if classes is None else find_classes(model, classes)
+    remedy = "Call hwfsdp.explain(model) there, or destroy the process group first."
+    with on_paper(rank, ranks, "explain_on_paper", remedy):
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in [*reversed(blocks.values()), model]:  # inner ones first
+            fully_shard(block, mesh=mesh)
+        return Blueprint(explain(model), [*blocks])

@@ -1,71 +1,23 @@
-"""A model sharded on paper: the table of `explain` for any number of ranks, without ranks and without memory.
+"""What sharding on paper needs: a process that pretends to be a rank, and the modules of a model that become groups.
 
-The model is built on the meta device, where tensors have shapes but no values. A fake process group pretends that there are
-several ranks, and that this process is one of them. Then `fully_shard` is called on each block and on the root, as in a run. So
-the table is the same as in a run. Nothing is communicated.
+A fake process group pretends that there are several ranks, and that this process is one of them. So `fully_shard` can be called as
+in a run, on a model on the meta device, where tensors have shapes but no values. Nothing is communicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp.compat import fake_process_group
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.features.fully_shard import fully_shard
-from hwfsdp.layout.explain import Explanation, explain
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-class Blueprint(NamedTuple):
-    """A model sharded on paper.
-
-    Attributes:
-        wrapped: fqns of the modules that became groups of their own, without the root.
-    """
-
-    explanation: Explanation
-    wrapped: list[str]
-
-
-def explain_on_paper(
-    build: Callable[[], nn.Module], ranks: int, rank: int = 0, classes: Sequence[str] | None = None
-) -> Blueprint:
-    """Explain the parameters of `build()`, sharded over this number of ranks, as one of the ranks sees them.
-
-    Args:
-        build: makes the model. It is called with meta as the default device.
-        rank: 0 <= rank < ranks.
-        classes: names of the classes whose modules become groups. None: each block (`find_blocks`).
-
-    Raises:
-        UsageError: there is no such rank, or one of the classes has no module. StateError: this process is already a rank of a
-            process group.
-    """
-    if not 0 <= rank < ranks:
-        raise UsageError(
-            "--rank",
-            expected=f"one of the {ranks} ranks, 0 to {ranks - 1}",
-            got=str(rank),
-            remedy="Choose one of these.",
-        )
-    with torch.device("meta"):
-        model = build()
-    blocks = find_blocks(model) if classes is None else find_classes(model, classes)
-    remedy = "Call hwfsdp.explain(model) there, or destroy the process group first."
-    with on_paper(rank, ranks, "explain_on_paper", remedy):
-        mesh = init_device_mesh("cpu", (ranks,))
-        for block in [*reversed(blocks.values()), model]:  # inner ones first
-            fully_shard(block, mesh=mesh)
-        return Blueprint(explain(model), [*blocks])
 
 
 @contextmanager

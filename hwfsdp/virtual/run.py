@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from hwfsdp.train.models.gpt import GPTConfig
 from hwfsdp.train.models.llama import LlamaConfig
 from hwfsdp.train.models.zoo import config_of
 from hwfsdp.virtual.allocator import Allocator
-from hwfsdp.virtual.devices import GIB, Device, device_named
+from hwfsdp.virtual.devices import GIB, Device, device_named, placed
 from hwfsdp.virtual.programs import Plan, Target, program
 from hwfsdp.virtual.world import World
 
@@ -182,35 +182,6 @@ class _NamingLedger(Ledger):
         super().watch(tensor, kind)
         local = local_of(tensor)
         self._allocator.name(local.untyped_storage(), kind)
-
-
-def placed(device: Device, gpus: int, nodes: int | None) -> Device:
-    """Return the device with the number of GPUs in each node, if `gpus` GPUs fill all nodes equally.
-
-    Raises:
-        UsageError: the GPUs do not fill the nodes equally, or a node would have too many.
-    """
-    if nodes is None:
-        per_node = min(device.per_node, gpus)
-        if gpus < 1 or gpus % per_node:
-            below = max(gpus // device.per_node, 1) * device.per_node
-            raise UsageError(
-                "simulate",
-                expected=f"nodes that are full, of {device.per_node} GPUs",
-                got=f"{gpus} GPUs" + (f", {gpus - below} more than {below}" if gpus > below else ""),
-                remedy=f"Take {below} or {below + device.per_node} GPUs, or say how many nodes there are.",
-            )
-    elif nodes < 1 or gpus < nodes or gpus % nodes or gpus // nodes > device.per_node:
-        most = device.per_node
-        raise UsageError(
-            "simulate",
-            expected=f"the same number of GPUs in each node, 1 to {most}",
-            got=f"{gpus} GPUs on {nodes} nodes",
-            remedy=f"Take a multiple of {nodes} GPUs, {nodes} to {most * nodes}, or another number of nodes.",
-        )
-    else:
-        per_node = gpus // nodes
-    return replace(device, per_node=per_node)
 
 
 def _planned(target: Target, gpus: int, settings: dict[str, Any]) -> Plan:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 
 from hwfsdp import cli, explain, fully_shard, launch
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.layout.shard_on_meta import explain_on_paper, find_blocks
+from hwfsdp.layout.explain import explain_on_paper
+from hwfsdp.layout.shard_on_meta import find_blocks
 from hwfsdp.train.models.zoo import find_builder
 from hwfsdp.layout.explain import Explanation, ParamRow, Totals, fold
 from hwfsdp.train.models import zoo

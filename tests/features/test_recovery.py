@@ -33,7 +33,7 @@ from hwfsdp import (
     launch,
     record,
 )
-from hwfsdp.features.lookup import checked_state
+from hwfsdp.features.feature_state import checked_state
 from oracles import cpu_mesh, ours, wrap
 from together import Together
 

@@ -95,7 +95,9 @@ def test_the_feature_of_the_page_refuses_hybrid_sharding_and_leaves_the_module_u
 # --- The drawing ---------------------------------------------------------------------------------------------
 
 # what features share is not drawn
-SHARED = set("fully_shard schedule module feature_group user_changes lookup private_autograd".split())
+SHARED = set(
+    "fully_shard schedule module feature_group feature_state user_changes lookup private_autograd".split()
+)
 
 
 def test_the_drawing_names_every_feature() -> None:
