@@ -256,7 +256,7 @@ def division(
     pattern: str = "a",
     **options: Any,
 ) -> tuple[str, Check]:
-    """Compare with the unsharded model. `test_collectives` compares the operations with FSDP2's."""
+    """Compare with the unsharded model. `test_flat_collectives` compares the operations with FSDP2's."""
     told = {"factor": factor, "sums_only": sums_only, "pattern": pattern}
     case = Case(
         models.uneven,

@@ -54,18 +54,18 @@ AREAS: dict[str, tuple[str, str]] = {  # name → (modules, files of tests), bot
     "collectives": (
         "comm/*.py",
         "comm/test_*.py parity/test_parity.py parity/test_overlap.py observe/test_accounting.py observe/test_races.py"
-        " features/test_hsdp.py features/test_mixed_precision.py test_collectives.py",
+        " features/test_hybrid_sharding.py features/test_mixed_precision.py core/test_flat_collectives.py",
     ),
     "streams": (
         "core/device_streams.py streams.py observe/clocks.py observe/instrument.py observe/events.py"
         " observe/recording.py observe/collective_calls.py observe/races.py observe/eventlog.py",
         "observe/test_*.py parity/test_*.py cli/test_trace_command.py comm/test_flight_recorder.py"
-        " comm/test_desync_report.py plot/test_player.py virtual/test_clock.py test_streams.py",
+        " comm/test_desync_report.py plot/test_player.py virtual/test_clock.py core/test_device_streams.py",
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (
         "layout/*.py core/layout.py core/sharding.py core/mesh.py features/layouts.py features/post_forward_mesh.py",
-        "core/test_*.py layout/test_*.py features/test_groups.py features/test_hsdp.py features/test_misuse.py"
+        "core/test_*.py layout/test_*.py features/test_groups.py features/test_hybrid_sharding.py features/test_checks.py"
         " features/test_resharding.py features/test_tensor_parallel.py cli/test_explain_command.py"
         " checkpoint/test_boxes.py checkpoint/test_dcp.py checkpoint/test_meta.py checkpoint/test_store.py"
         " plot/test_layout_pictures.py",

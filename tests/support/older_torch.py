@@ -16,7 +16,7 @@ IS_OLDER = release_of(torch.__version__) < (2, 13)
 
 LEFT_OUT = {  # reason → tests, as regular expressions over their names
     "FSDP2 has no DataParallelMeshDims before torch 2.13": (
-        "test_hsdp.*(axes given by name|test_named_axes)",
+        "test_hybrid_sharding.*(axes given by name|test_named_axes)",
     ),
     "FSDP2 has no ShardPlacementResult before torch 2.13": (
         "test_param_meshes.*(train as FSDP2's do|order of collectives|in FSDP2's order|DCP, from FSDP2)",

@@ -1,4 +1,4 @@
-"""The FAQ: each question has a picture, a fix that test_docs runs, and a place to practice. Its numbers are measured."""
+"""The FAQ: each question has a picture, a fix that test_site runs, and a place to practice. Its numbers are measured."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def wrapped(model: models.Model, impl: CheckpointImpl) -> None:
 
 wrapped_once = functools.partial(wrapped, impl=CheckpointImpl.NO_REENTRANT)
 wrapped_reentrant = functools.partial(wrapped, impl=CheckpointImpl.REENTRANT)
-# without torch's wrapper: `test_parity`, `test_schedule` and `core/test_core`
+# without torch's wrapper: `test_parity`, `test_schedule` and `core/test_core_alone`
 PROMISES.trains(
     "activations are recomputed with gathered parameters",
     {

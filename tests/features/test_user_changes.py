@@ -20,7 +20,7 @@ import models
 from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
-from test_warnings import Messages, caught, other_than
+from test_advice import Messages, caught, other_than
 from together import Together
 
 two = Together(2)
