@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import suites
-from rank_checks import RankChecks, every_rank_says, raised
+from rank_checks import every_rank_says, raised
+from together import Together
 
 from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
 from hwfsdp.checkpoint import agreement as links
@@ -25,7 +26,7 @@ from hwfsdp.launcher import supervisor
 LATER = threading.Event()  # never set
 
 
-on_ranks = RankChecks()
+on_ranks = Together(3)
 
 
 def told_to_all(reports: list[Any]) -> list[list[Any]]:
@@ -115,9 +116,9 @@ def groups_and_agreements_do_not_mix() -> None:
             Agreement(groups[0], "test")
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check):
-    on_ranks.assert_holds(check, 3)
+    on_ranks.assert_holds(check)
 
 
 def test_a_process_alone_needs_no_group():

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
 from models import uneven
-from rank_checks import RankChecks, is_last, raised
+from rank_checks import is_last, raised
+from together import Together
 from samples import Bomb, assert_same, cut, line, numbered
 from torch import Tensor, nn, optim
 from torch.distributed import fsdp
@@ -39,7 +40,7 @@ from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import CheckpointError, UnsupportedError, UsageError
 
 WRITERS, READERS = 3, 4
-on_ranks = RankChecks()
+on_ranks = Together(READERS)
 
 
 def put_metadata(path: Path, data: bytes) -> None:
@@ -255,9 +256,9 @@ def a_sum_that_was_not_made_is_refused(directory: Path) -> None:
     assert "Partial" in raised(lambda: dcp.save(state, directory / "partial"), UnsupportedError)
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str, directory: Path) -> None:
-    on_ranks.assert_holds(check, READERS, directory)
+    on_ranks.assert_holds(check, directory)
 
 
 def seven_rows_on_six_ranks(directory: Path) -> None:

@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import RankChecks, is_first, is_last, raised
+from rank_checks import is_first, is_last, raised
+from together import Together
 from samples import Pair, assert_same, cut, line, numbered
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
@@ -36,7 +37,7 @@ from hwfsdp.layout import shard_of
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 4  # uneven parts, ranks without a part, and a mesh of 2 x 2
-on_ranks = RankChecks()
+on_ranks = Together(WORLD_SIZE)
 
 
 # --- State dicts -------------------------------------------------------------------------------------------
@@ -455,7 +456,7 @@ BOTH = [
 ]
 for fill in (broadcast, distribute):
     for promise in BOTH:
-        on_ranks[f"{promise.__name__} ({fill.__name__})"] = functools.partial(promise, fill)
+        on_ranks.add(f"{promise.__name__} ({fill.__name__})", functools.partial(promise, fill), None)
 
 
 @on_ranks
@@ -599,9 +600,9 @@ def distributing_a_wrong_shape_changes_nothing() -> None:
 # --- The tests ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str) -> None:
-    on_ranks.assert_holds(check, WORLD_SIZE)
+    on_ranks.assert_holds(check)
 
 
 def test_broadcasting_without_a_process_group_is_refused() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
-from rank_checks import RankChecks
+from together import Together
 from samples import Pair, line
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,7 +48,7 @@ def prepare(_: str, saved: str) -> tuple[()]:
     return ()
 
 
-on_ranks, slowly_on_ranks = RankChecks(prepare), RankChecks(prepare)
+on_ranks, slowly_on_ranks = Together(WORLD_SIZE, prepare), Together(WORLD_SIZE, prepare)
 
 
 # --- Models ------------------------------------------------------------------------------------------------
@@ -436,15 +436,15 @@ def a_load_that_fails_leaves_the_model_on_meta_and_the_next_one_fills_it() -> No
     model(batch())
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str) -> None:
-    on_ranks.assert_holds(check, WORLD_SIZE, save_trained())
+    on_ranks.assert_holds(check, save_trained())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("check", slowly_on_ranks)
+@pytest.mark.parametrize("check", slowly_on_ranks.checks)
 def test_slowly_on_ranks(check: str) -> None:
-    slowly_on_ranks.assert_holds(check, WORLD_SIZE, save_trained())
+    slowly_on_ranks.assert_holds(check, save_trained())
 
 
 # --- Plain tensors -----------------------------------------------------------------------------------------

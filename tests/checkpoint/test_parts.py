@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_checks import RankChecks, every_rank_says, is_last, raised
+from rank_checks import every_rank_says, is_last, raised
+from together import Together
 from samples import Bomb, assert_same, line, numbered
 from torch import Tensor, nn
 
@@ -145,7 +146,7 @@ def prepare(name: str, directory: str) -> tuple[Path]:
     return (own,)
 
 
-on_ranks = RankChecks(prepare)
+on_ranks = Together(WORLD_SIZE, prepare)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -202,7 +203,7 @@ for make in OPTIMIZERS:
         "other readers load a sharded model": partial(other_readers_load, sharded_small),
         "a checkpoint of other writers goes into shards": a_checkpoint_of_other_writers_goes_into_shards,
     }.items():
-        on_ranks[f"{name} ({make.__name__})"] = partial(check, make)
+        on_ranks.add(f"{name} ({make.__name__})", partial(check, make), None)
 
 
 @on_ranks
@@ -427,11 +428,11 @@ def die_while_writing(directory: str) -> None:
 # --- The tests: ranks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.getbasetemp() / "parts"
     directory.mkdir(exist_ok=True)
-    on_ranks.assert_holds(check, WORLD_SIZE, str(directory))
+    on_ranks.assert_holds(check, str(directory))
 
 
 def test_a_rank_that_is_killed_leaves_the_old_checkpoint(tmp_path: Path) -> None:

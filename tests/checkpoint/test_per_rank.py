@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import RankChecks, raised
+from rank_checks import raised
+from together import Together
 from samples import line
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,7 +20,7 @@ from hwfsdp.checkpoint import PerRank, dcp, parts
 from hwfsdp.checkpoint.convert import convert
 from hwfsdp.errors import UnsupportedError
 
-on_ranks = RankChecks()
+on_ranks = Together(2)
 
 
 def states_of_generators(seed: int) -> dict[str, Any]:
@@ -99,14 +100,14 @@ def one_rank_converts_and_the_others_do_something_else(path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
-    for name in on_ranks:
-        on_ranks.assert_holds(name, 2, path)
+    for name in on_ranks.checks:
+        on_ranks.assert_holds(name, path)
     return path
 
 
-@pytest.mark.parametrize("name", on_ranks)
+@pytest.mark.parametrize("name", on_ranks.checks)
 def test_on_ranks(name: str, saved: Path) -> None:
-    on_ranks.assert_holds(name, 2, saved)
+    on_ranks.assert_holds(name, saved)
 
 
 def test_another_number_of_ranks_has_no_value_for_each_rank(saved: Path) -> None:

@@ -36,7 +36,8 @@ from faults import (
     saves_in,
     seal_manifest,
 )
-from rank_checks import RankChecks, is_last, raised
+from rank_checks import is_last, raised
+from together import Together
 from samples import Bomb, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -614,7 +615,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-on_ranks = RankChecks()
+on_ranks = Together(3)
 
 
 @functools.cache
@@ -664,7 +665,7 @@ for refused, cases in (
     (a_target_that_does_not_fit_on_one_rank_is_refused_on_all, ON_ONE),
 ):
     for name in cases:
-        on_ranks[f"{refused.__name__} ({name})"] = functools.partial(refused, name)
+        on_ranks.add(f"{refused.__name__} ({name})", functools.partial(refused, name), None)
 
 
 @on_ranks
@@ -680,6 +681,6 @@ def ranks_may_differ_in_which_keys_share_a_tensor(base: Path) -> None:
     assert manifest["entries"][1]["path"] == ["y"]
 
 
-@pytest.mark.parametrize("check", on_ranks)
+@pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    on_ranks.assert_holds(check, 3, tmp_path_factory.getbasetemp() / "differing")
+    on_ranks.assert_holds(check, tmp_path_factory.getbasetemp() / "differing")

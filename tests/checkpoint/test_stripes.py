@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from rank_checks import RankChecks
+from together import Together
 from torch import Tensor
 from torch.distributed._state_dict_utils import _gather_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +24,7 @@ from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_
 from hwfsdp.checkpoint.meta import init_state_dict
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 
-on_ranks = RankChecks()
+on_ranks = Together(4)
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
     ((4,), (2, 8), [Shard(1)]),
     ((4,), (3, 5, 2), [Shard(1)]),  # uneven: the last rank has nothing
@@ -105,5 +105,5 @@ def replicas_of_stripes_that_differ_are_not_saved(path: Path) -> None:
 
 
 def test_stripes(tmp_path: Path) -> None:
-    for name in on_ranks:
-        on_ranks.assert_holds(name, 4, tmp_path)
+    for name in on_ranks.checks:
+        on_ranks.assert_holds(name, tmp_path)

@@ -566,6 +566,6 @@ class Promises:
 
         @pytest.mark.parametrize("promise, ranks, case", self.cases)
         def test_it(promise: str, ranks: int, case: str) -> None:
-            self.launches[ranks].assert_finds(f"{promise}: {case}")
+            self.launches[ranks].assert_holds(f"{promise}: {case}")
 
         return test_it

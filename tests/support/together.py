@@ -1,12 +1,25 @@
 """Checks that share one launch of ranks, because a launch takes seconds, and most checks take far less.
 
-two = Together(2)
+    two = Together(2)
 
-@two.finds("rank 0", "rank 1")
-def a_rank_knows_its_number() -> str:
-    return f"rank {dist.get_rank()}"
+    @two.finds("rank 0", "rank 1")  # what each rank returns; one value counts for all ranks
+    def a_rank_knows_its_number() -> str:
+        return f"rank {dist.get_rank()}"
 
-test_on_two_ranks = two.test()
+    @two  # raises nothing
+    def ranks_meet() -> None:
+        dist.barrier()
+
+    test_on_two_ranks = two.test()
+
+If checks need something that only the test has, such as a directory, the test passes it on:
+
+    @pytest.mark.parametrize("check", two.checks)
+    def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        two.assert_holds(check, tmp_path_factory.getbasetemp())
+
+The checks run one after the other in the same processes. So a check that leaves the ranks at different places makes the next one fail,
+too. `oracles.Promises` is built on this: its checks compare trainings, and each number of ranks has its `Together`.
 """
 
 from __future__ import annotations
@@ -22,16 +35,33 @@ import pytest
 
 from hwfsdp import RankError, launch
 
-Check = Callable[[], Any]
+Check = Callable[..., Any]
 
 
 class Together:
-    """Checks that run on `world_size` ranks, with their expected results. `environ` sets environment variables of the ranks."""
+    """Checks that run on `world_size` ranks, by name, with their expected results.
 
-    def __init__(self, world_size: int, timeout: float = 200, **environ: str) -> None:
-        self.world_size, self.timeout, self.environ = world_size, timeout, environ
+    Args:
+        prepare: called on the ranks before each check, with its name and the arguments of `assert_holds`; returns the arguments of
+            the check. None: the check gets the arguments of `assert_holds`.
+        environ: environment variables of the ranks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        prepare: Callable[..., tuple[Any, ...]] | None = None,
+        timeout: float = 200,
+        **environ: str,
+    ) -> None:
+        self.world_size, self.prepare, self.timeout, self.environ = world_size, prepare, timeout, environ
         self.checks: dict[str, Check] = {}
         self.expected: dict[str, list[Any]] = {}
+        self.results = functools.cache(self._run)
+
+    def __call__(self, check: Check) -> Check:
+        """Register the decorated function as a check that returns None."""
+        return self.finds(None)(check)
 
     def finds(self, *expected: Any) -> Callable[[Check], Check]:
         """Register the decorated function as a check. Each rank must return its value of `expected`; one value counts for all ranks."""
@@ -44,16 +74,11 @@ class Together:
 
     def add(self, name: str, check: Check, *expected: Any) -> None:
         self.checks[name] = check
-        self.expected[name] = [*expected] * (self.world_size if len(expected) == 1 else 1)
+        self.expected[name] = [*expected] * self.world_size if len(expected) == 1 else [*expected]
 
-    @functools.cached_property
-    def results(self) -> list[dict[str, Any]]:
-        """Run all checks once. Return for each rank: check → its result."""
-        with mock.patch.dict(os.environ, self.environ):
-            return run_together(self.checks, self.world_size, self.timeout)
-
-    def assert_finds(self, check: str) -> None:
-        found = [of_rank[check] for of_rank in self.results]
+    def assert_holds(self, check: str, *args: Any) -> None:
+        """Assert that each rank found what is expected. All checks run once, in one launch, with the same arguments."""
+        found = [of_rank[check] for of_rank in self.results(*args)]
         assert found == self.expected[check], "\n".join(map(str, found))
 
     def test(self) -> Callable[..., None]:
@@ -61,17 +86,28 @@ class Together:
 
         @pytest.mark.parametrize("check", self.checks)
         def test_it(check: str) -> None:
-            self.assert_finds(check)
+            self.assert_holds(check)
 
         return test_it
 
+    def _run(self, *args: Any) -> list[dict[str, Any]]:
+        """Run all checks. Return for each rank: check → its result. If the launch fails, its message is every check's result."""
+        checks = {
+            name: functools.partial(prepared, self.prepare, name, check, args)
+            for name, check in self.checks.items()
+        }
+        try:
+            with mock.patch.dict(os.environ, self.environ):
+                return launch(run_all, self.world_size, checks, timeout=self.timeout)
+        except RankError as error:
+            return [dict.fromkeys(checks, str(error))]
 
-def run_together(checks: dict[str, Check], world_size: int, timeout: float = 200) -> list[dict[str, Any]]:
-    """Run checks in one launch. Return for each rank: check → its result. If the launch fails, its message is every check's result."""
-    try:
-        return launch(run_all, world_size, checks, timeout=timeout)
-    except RankError as error:
-        return [dict.fromkeys(checks, str(error))]
+
+def prepared(
+    prepare: Callable[..., tuple[Any, ...]] | None, name: str, check: Check, args: tuple[Any, ...]
+) -> Any:
+    """Run a check on a rank."""
+    return check(*(prepare(name, *args) if prepare else args))
 
 
 def run_all(checks: dict[str, Check]) -> dict[str, Any]:
