@@ -27,7 +27,8 @@ PACKAGE = Path(__file__).parents[1]
 MOST = 5
 _SHOWN = ("core/", "features/", "train/")
 _PASSED_THROUGH = tuple(
-    f"core/{module}.py" for module in ("observer", "streams", "mesh", "compat", "autograd_hooks")
+    f"core/{module}.py"
+    for module in ("observer", "device_streams", "mesh", "private_torch", "autograd_hooks")
 )
 _INSTALLED = tuple(
     f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")

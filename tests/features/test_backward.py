@@ -269,7 +269,7 @@ def division(
 
 PAIRS = {"shape": (2, 1)}
 DIVISIONS: list[tuple[str, Check]] = [
-    *(division(None, True), division(3.0), division(8.0, reduce_dtype=FP16), division(6.0, True, FP16)),
+    *(division(None, True), division(8.0, reduce_dtype=FP16)),
     *(division(3.0, **PAIRS), division(3.0, True, pattern="nssa", **PAIRS)),
 ]
 PROMISES.add("sums are divided by the factor", dict(DIVISIONS))

@@ -227,7 +227,6 @@ def finalized(
 
 MANUAL: dict[str, dict[str, Any]] = {
     "one backward": {"pattern": "a"},
-    "one backward, asynchronously": {"pattern": "a", "async_op": True},
     "three that accumulate": {"pattern": "nnn"},
     "three that accumulate in fp32": {
         "pattern": "nnn",

@@ -58,12 +58,6 @@ def kinds(model: nn.Module) -> dict[str, str]:
 # --- A list of modules is one group ------------------------------------------------------------------------
 
 
-PATHS: dict[str, tuple[int, ...]] = {
-    "in order": (0, 1, 2),
-    "the first one left out": (1, 2),
-}
-
-
 def grouped_case(scenario: Callable[[Training], None], **attributes: Any) -> Case:
     def grouped() -> models.Grouped:
         model = models.Grouped()
@@ -75,14 +69,13 @@ def grouped_case(scenario: Callable[[Training], None], **attributes: Any) -> Cas
 
 
 LISTS: dict[str, Case] = {
-    **{f"members run {name}": grouped_case(train, path=path) for name, path in PATHS.items()},
+    "members run in order": grouped_case(train),
     "another path each step": grouped_case(
         functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1), (0, 2), (1, 0, 2), (0, 1, 2)])
     ),
     "accumulated, stay whole": grouped_case(
         functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True)
     ),
-    "state assigned": grouped_case(functools.partial(reload, assign=True)),
 }
 
 
@@ -324,18 +317,7 @@ class Tied(models.Model):
         return self.head(self.norm(self.layer(self.embed(tokens))))
 
 
-class TiedInside(Tied):
-    """The same tie inside one module, the root."""
-
-    @property
-    def blocks(self) -> list[nn.Module | list[nn.Module]]:
-        return [self.layer]
-
-
-TIED: dict[str, Case] = {
-    "over a list": Case(Tied),
-    "inside a module": Case(TiedInside),
-}
+TIED: dict[str, Case] = {"over a list": Case(Tied)}
 PROMISES.trains("a tied parameter with uneven rows trains as under FSDP2 and as without sharding", TIED)
 
 
@@ -366,7 +348,7 @@ def without_some(training: Training) -> None:
     training.steps()
 
 
-IGNORED = {how: Case(models.stem, without_some, how) for how in ("root", "nested")}
+IGNORED = {"nested": Case(models.stem, without_some, "nested")}
 PROMISES.trains(
     "ignored parameters are neither touched nor reduced, as in FSDP2",
     IGNORED,

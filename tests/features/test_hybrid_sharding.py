@@ -95,8 +95,7 @@ PROMISES = Promises()
 PROMISES.trains(
     TRAINS,
     {
-        **on_mesh((2, 1), {name: EVERYWHERE[name] for name in ("uneven", "accumulate ssa")}),
-        **on_mesh((1, 2), {"uneven": EVERYWHERE["uneven"]}),
+        **on_mesh((2, 1), {"uneven": EVERYWHERE["uneven"]}),
     },
 )
 PROMISES.trains(

@@ -74,9 +74,9 @@ def combined(
     return name, Case(functools.partial(uneven_in, orig), run_dtypes, "root", {"policy": policy})
 
 
-COMBINATIONS = [  # every two of the four dtypes meet
-    combined(ORIGINALS[(i + j) % 3], CHOICES[i], CHOICES[j], CHOICES[(i - j) % 5])
-    for i, j in itertools.product(range(5), repeat=2)
+COMBINATIONS = [  # every dtype in every place; `test_casts_have_the_same_results_as_fsdp2s` tries every combination
+    combined(ORIGINALS[(i + j) % 3], CHOICES[i], CHOICES[(i + 1 + 2 * j) % 5], CHOICES[(i - 1 - j) % 5])
+    for i, j in itertools.product(range(5), (0, 1))
 ]
 PROMISES = Promises()
 PROMISES.trains("dtypes are combined as in FSDP2", dict(COMBINATIONS))
@@ -134,12 +134,10 @@ def name_dtypes(training: Training) -> None:
 
 INPUTS: dict[str, Policy] = {
     "bf16": {"param_dtype": BF16},
-    "bf16, inputs as they are": {"param_dtype": BF16, "cast_forward_inputs": False},
     "fp64, inputs as they are, output fp16": {
         **{"param_dtype": FP64, "output_dtype": FP16},
         "cast_forward_inputs": False,
     },
-    "inputs as they are": {"cast_forward_inputs": False},
 }
 
 
@@ -199,7 +197,6 @@ CHANGED: dict[str, Case] = {
     )
     for dtype, policy in (
         (BF16, {"param_dtype": FP64}),
-        (FP64, None),
         (FP64, BF16_FP32),
         (FP16, {"reduce_dtype": FP32}),
     )

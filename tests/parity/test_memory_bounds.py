@@ -49,7 +49,6 @@ class Setup(NamedTuple):
 
 SETUPS = {
     "three blocks": Setup(models.graded),
-    "blocks and root": Setup(models.wandering),
     "blocks and root that stay": Setup(models.wandering, reshard_after_forward=False),
     "blocks and root in bf16": Setup(models.wandering, policy=BF16),
     "root alone": Setup(models.wandering, how="root"),

@@ -7,7 +7,7 @@ know its order yet. From the second step on, forward prefetches, so the assertio
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -66,37 +66,35 @@ def previous(log: EventLog, op: str, event: Event) -> Event:
 # --- Overlap -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [0, 1])
-def test_the_next_gather_runs_under_a_forward(rank_log, block):
-    gather = only(rank_log, "all_gather", block + 1, SECOND, "forward")
-    forward = only(rank_log, "forward", block, SECOND, "forward")
-    assert gather.seq < forward.seq
-    assert overlap(rank_log, gather, forward)
+def test_the_next_gather_runs_under_a_forward(rank_log):
+    for block in (0, 1):
+        gather = only(rank_log, "all_gather", block + 1, SECOND, "forward")
+        forward = only(rank_log, "forward", block, SECOND, "forward")
+        assert gather.seq < forward.seq
+        assert overlap(rank_log, gather, forward)
 
 
-@pytest.mark.parametrize("step", [FIRST, SECOND])
-@pytest.mark.parametrize("block", [2, 1])
-def test_the_next_gather_runs_under_a_backward(rank_log, block, step):
-    gather = only(rank_log, "all_gather", block - 1, step, "backward")
-    backward = only(rank_log, "backward", block, step, "backward")
-    assert gather.seq < backward.seq
-    assert overlap(rank_log, gather, backward)
+def test_the_next_gather_runs_under_a_backward(rank_log):
+    for block, step in product((2, 1), (FIRST, SECOND)):
+        gather = only(rank_log, "all_gather", block - 1, step, "backward")
+        backward = only(rank_log, "backward", block, step, "backward")
+        assert gather.seq < backward.seq
+        assert overlap(rank_log, gather, backward)
 
 
-@pytest.mark.parametrize("step", [FIRST, SECOND])
-@pytest.mark.parametrize("block", [2, 1])
-def test_a_reduction_runs_under_the_next_backward(rank_log, block, step):
-    reduction = only(rank_log, "reduce_scatter", block, step, "backward")
-    backward = only(rank_log, "backward", block - 1, step, "backward")
-    assert reduction.seq < backward.seq
-    assert overlap(rank_log, reduction, backward)
+def test_a_reduction_runs_under_the_next_backward(rank_log):
+    for block, step in product((2, 1), (FIRST, SECOND)):
+        reduction = only(rank_log, "reduce_scatter", block, step, "backward")
+        backward = only(rank_log, "backward", block - 1, step, "backward")
+        assert reduction.seq < backward.seq
+        assert overlap(rank_log, reduction, backward)
 
 
-@pytest.mark.parametrize("block", [2, 1])
-def test_a_reduction_and_a_gather_run_at_once(rank_log, block):
-    reduction = only(rank_log, "reduce_scatter", block, SECOND, "backward")
-    gathers = rank_log.select("all_gather", step=SECOND, phase="backward")
-    assert any(overlap(rank_log, reduction, gather) for gather in gathers)
+def test_a_reduction_and_a_gather_run_at_once(rank_log):
+    for block in (2, 1):
+        reduction = only(rank_log, "reduce_scatter", block, SECOND, "backward")
+        gathers = rank_log.select("all_gather", step=SECOND, phase="backward")
+        assert any(overlap(rank_log, reduction, gather) for gather in gathers)
 
 
 @pytest.mark.parametrize(

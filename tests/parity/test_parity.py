@@ -89,7 +89,6 @@ WRAPPED = {  # by the number of ranks
         "structured": "blocks",
         "twice": "blocks",
         "normalized": "blocks",
-        "frozen": "root",
     }
     | {"transformer": "nested"},
     3: {"uneven": "blocks", "unused": "blocks"},

@@ -178,18 +178,6 @@ def test_a_frame_is_as_high_as_its_page(chromium: Tab, log: EventLog, tmp_path: 
     assert chromium.complaints == []
 
 
-def test_on_a_narrow_page_no_pane_is_higher_than_what_it_shows(tab: Tab, pages: dict[str, str]) -> None:
-    tab.look(736, 1000)
-    heights = {}
-    for page in ("one", "many", "bare"):
-        tab.open(pages[page])
-        heights[page] = box(tab, "#timeline")[3]
-        unused = "(() => { const t = state.panes[0]; return t.scroller.clientHeight - t.layOut(); })()"
-        assert tab.run(unused) <= 10, page
-        assert (box(tab, "#code")[3] < 80) == (page == "bare")  # without code it is one line
-    assert heights["bare"] < 300 < heights["one"] <= heights["many"] < 450
-
-
 def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages: dict[str, str]) -> None:
     tab.look(NARROW[0], 3600)
     for page in ("one", "two"):
@@ -523,48 +511,6 @@ def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: di
     assert tab.run("[state.side, state.rank]") == [1, 0]
 
 
-def test_a_step_with_several_backwards_says_how_many_micro_batches_it_has(tab: Tab, tmp_path: Path) -> None:
-    backward = step().select("forward", "backward", "optimizer")
-    length = max(e.end_us for e in backward)
-    again = [replace(e, seq=e.seq + 10_000, start_us=e.start_us + length) for e in backward]
-    first = [e for e in backward if e.op != "optimizer"]  # the optimizer steps after the second micro-batch
-    make_page([("log", EventLog([*first, *again]))]).save(tmp_path / "micro.html")
-    tab.open((tmp_path / "micro.html").as_uri())
-    assert tab.run("[...state.log.microBatches]") == [[0, 2]]
-    assert tab.run("state.log.nameOfStep(0)") == "step 0, 2 micro-batches"
-    assert "1 step of 2 micro-batches" in tab.text("#title")
-
-
-def test_a_difference_of_times_is_held_against_the_spread_of_the_steps(
-    tab: Tab, pages: dict[str, str]
-) -> None:
-    judged = {"[1, 3, 2, 1], [5, 2, 5, 4]": "the ranges overlap", "[1, 3], [4, 5]": "too few steps to tell"}
-    judged |= {
-        "[4, 5, 4, 5], [1, 3, 2, 1]": "the ranges do not overlap",
-        "[1], [2, 5]": "too few steps to tell",
-    }
-    for given, said in judged.items():
-        assert tab.run(f"judged({given})") == said, given
-    assert tab.run("[rangeText([1500, 1700, 1600]), rangeText([5, 1500]), rangeText([5])]") == [
-        "1.50 to 1.70 ms",
-        "5.0 µs to 1.50 ms",
-        "",
-    ]
-    assert "the spread of its times is not known" in tab.text("#exact")
-    tab.open(pages["two"])
-    assert "too few steps to tell" in tab.text("#compared")
-    tab.open(pages["predicted"])
-    assert "too few" not in tab.text("#compared") and "virtual h100" in tab.text("#title")
-    assert "A simulation predicts these times" in tab.text("#exact")
-    tab.open(pages["steps"])
-    said = tab.text("#head")
-    assert "of the 2 recorded steps" in tab.text(
-        "#exact"
-    ) and "Bytes, counts and peaks are exact" in tab.text("#exact")
-    times = tab.run("state.logs[0].times.step_us")
-    assert len(times) == 2 and f"a step ({tab.run(f'rangeText({times})')})" in said
-
-
 # --- Where a page opens ------------------------------------------------------------------------------------
 
 
@@ -664,17 +610,6 @@ def test_the_button_of_the_peak_leads_to_its_moment_and_names_the_memory_alive(
         assert peak.bytes_by_kind[kind]
         assert f"{tab.run(f'bytesText({peak.bytes_by_kind[kind]}, {total})')} {kind}" in said
     assert len({*re.findall(r"[\d.]+ ([KMG]?i?B)\b", said)}) == 1
-
-
-def test_on_a_narrow_screen_a_button_scrolls_to_the_pane_that_shows_its_moment(
-    tab: Tab, pages: dict[str, str]
-) -> None:
-    tab.look(*NARROW)
-    tab.open(pages["one"])
-    for number, pane in ((0, "memory"), (1, "timeline")):
-        tab.run("scrollTo(0, 0)")
-        tab.run(f"document.querySelectorAll('.moment')[{number}].click()")
-        assert 0 <= box(tab, f"#{pane}")[1] < 40, pane
 
 
 # --- Ranks that wait for each other ------------------------------------------------------------------------

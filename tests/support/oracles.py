@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import hwfsdp
 import hwfsdp.optim
+import models
 import pretended
 from models import Model
 from together import Together
@@ -393,6 +394,34 @@ class Case:
         training = self.training(library)
         self.scenario(training)
         return training.trace
+
+
+def two_steps(training: Training) -> None:
+    """Train for two plain steps."""
+    training.steps(2)
+
+
+def case(
+    build: Callable[[], models.Model] = models.stem,
+    scenario: Scenario = two_steps,
+    how: str = "blocks",
+    **options: Any,
+) -> Case:
+    """Return a case of two plain steps, unless told otherwise."""
+    return Case(build, scenario, how, options)
+
+
+def made(
+    build: Callable[[], models.Model], prepare: Callable[[models.Model], None]
+) -> Callable[[], models.Model]:
+    """Prepare the model before it is sharded."""
+
+    def prepared() -> models.Model:
+        model = build()
+        prepare(model)
+        return model
+
+    return prepared
 
 
 # --- Comparison --------------------------------------------------------------------------------------------

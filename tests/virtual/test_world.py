@@ -42,7 +42,7 @@ from hwfsdp.virtual.costs import Cost
 from hwfsdp.virtual.programs import Plan, program
 from hwfsdp.virtual.costs import Span, collective_us
 from hwfsdp.virtual.world import World
-from models import ZOO, Model, checkpointed, checkpointed_inside, even, stem
+from models import ZOO, Model, checkpointed_inside, even, stem
 from oracles import objective, ours, wrap
 
 H100 = DEVICES["h100"]
@@ -81,15 +81,14 @@ def over_a_mesh(module: nn.Module, shape: tuple[int, int], **options: Any) -> nn
 
 
 PROGRAMS: dict[str, Program] = {
-    **{name: training(build) for name, build in ZOO.items()},
-    "one group": training(even, "root"),
+    **{
+        name: training(ZOO[name])
+        for name in ("even", "uneven", "transformer", "frozen", "unused", "recurrent")
+    },
     "nested": training(even, "nested"),
-    "without a root": training(even, "rootless"),
     "never resharded": training(stem, reshard_after_forward=False),
-    "always resharded": training(stem, reshard_after_forward=True),
     "accumulated": training(stem, batches=3),
     "in bfloat16": training(stem, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-    "checkpointed": training(lambda: checkpointed(False)),
     "checkpointed inside": training(lambda: checkpointed_inside(False)),
 }
 ON_FOUR: dict[str, Program] = {"resharded to 2": training(stem, reshard_after_forward=2)}
@@ -115,7 +114,7 @@ def all_real(builds: dict[str, Program]) -> dict[str, list[tuple[Any, ...]]]:
     return {name: run_real(build) for name, build in builds.items()}
 
 
-FAST = ("uneven", "accumulated", "checkpointed")
+FAST = ("uneven", "accumulated", "checkpointed inside")
 LAUNCHES = [(FAST, 2), (tuple(name for name in PROGRAMS if name not in FAST), 2), ((*ON_FOUR, *HYBRID), 4)]
 ALL = {**PROGRAMS, **ON_FOUR, **HYBRID}
 
@@ -168,7 +167,7 @@ def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> li
     return [*of_blocks, GroupSizes(rest, *itemsizes, False)]
 
 
-CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES, "tied": replace(GPT_SIZES, tied=True)}
+CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,6 @@ CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES, "tied": replace(GPT_SIZES, ti
     [
         suites.long("gpt", None, torch.float32),
         ("llama", 3, torch.bfloat16),
-        suites.long("tied", 3, torch.float32),
     ],
 )
 def test_bytes_and_counts_of_collectives_are_the_closed_forms(
@@ -193,7 +191,7 @@ def test_bytes_and_counts_of_collectives_are_the_closed_forms(
     assert {op: moved.calls for op, moved in found.items()} == counts
 
 
-@pytest.mark.parametrize("gpus", [suites.long(1), 5, suites.long(512)])
+@pytest.mark.parametrize("gpus", [5, suites.long(512)])
 def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
     shapes = [shape for group in groups_of(GPT_SIZES, (2, 4)) for shape in group.shapes]
     strategy = Strategy.ZERO3
@@ -347,7 +345,7 @@ def test_real_tensors_stay_real_and_may_meet_virtual_ones() -> None:
 
 @pytest.mark.parametrize(
     ("name", "foreach"),
-    [("AdamW", False), ("SGD", True), suites.long("RMSprop", False), suites.long("NAdam", True)],
+    [("AdamW", False), ("SGD", True)],
 )
 def test_torchs_optimizers_keep_as_many_bytes_of_state_as_on_real_parameters(
     name: str, foreach: bool
@@ -400,10 +398,9 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
     ("function", "kept", "moved"),
     [
         (lambda x: F.dropout(x, 0.1), 4 + 1, 4 + 1 + 4),
-        (lambda x: F.silu(x), 4, 4 + 4 + 4),
         (nn.SiLU(), 4, 4 + 4 + 4),
     ],
-    ids=["dropout, which keeps a mask of bytes", "SiLU", "a module of SiLU"],
+    ids=["dropout, which keeps a mask of bytes", "SiLU"],
 )
 def test_an_activation_is_one_kernel_each_way(
     function: Callable[[Tensor], Tensor], kept: int, moved: int
