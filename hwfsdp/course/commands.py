@@ -356,8 +356,13 @@ def write_certificate(progress: Progress) -> Path | None:
         or any((s.status, s.stale) != ("passed", False) for s in needed)
     ):
         return None
+    path = course.root / ".hwfsdp" / "certificate.html"
     try:
         content = needed[0].exercise.path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        key = f"{digest} {' '.join(str(each.score) for each in standings)}"
+        if path.exists() and key.encode() in path.read_bytes():  # to draw the step takes seconds
+            return path
         page = rendered(
             "certificate.html",
             lines=len(content.splitlines()),
@@ -367,9 +372,10 @@ def write_certificate(progress: Progress) -> Path | None:
             measured=progress.measured,
             day=date.today().isoformat(),
             file=OWN_FILE,
-            digest=hashlib.sha256(content).hexdigest(),
+            digest=digest,
+            key=key,
         )
-        return write_whole(course.root / ".hwfsdp" / "certificate.html", page)
+        return write_whole(path, page)
     except OSError:
         return None
 

@@ -301,7 +301,8 @@ def test_watch_sees_each_save_once_and_chooses_the_first_station_that_is_left(co
 def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "_beside_the_reference", lambda file: {})  # this file has no step
+    drawn = list[Path]()
+    monkeypatch.setattr(commands, "_beside_the_reference", lambda file: drawn.append(file) or {})  # has no step
     write(course)
     progress = Progress.load(course)
     progress.note(passed(course, "01", "03"), "x = 1\n")
@@ -310,6 +311,10 @@ def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
     page = commands.write_certificate(progress)
     assert page is not None and "bytes of &lt;a&gt; step" in page.read_text()
     assert "optional, not done" in page.read_text() and "0 of" not in page.read_text()
+    assert commands.write_certificate(progress) == page and len(drawn) == 1
+    progress.note(passed(course, "02"), "x = 1\n")
+    assert commands.write_certificate(progress) == page and len(drawn) == 2
+    assert "optional, not done" not in page.read_text()
     write(course, "x = 2\n")
     assert commands.write_certificate(progress) is None
 
