@@ -44,7 +44,7 @@ from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import view_bytes
 from hwfsdp.checkpoint.commit import sync_directory
-from hwfsdp.checkpoint.loading import Blocks, Match, Source, read_tensors
+from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show, with_size
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed, shares_of
@@ -183,7 +183,7 @@ def _read_all(source: Source, scratch: Path) -> dict[KeyPath, Any]:
         entry.path: _tensor_in(scratch, entry.shape, entry.dtype) for entry in source.manifest.tensors()
     }
     filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
-    read_tensors(Match(source.manifest, filled, fresh=set(filled)), source, lambda: None)  # in place: fresh
+    read_tensors(LoadPlan(source, {}, {}, fresh=filled, tensors=filled), lambda: None)  # fresh: in place
     return {
         path: tensors[entry.same_as or path] if isinstance(entry, TensorEntry) else source.value(entry)
         for path, entry in entries.items()

@@ -40,7 +40,7 @@ import pickle
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,9 +54,9 @@ from torch import Tensor, nn
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, values_in, whole
-from hwfsdp.checkpoint.loading import Match, Source, check_can_change, match_entries, read_and_fill
+from hwfsdp.checkpoint.loading import LoadPlan, Source, check_can_change, load_from
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
-from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse, told
+from hwfsdp.checkpoint.messages import KeyPath, damaged, path_of, refuse, told
 from hwfsdp.checkpoint.messages import warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
@@ -137,28 +137,24 @@ def load(
         All ranks raise the same error. Then nothing was changed.
     """
     agreement, directory = Agreement(process_group, "DCP checkpoint"), path_of(path, "load")
-    found: list[tuple[Match, Blobs, set[str]]] = []
-    with ExitStack() as opened, NewMemory(state_dict, device, model) as target:
+    with NewMemory(state_dict, device, model) as target:
+        plan_of = partial(_plan_of, target, directory)
+        what = f"load from {directory}"
+        left_out = load_from(agreement, plan_of, what, strict, allow_cast, together=True)
+    warn_left_out(left_out, path)
 
-        def match() -> tuple[list[str], str]:
-            target.give()
-            entries, blobs = entries_of(target.state_dict), read_metadata(directory, opened)
-            there = {key for (key,) in blobs.manifest.entries}
-            blobs = blobs.at({key: path for key, (path, _) in entries.items() if key in there})
-            target.check_loaded(blobs.manifest.entries)
-            leaves = {path: value for key, (path, value) in entries.items() if key in there}
-            matched = match_entries(target.state_dict, leaves, blobs, allow_cast)
-            matched.fresh.update(target.paths)
-            found.append((matched, blobs, there))
-            return sorted(entries), blobs.manifest.digest
 
-        def compare(reports: list[Any]) -> list[str]:
-            return _check_keys(directory, found[0][2], strict, reports)
-
-        left_out: str = agreement.step("matching", match, compare)
-        read_and_fill(agreement, target.state_dict, *found[0][:2])
-    if agreement.rank == 0:
-        warn_left_out(left_out, path)
+def _plan_of(target: NewMemory, directory: Path, opened: ExitStack) -> LoadPlan:
+    """Find the entries of the checkpoint by their keys."""
+    target.give()
+    entries, blobs = entries_of(target.state_dict), read_metadata(directory, opened)
+    there = [key for (key,) in blobs.manifest.entries]
+    blobs = blobs.at({entries[key].path: key for key in there if key in entries})
+    leaves = {path: value for path, value in entries.values() if path in blobs.manifest.entries}
+    missing, unexpected = (
+        [repr(key) for key in a if key not in b] for a, b in ((entries, {*there}), (there, entries))
+    )
+    return LoadPlan(blobs, target.state_dict, leaves, missing, unexpected, target.paths)
 
 
 # --- Keys --------------------------------------------------------------------------------------------------
@@ -176,20 +172,6 @@ def entries_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
 
     traverse_state_dict(state_dict, visit, lambda item: isinstance(item, Tensor))
     return entries
-
-
-def _check_keys(
-    directory: Path, there: Collection[str], strict: bool, reports: list[tuple[list[str], str]]
-) -> list[str]:
-    """Raise an error unless all ranks see one checkpoint, and its keys fit (see `load`). Return, for each rank, the keys left out."""
-    if len({digest for _, digest in reports}) > 1:
-        remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
-        raise damaged(directory, "the same checkpoint on all ranks", "different ones", remedy=remedy)
-    wanted = {key for keys, _ in reports for key in keys}
-    missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - {*there}, {*there} - wanted))
-    left_out = on_one_side(missing, unexpected)
-    check_in_common(f"load from {directory}", left_out, strict, not wanted.isdisjoint(there))
-    return [left_out] * len(reports)
 
 
 # --- Saving ------------------------------------------------------------------------------------------------
@@ -326,13 +308,13 @@ class Blobs(Source):
     paths: dict[str, Any]
     metadata: Path
     opened: ExitStack
+    checks_first = True
     descriptors: dict[Path, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def at(self, paths: Mapping[str, KeyPath]) -> Blobs:
-        """Return the source with the entries of these keys, listed by these paths."""
-        known = {path: self.manifest.entries.get((key,)) for key, path in paths.items()}
-        entries = {path: replace(entry, path=path) for path, entry in known.items() if entry is not None}
+    def at(self, keys: Mapping[KeyPath, str]) -> Blobs:
+        """Return the source with its entries listed by the paths of a state dict. `keys`: by path, the key of the entry."""
+        entries = {path: replace(self.manifest.entries[key,], path=path) for path, key in keys.items()}
         return replace(self, manifest=replace(self.manifest, entries=entries))
 
     def value(self, entry: ValueEntry) -> Any:

@@ -5,11 +5,12 @@
 A load promises this: every value is the saved value. Otherwise it raises an error that says what is wrong and where, and has
 changed no value of the target. All ranks agree at each arrow (see `agreement`):
 
-    [leader: which save] → match the state dict with the manifest → read into new memory → fill the state dict
+    match the state dict with the manifest → read into new memory → fill the state dict
 
-`match` compares keys, shapes and dtypes, and changes nothing. `needs_of` lists the part of each chunk that this rank needs, and
-`read_tensors` reads these parts into new memory. `fill` puts the values in place. All checks have been done before `fill`.
-A `Source` stands for the files. Checkpoints of the store, of DCP and of PART are loaded by the same steps, from three sources.
+`load_from` takes these steps, for checkpoints of every format. A `Source` stands for the files, and a `LoadPlan` says which entries
+of the state dict they have. `match` compares shapes and dtypes, and changes nothing. `needs_of` lists the part of each chunk that
+this rank needs, and `read_tensors` reads these parts into new memory. `fill` puts the values in place. All checks have been done
+before `fill`. What is particular to a format comes before: which save of the store counts, and how keys name entries.
 
 Note [Read first, then write]
     The last block that is read may be damaged. So a rank reads all values into new memory, as much as its part of the state dict.
@@ -17,9 +18,9 @@ Note [Read first, then write]
     completely or not at all. A tensor on the meta device has no values that could be lost. So it gets memory, and is read
     directly into it. If the load fails, the tensor goes back to the meta device.
 
-    Some files can be checked as a whole before anything is read to stay. If the source has a `check`, the first reading only checks,
-    and the second reads directly into the targets, chunk by chunk. Then a load needs memory for a few chunks, but reads twice. Only
-    tensors that are cast, or that share memory with others, still need memory of their own.
+    The chunks of some files can be checked before anything is read to stay. If the source says so (`checks_first`), the first
+    reading only checks, and the second reads directly into the targets, chunk by chunk. Then a load needs memory for a few chunks,
+    but reads twice. Only tensors that are cast, or that share memory with others, still need memory of their own.
 
 Note [From boxes to bytes]
     A chunk lies in its file row by row. A rank needs a box of it, which may be scattered over the chunk, as columns are. So a
@@ -38,12 +39,12 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -69,7 +70,7 @@ from hwfsdp.checkpoint.manifest import ALIGNMENT, PICKLES, Chunk, Manifest, Tens
 from hwfsdp.checkpoint.manifest import header_of, name_of
 from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
 from hwfsdp.checkpoint.messages import said_once, show, warn_left_out
-from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.meta import NewMemory, check_all_filled
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
 from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, put
@@ -122,81 +123,136 @@ def load(
         CheckpointError: something in the checkpoint is missing or damaged; it has file, key and offset. All ranks raise the same
             error, and the target is not changed.
     """
-    agreement = Agreement(process_group, "load")
-    options = {"strict": strict, "allow_cast": allow_cast, "rank": agreement.rank, "size": agreement.size}
+    agreement, place = Agreement(process_group, "load"), path_of(path, "load").absolute()
     with NewMemory(state_dict, device, model) as target:
-        left_out = _load_current(agreement, target, path_of(path, "load").absolute(), options)
+        while True:
+            found = _find(agreement, place)
+            plan_of = partial(_plan_of, target, found, agreement, strict)
+            try:
+                left_out = load_from(agreement, plan_of, f"load from {place}", strict, allow_cast)
+                break
+            except CheckpointError as error:  # Note [A save that goes while it is read]
+                if error.file is None or _find(agreement, place) == found:
+                    raise
     warn_left_out(left_out, path)
     return state_dict
 
 
-# --- One load, step by step --------------------------------------------------------------------------------
-
-
-def _load_current(agreement: Agreement, target: NewMemory, path: Path, options: dict[str, Any]) -> str:
-    """Load the save that counts. Return which keys were left out, in words."""
-    within, digest = _find(agreement, path)
-    while True:
-        try:
-            return _load_save(agreement, target, commit.Current(path / within, digest), options)
-        except CheckpointError as error:
-            if error.file is None:  # for example, a rank is lost
-                raise
-            before, (within, digest) = within, _find(agreement, path)
-            if within == before:
-                raise
-
-
-def _find(agreement: Agreement, path: Path) -> list[Any]:
-    """Return where in `path` the save that counts is, and the hash of its manifest, as the leader sees them."""
+def _find(agreement: Agreement, path: Path) -> commit.Current:
+    """Find the save that counts, as the leader sees it."""
 
     def choose(_: list[Any]) -> list[Any]:
         folder, manifest = commit.find_complete(path)
         return [[str(folder.relative_to(path)), manifest.digest]] * agreement.size
 
-    found: list[Any] = agreement.step("finding", lambda: None, choose)
-    return found
+    folder, digest = agreement.step("finding", lambda: None, choose)
+    return commit.Current(path / folder, digest)
 
 
-def _load_save(
-    agreement: Agreement, target: NewMemory, current: commit.Current, options: dict[str, Any]
+# --- A load of any format, step by step ----------------------------------------------------------------------
+
+
+@dataclass
+class LoadPlan:
+    """What one rank loads.
+
+    Attributes:
+        source: the files; its manifest lists the entries by the paths of the state dict.
+        state_dict: the state dict to fill. leaves: its entries that the manifest has, too.
+        missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has.
+        fresh: paths of targets that hold no values yet, because they were on the meta device.
+        tensors: by path, each target tensor of which this rank has a part. `match` adds them.
+        values: by path, the new value of each entry that is not a tensor. `match` adds them.
+    """
+
+    source: Source
+    state_dict: Any
+    leaves: Mapping[KeyPath, Any]
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    fresh: Collection[KeyPath] = ()
+    tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
+    values: dict[KeyPath, Any] = field(default_factory=dict)
+
+
+def load_from(
+    agreement: Agreement,
+    plan_of: Callable[[ExitStack], LoadPlan],
+    what: str,
+    strict: bool = True,
+    allow_cast: bool = False,
+    together: bool = False,
 ) -> str:
-    found: list[tuple[Match, Source]] = []
+    """Load a checkpoint of any format, on all ranks or on none. A collective of the agreement.
+
+    Args:
+        plan_of: makes the plan of this rank. Files that it opens are closed by the context that it gets.
+        what: the subject of errors about keys. strict, allow_cast: see `load`.
+        together: the ranks have different keys, and together those of the checkpoint. Otherwise each rank has all of them.
+
+    Returns:
+        Which keys were left out, in words: for a warning of this rank. "" if there are none, or if rank 0 warns of the same keys.
+    """
+    found: list[LoadPlan] = []
 
     def match_mine() -> list[Any]:
-        source = Blocks(commit.read_manifest(current), current.folder, opened)
-        target.give()
-        matched = match(target.state_dict, source, **options)
-        target.check_loaded(source.manifest.entries)
-        matched.fresh.update(target.paths)
-        found.append((matched, source))
-        return [matched.left_out, bool(matched.tensors or matched.values)]
+        plan = plan_of(opened)
+        if not together:
+            left_out = on_one_side(plan.missing, plan.unexpected)
+            check_in_common(what, left_out, strict, bool(plan.leaves) or not strict)
+        check_all_filled(plan.fresh, plan.leaves)
+        match(plan, allow_cast)
+        found.append(plan)
+        return [plan.source.manifest.identity, plan.missing, plan.unexpected, bool(plan.leaves)]
 
     def compare(reports: list[Any]) -> list[str]:
         """Return, for each rank, what to warn it of."""
-        first, common = reports[0][0], any(common for _, common in reports)
-        check_in_common("load", first, common and options["strict"], common, COMPARE)
-        return said_once([left_out for left_out, _ in reports])
+        saves, missing, unexpected, common = map(list, zip(*reports))
+        if (different := len({*saves})) > 1:
+            remedy = "Use a file system that all ranks share, and replace no checkpoint that is being read."
+            refuse(what, "one save on all ranks", f"{different} of them", remedy, CheckpointError)
+        if together:
+            missing = [sorted({*chain(*missing)})] * agreement.size
+            unexpected = [sorted(set(unexpected[0]).intersection(*unexpected))] * agreement.size
+        texts = list(map(on_one_side, missing, unexpected))
+        check_in_common(what, texts[0], strict and (together or any(common)), any(common))
+        return said_once(texts)
 
     with ExitStack() as opened:
         left_out: str = agreement.step("matching", match_mine, compare)
-        read_and_fill(agreement, target.state_dict, *found[0])
+        read_and_fill(agreement, *found)
     return left_out
 
 
-# --- What is loaded ----------------------------------------------------------------------------------------
+def read_and_fill(agreement: Agreement, plan: LoadPlan) -> None:
+    """Read all values, and put them into the state dict when all ranks have read theirs (Note [Read first, then write])."""
+    directly = _simple(plan, plan.tensors) if plan.source.checks_first else {}
+    parts: dict[KeyPath, Tensor] = {}
+
+    def read() -> None:
+        parts.update(read_tensors(plan, agreement.check, directly.keys()))
+        plan.source.confirm()
+
+    agreement.step("reading", read)
+    agreement.step("filling", lambda: fill(plan, parts, directly))
+
+
+# --- Where values come from --------------------------------------------------------------------------------------
 
 
 class Source:
     """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `parts.Parts`.
 
     Attributes:
-        check: reads a chunk and raises an error if it is damaged. None: the functions of `jobs` check what they read (Note [Read
-            first, then write]).
+        checks_first: True if `check` finds all damage. Then a load may read directly into its targets (Note [Read first, then write]).
+            False: the functions of `jobs` check what they read.
     """
 
     manifest: Manifest
-    check: Callable[[TensorEntry, Chunk], None] | None = None
+    checks_first = False
+
+    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
+        """Read a chunk. Raise CheckpointError if it is damaged."""
 
     def value(self, entry: ValueEntry) -> Any:
         """Return a value that is not a tensor."""
@@ -217,73 +273,45 @@ class Source:
         place.copy_(self.tensor(need.entry, need.chunk)[within(need.shared, need.chunk.box).slices])
 
 
-@dataclass
-class Match:
-    """The entries to read, and their places.
-
-    Attributes:
-        manifest: its `entries` are listed by the paths of the state dict to fill.
-        tensors: by path, each target tensor of which this rank has a part.
-        values: by path, the new value of each entry that is not a tensor.
-        fresh: paths of targets that hold no values yet, because they were on the meta device.
-        left_out: the keys that only one side has, in words.
-    """
-
-    manifest: Manifest
-    tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
-    values: dict[KeyPath, Any] = field(default_factory=dict)
-    fresh: set[KeyPath] = field(default_factory=set)
-    left_out: str = ""
-
-
 # --- Matching ----------------------------------------------------------------------------------------------
 
 
-def match(
-    state_dict: Any, source: Source, *, strict: bool, allow_cast: bool, rank: int = 0, size: int = 1
-) -> Match:
-    """Compare the state dict with a save of the store, and list what a load has to do.
-
-    Args:
-        rank, size: of the ranks that load. Each loads its own value of a `PerRank`.
-
-    Raises:
-        UsageError: the state dict and the save do not fit; see `load`.
-    """
+def _plan_of(
+    target: NewMemory, found: commit.Current, agreement: Agreement, strict: bool, opened: ExitStack
+) -> LoadPlan:
+    """Plan the load of one save of the store. Each rank loads its own value of a `PerRank`."""
+    source = Blocks(commit.read_manifest(found), found.folder, opened)
+    target.give()
+    state_dict, manifest = target.state_dict, source.manifest
     if items_of(state_dict) is None or isinstance(state_dict, tuple):
         refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
-    manifest, leaves = source.manifest, dict(leaves_of(state_dict))
-    others, apart = _of_ranks(state_dict, manifest, rank, size, strict)
+    leaves = dict(leaves_of(state_dict))
+    others, apart = _of_ranks(state_dict, manifest, agreement.rank, agreement.size, strict)
     missing, unexpected = _on_one_side(leaves, manifest, others)
     missing += [path for path in leaves if is_within(path, apart) and path not in missing]
-    left_out = on_one_side(list(map(show, missing)), list(map(show, unexpected)))
-    check_in_common("load", left_out, strict, len(missing) < len(leaves) or not strict, COMPARE)
-    common = {path: target for path, target in leaves.items() if path not in {*missing}}
-    found = match_entries(state_dict, common, source, allow_cast)
-    found.left_out = left_out
-    return found
+    common = {path: leaf for path, leaf in leaves.items() if path not in {*missing}}
+    only_here, only_there = (list(map(show, paths)) for paths in (missing, unexpected))
+    return LoadPlan(source, state_dict, common, only_here, only_there, target.paths)
 
 
-def match_entries(state_dict: Any, leaves: Mapping[KeyPath, Any], source: Source, allow_cast: bool) -> Match:
-    """Compare leaves of the state dict with the entries at the same paths, in a checkpoint of any format.
+def match(plan: LoadPlan, allow_cast: bool) -> None:
+    """Compare the leaves of the plan with the entries at the same paths. Add the tensors and values to load to the plan.
 
     Raises:
         UsageError, UnsupportedError: a leaf and its entry do not fit; see `load`.
     """
-    found = Match(source.manifest)
-    for path, target in leaves.items():
-        entry = found.manifest.entries.get(path)
+    for path, target in plan.leaves.items():
+        entry = plan.source.manifest.entries.get(path)
         if isinstance(entry, TensorEntry):
             _check_tensor(path, target, entry, allow_cast)
             if pieces_of(target):
-                found.tensors[path] = target
+                plan.tensors[path] = target
         elif isinstance(entry, ValueEntry):
             if isinstance(target, Tensor):
                 refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
-            check_can_change(path, state_dict)
-            found.values[path] = source.value(entry)
-    _check_ties(found, source)
-    return found
+            check_can_change(path, plan.state_dict)
+            plan.values[path] = plan.source.value(entry)
+    _check_ties(plan)
 
 
 COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
@@ -363,20 +391,22 @@ def _kind_of(dtype: torch.dtype) -> int:
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
 
 
-def _check_ties(found: Match, source: Source) -> None:
+def _check_ties(plan: LoadPlan) -> None:
     """Raise an error if one target tensor would get two different contents."""
     first: dict[Any, KeyPath] = {}
-    for path, target in found.tensors.items():
+    for path, target in plan.tensors.items():
         other = first.setdefault(identity_of(target), path)
-        if other != path and not _are_same(source, found.manifest.tensor(path), found.manifest.tensor(other)):
+        if other != path and not _are_same(plan.source, path, other):
             expected = f"the same values as for {show(other)}, as both are one tensor in the state dict"
             refuse(path, expected, "others in the checkpoint", "Untie them before loading.")
 
 
-def _are_same(source: Source, one: TensorEntry, other: TensorEntry) -> bool:
-    """True if two saved tensors are the same, and so are the parts that they were saved in."""
-    pairs = zip_longest(_contents(source, one), _contents(source, other))
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(a == b for a, b in pairs)
+def _are_same(source: Source, path: KeyPath, other: KeyPath) -> bool:
+    """True if two saved tensors of one shape are the same, and so are the parts that they were saved in."""
+    one, two = map(source.manifest.tensor, (path, other))
+    return one.dtype == two.dtype and all(
+        a == b for a, b in zip_longest(_contents(source, one), _contents(source, two))
+    )
 
 
 def _contents(source: Source, entry: TensorEntry) -> Iterator[tuple[Box, Any]]:
@@ -404,15 +434,16 @@ class Need(NamedTuple):
     place: Box
 
 
-def needs_of(matched: Match) -> Iterator[Need]:
+def needs_of(plan: LoadPlan) -> Iterator[Need]:
     """List what this rank reads: a part of a chunk for each target and chunk of the same path that have elements in common.
 
     Together, the places for one target make up this rank's part of it.
     """
-    for path, target in matched.tensors.items():
-        entry = matched.manifest.tensor(path)
+    manifest = plan.source.manifest
+    for path, target in plan.tensors.items():
+        entry = manifest.tensor(path)
         for box, own in pieces_of(target):
-            for chunk in matched.manifest.chunks_of(entry):
+            for chunk in manifest.chunks_of(entry):
                 shared = intersection(box, chunk.box)
                 if shared:
                     start = map(add, within(shared, box).offset, own.offset)
@@ -426,7 +457,7 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 
 def read_tensors(
-    match: Match, source: Source, check: Callable[[], None], directly: Collection[KeyPath] = ()
+    plan: LoadPlan, check: Callable[[], None], directly: Collection[KeyPath] = ()
 ) -> dict[KeyPath, Tensor]:
     """Read this rank's part of every tensor: dense, on the CPU, in the dtype of its target.
 
@@ -438,22 +469,22 @@ def read_tensors(
         CheckpointError: a file is missing, of another save, cut short, damaged, or cannot be read.
         UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
     """
-    if source.check is not None:
-        chunks = {(need.entry.path, need.chunk): need.entry for need in needs_of(match)}
-        _run((partial(source.check, entry, chunk) for (_, chunk), entry in chunks.items()), check)
-    parts = _rooms_for(match, directly)
-    _run(_jobs(match, source, parts), check)
+    if plan.source.checks_first:
+        chunks = {(need.entry.path, need.chunk): need.entry for need in needs_of(plan)}
+        _run((partial(plan.source.check, entry, chunk) for (_, chunk), entry in chunks.items()), check)
+    parts = _rooms_for(plan, directly)
+    _run(_jobs(plan, parts), check)
     for path in parts:  # one after the other, so that the memory of each is freed before the next cast
-        parts[path] = cast(path, parts[path], match.tensors[path].dtype)
-    _check_overlaps(match, parts)
+        parts[path] = cast(path, parts[path], plan.tensors[path].dtype)
+    _check_overlaps(plan, parts)
     return parts
 
 
-def _jobs(match: Match, source: Source, parts: Mapping[KeyPath, Tensor]) -> Iterator[Callable[[], None]]:
+def _jobs(plan: LoadPlan, parts: Mapping[KeyPath, Tensor]) -> Iterator[Callable[[], None]]:
     """Yield the jobs that fill these parts."""
-    for need in needs_of(match):
+    for need in needs_of(plan):
         if need.entry.path in parts:
-            yield from source.jobs(need, parts[need.entry.path])
+            yield from plan.source.jobs(need, parts[need.entry.path])
 
 
 def _run(jobs: Iterable[Callable[[], None]], check: Callable[[], None] = lambda: None) -> None:
@@ -468,21 +499,21 @@ def _run(jobs: Iterable[Callable[[], None]], check: Callable[[], None] = lambda:
             pass
 
 
-def _rooms_for(match: Match, directly: Collection[KeyPath]) -> dict[KeyPath, Tensor]:
+def _rooms_for(plan: LoadPlan, directly: Collection[KeyPath]) -> dict[KeyPath, Tensor]:
     """Allocate memory for every part that is not read `directly` into its target, in the dtype that was saved.
 
     All parts share one piece of memory, in large pages if the system has them: allocating 64 MiB in small pages takes as long as
     reading and checking 64 MiB. Parts that will be cast get memory of their own, so that each can be freed after its cast. Targets
     that hold no values yet need no new memory: the values are read directly into them.
     """
-    fresh = _simple(match, match.fresh & match.tensors.keys()) if match.fresh else {}
+    fresh = _simple(plan, [path for path in plan.fresh if path in plan.tensors and path not in directly])
     rooms = {path: part for path, part in fresh.items() if part.is_cpu and part.is_contiguous()}
     together: dict[KeyPath, tuple[int, Tensor]] = {}
     end = 0
-    for path, target in match.tensors.items():
+    for path, target in plan.tensors.items():
         if path in rooms or path in directly:
             continue
-        dtype, part = match.manifest.tensor(path).dtype, part_of(target)
+        dtype, part = plan.source.manifest.tensor(path).dtype, part_of(target)
         if dtype != target.dtype:
             rooms[path] = torch.empty(part.shape, dtype=dtype)
             continue
@@ -496,17 +527,17 @@ def _rooms_for(match: Match, directly: Collection[KeyPath]) -> dict[KeyPath, Ten
         every = torch.frombuffer(memory, dtype=torch.uint8)
         for path, (start, part) in together.items():
             rooms[path] = every[start : start + part.nbytes].view(part.dtype).view(part.shape)
-    return {path: room for path, room in rooms.items() if path not in directly}
+    return rooms
 
 
-def _simple(match: Match, paths: Iterable[KeyPath]) -> dict[KeyPath, Tensor]:
+def _simple(plan: LoadPlan, paths: Iterable[KeyPath]) -> dict[KeyPath, Tensor]:
     """Return this rank's parts of the targets that have the saved dtype, and share memory with no other target, or all of it."""
-    parts = {path: part_of(match.tensors[path]) for path in paths}
-    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(match, parts)}
+    parts = {path: part_of(plan.tensors[path]) for path in paths}
+    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(plan, parts)}
     return {
         path: part
         for path, part in parts.items()
-        if part.dtype == match.manifest.tensor(path).dtype and _storage_of(part) not in shared
+        if part.dtype == plan.source.manifest.tensor(path).dtype and _storage_of(part) not in shared
     }
 
 
@@ -589,10 +620,10 @@ def _memory(dense: Tensor) -> memoryview:
     return dense.view(-1).view(torch.uint8).numpy().data
 
 
-def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
+def _check_overlaps(plan: LoadPlan, parts: dict[KeyPath, Tensor]) -> None:
     """Raise an error if targets that share memory would get different values. Try this on a copy of the memory."""
-    for paths in _overlapping(found, parts):
-        targets = {path: part_of(found.tensors[path]) for path in paths}
+    for paths in _overlapping(plan, parts):
+        targets = {path: part_of(plan.tensors[path]) for path in paths}
         copy = targets[paths[0]].untyped_storage().clone()
         trial = {}
         for path, local in targets.items():
@@ -606,15 +637,15 @@ def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
                 refuse(path, "memory of its own, or the values of what shares it", got, "Pass a clone of it.")
 
 
-def _overlapping(match: Match, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
+def _overlapping(plan: LoadPlan, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
     """List the distinct targets of each storage in which two elements, of one target or of two, may be in the same place."""
     by_storage: dict[int, dict[Any, KeyPath]] = {}
     for path in paths:
-        local = part_of(match.tensors[path])
+        local = part_of(plan.tensors[path])
         by_storage.setdefault(_storage_of(local), {}).setdefault(identity_of(local), path)
     found = []
     for distinct in by_storage.values():
-        views = [view_of(part_of(match.tensors[path])) for path in distinct.values()]
+        views = [view_of(part_of(plan.tensors[path])) for path in distinct.values()]
         views.sort(key=lambda view: view[:2])
         neighbors = zip(views, views[1:])
         if any(map(overlaps_itself, views)) or any(one.end > other.begin for one, other in neighbors):
@@ -629,30 +660,11 @@ def _storage_of(tensor: Tensor) -> int:
 # --- Filling -----------------------------------------------------------------------------------------------
 
 
-def read_and_fill(agreement: Agreement, state_dict: Any, match: Match, source: Source) -> None:
-    """Read all values, and put them into the state dict when all ranks have read theirs (Note [Read first, then write])."""
-    directly = {} if source.check is None else _simple(match, match.tensors)
-    parts: dict[KeyPath, Tensor] = {}
-
-    def read() -> None:
-        parts.update(read_tensors(match, source, agreement.check, directly.keys()))
-        source.confirm()
-
-    agreement.step("reading", read)
-    agreement.step("filling", lambda: fill(state_dict, match, source, parts, directly))
-
-
 @torch.no_grad()
-def fill(
-    state_dict: Any,
-    match: Match,
-    source: Source,
-    parts: Mapping[KeyPath, Tensor],
-    directly: Mapping[KeyPath, Tensor],
-) -> None:
+def fill(plan: LoadPlan, parts: Mapping[KeyPath, Tensor], directly: Mapping[KeyPath, Tensor]) -> None:
     """Put the parts into the tensors of the state dict, read the others `directly`, and put the values into their containers."""
     for path, part in parts.items():
-        if identity_of(part_of(match.tensors[path])) != identity_of(part):  # equal: it was read in place
-            part_of(match.tensors[path]).copy_(part)
-    _run(_jobs(match, source, directly))
-    put(state_dict, (), match.values)
+        if identity_of(part_of(plan.tensors[path])) != identity_of(part):  # equal: it was read in place
+            part_of(plan.tensors[path]).copy_(part)
+    _run(_jobs(plan, directly))
+    put(plan.state_dict, (), plan.values)

@@ -57,9 +57,10 @@ class Chunk(NamedTuple):
     """A part of a tensor and the bytes that hold it, row-major.
 
     Attributes:
-        file: index into the manifest's files. at: the byte of the file at which the chunk begins.
+        file: index into the files of the checkpoint. at: the byte of the file at which the chunk begins.
         box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
         nbytes: the bytes in the file, in formats of others. In ours, they follow from the box.
+        values: the values themselves, if the file is in memory already (PART). Then the other fields but the box mean nothing.
     """
 
     file: int
@@ -67,6 +68,7 @@ class Chunk(NamedTuple):
     box: Box
     crc32: tuple[int, ...] = ()
     nbytes: int = 0
+    values: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,11 @@ class Manifest:
     entries: dict[KeyPath, Entry]
     block_bytes: int = BLOCK_BYTES
     digest: str = field(default="", compare=False)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for two manifests only if they are of one save."""
+        return f"{self.save_id} {self.digest}"
 
     def tensors(self) -> Iterator[TensorEntry]:
         """Yield the tensors that list their own chunks."""

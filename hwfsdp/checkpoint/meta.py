@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 import torch
@@ -139,14 +139,15 @@ class NewMemory:
             for group in _groups_of(self._model):
                 group.adopt_registered()
 
-    def check_loaded(self, found: Container[Any]) -> None:
-        """Raise an error if an entry that was on the meta device is not among the paths of the checkpoint."""
-        missing = [show(path) for path in self.paths if path not in found]
-        if missing:
-            expected = "values for everything in the state dict that is on the meta device"
-            got = f"no entry in the checkpoint for {_counted(missing)}"
-            remedy = "Take it out of the state dict, or initialize it first: to_empty, then its values."
-            refuse("load", expected, got, remedy)
+
+def check_all_filled(on_meta: Collection[KeyPath], found: Container[KeyPath]) -> None:
+    """Raise an error if an entry that was on the meta device is not among the paths to load."""
+    missing = [show(path) for path in on_meta if path not in found]
+    if missing:
+        expected = "values for everything in the state dict that is on the meta device"
+        got = f"no entry in the checkpoint for {_counted(missing)}"
+        remedy = "Take it out of the state dict, or initialize it first: to_empty, then its values."
+        refuse("load", expected, got, remedy)
 
 
 def _init(state_dict: Any, device: torch.device | str | None, model: nn.Module | None) -> _Rooms:

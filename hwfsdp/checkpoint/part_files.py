@@ -1,4 +1,4 @@
-"""The files of a PART checkpoint: what is in a part, and all parts together as a source of a load.
+"""The files of a PART checkpoint: what is in a part, which rank writes what, and all parts together as a source of a load.
 
 This is the part of rank r of n, in a save of one model and one optimizer:
 
@@ -11,7 +11,8 @@ This is the part of rank r of n, in a save of one model and one optimizer:
 
 A *large* tensor is cut: its elements, in row-major order, are divided among the ranks in chunks, as `torch.chunk` makes them. All
 other entries stay whole. They are assigned to ranks, the largest first, each to the rank that has the fewest bytes so far. The
-state of one parameter stays together, except for tensors that are cut. Rank 0 writes the buffers.
+state of one parameter stays together, except for tensors that are cut. Rank 0 writes the buffers. In this module, an entry has the
+path ("model", i, name) or ("optimizer", i, "state", param index, key), and the state of a parameter the second one without the key.
 
 Note [Whoever holds it]
     Readers take an entry from the part that has it. So they need not know which rank had to write it. They do check that every
@@ -28,31 +29,31 @@ Note [What the checks see]
 Note [Chunks as boxes]
     A chunk is a range of the elements of its tensor, in row-major order. A range is a few boxes (`boxes.boxes_between`). So all parts
     together are a source of the loader (`Parts`), which fills targets of any layout from boxes.
-
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.boxes import boxes_between, whole
-from hwfsdp.checkpoint.commit import check_archive, left_beside, load_archive
+from hwfsdp.checkpoint import commit
+from hwfsdp.checkpoint.boxes import Box, boxes_between, whole
 from hwfsdp.checkpoint.loading import Source
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show, told
+from hwfsdp.checkpoint.saving import deal
 from hwfsdp.checkpoint.state_dict import whole_of
-from hwfsdp.checkpoint.traverse import map_leaves, nest
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, nest
 
 VERSION = "2.0.0"
 COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
@@ -62,6 +63,51 @@ PART = re.compile(r"PART_(\d{3,})\.pt")
 
 def part_name(rank: int) -> str:
     return f"PART_{rank:03d}.pt"
+
+
+# --- Dividing ---------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """A value to save, and the rank that writes it. None: the value is a large tensor, and each rank writes a chunk."""
+
+    value: Any
+    holder: int | None
+
+
+def bytes_in(tree: Any) -> int:
+    """Return the bytes of the tensors in the tree. A DTensor counts as a whole."""
+    tensors = [leaf.value for leaf in leaves_of(tree) if isinstance(leaf.value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def divide(
+    tree: Mapping[Any, list[dict[Any, Any]]], buffers: Collection[KeyPath], world_size: int, large_bytes: int
+) -> dict[KeyPath, Share]:
+    """Divide the entries of models, and the states of the parameters of optimizers. Rank 0 gets the buffers, whatever their size."""
+    whole: dict[KeyPath, Any] = {}
+    cut: dict[KeyPath, Tensor] = {}
+    for i, state_dict in enumerate(tree["model"]):
+        for name, value in state_dict.items():
+            path: KeyPath = ("model", i, name)
+            is_cut = path not in buffers and _is_large(value, large_bytes)
+            (cut if is_cut else whole)[path] = value
+    for i, state_dict in enumerate(tree["optimizer"]):
+        for index, state in state_dict["state"].items():
+            path = ("optimizer", i, "state", index)
+            items = state.items() if isinstance(state, Mapping) else ()
+            large = {key: value for key, value in items if _is_large(value, large_bytes)}
+            cut |= {(*path, key): value for key, value in large.items()}
+            whole[path] = {key: value for key, value in items if key not in large} if large else state
+    sizes = {path: bytes_in(value) for path, value in whole.items()}
+    first = {path: sizes.pop(path) for path in buffers if path in sizes}
+    holders = dict.fromkeys(first, 0) | deal(sizes, [sum(first.values()), *[0] * (world_size - 1)])
+    shares = {path: Share(value, holders[path]) for path, value in whole.items()}
+    return shares | {path: Share(value, None) for path, value in cut.items()}
+
+
+def _is_large(value: Any, large_bytes: int) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and bytes_in(value) > large_bytes
 
 
 # --- Reading -----------------------------------------------------------------------------------------------
@@ -79,44 +125,36 @@ def read(directory: Path, nthreads: int, options: Mapping[str, Any]) -> Parts:
     if options.get("weights_only", True) is not True or options.get("pickle_module") is not None:
         remedy = "Leave them out; anything else would run code that is in the file."
         refuse("load", "torch.load's weights_only=True, and no pickle_module", f"{dict(options)}", remedy)
-    files = _parts_in(directory)
+    if not directory.is_dir():
+        target = Path(os.path.realpath(directory))
+        before = [name for name in commit.left_beside(target) if name.endswith(".previous")]
+        remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
+        raise damaged(directory, "a directory of PART files", "none", remedy=remedy)
+    numbers = {name: int(match[1]) for name in os.listdir(directory) if (match := PART.fullmatch(name))}
+    ranks = sorted(rank for name, rank in numbers.items() if name == part_name(rank))
+    _check_present(directory, ranks, 1, "at least one part")
+    files = [directory / part_name(rank) for rank in ranks]
     with ThreadPoolExecutor(max(1, min(nthreads, len(files)))) as pool:
         read_all = pool.map if nthreads else map
         parts = dict(zip(map(str, files), read_all(partial(_read_part, options=options), files)))
-    first, *_ = parts.values()
-    names = [part_name(rank) for rank in range(first[COUNT_KEY])]
-    expected = f"{len(names)} parts, as {files[0]} says"
-    for name in names:
-        if directory / name not in files:
-            raise damaged(directory / name, expected, "no such file", remedy=_INCOMPLETE)
-    if stale := [file for file in files if file.name not in names]:
+    count = parts[str(files[0])][COUNT_KEY]
+    expected = f"{count} parts, as {files[0]} says"
+    _check_present(directory, ranks, count, expected)
+    if len(files) > count:
         remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
-        raise damaged(stale[0], expected, stale[0].stem, remedy=remedy)
+        raise damaged(files[count], expected, files[count].stem, remedy=remedy)
     return Parts(parts)
 
 
-_INCOMPLETE = "Copy all parts of the checkpoint into the directory."
-
-
-def _parts_in(directory: Path) -> list[Path]:
-    """Return the path of each part in the directory, in the order of ranks. Part 0 must exist."""
-    if not directory.is_dir():
-        target = Path(os.path.realpath(directory))
-        before = [name for name in left_beside(target) if name.endswith(".previous")]
-        remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
-        raise damaged(directory, "a directory of PART files", "none", remedy=remedy)
-    names = {name: int(match[1]) for name in os.listdir(directory) if (match := PART.fullmatch(name))}
-    files = [
-        directory / name for name in sorted(names, key=names.__getitem__) if name == part_name(names[name])
-    ]
-    if not files or files[0].name != part_name(0):
-        raise damaged(directory / part_name(0), "the first part", "no such file", remedy=_INCOMPLETE)
-    return files
+def _check_present(directory: Path, ranks: list[int], count: int, expected: str) -> None:
+    for rank in set(range(count)).difference(ranks):
+        remedy = "Copy all parts of the checkpoint into the directory."
+        raise damaged(directory / part_name(rank), expected, "no such file", remedy=remedy)
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
-    check_archive(path, path)
-    part = load_archive(path, path, options)
+    commit.check_archive(path, path)
+    part = commit.load_archive(path, path, options)
     head = {key: part.get(key) for key in (VERSION_KEY, COUNT_KEY)} if isinstance(part, dict) else {}
     version, count = head.get(VERSION_KEY), head.get(COUNT_KEY)
     if not isinstance(version, str) or version != VERSION or type(count) is not int or count < 1:
@@ -146,11 +184,11 @@ class Cut:
         return (torch.cat([first, *rest]) if rest else first).detach().view(self.shape)
 
     def boxes(self) -> Iterator[Chunk]:
-        """Yield the boxes that the chunks consist of (Note [Chunks as boxes]). `file` counts chunks, and `at` elements in a chunk."""
+        """Yield the boxes that the chunks consist of (Note [Chunks as boxes])."""
         start = 0
-        for number, values in enumerate(self.chunks):
+        for values in self.chunks:
             for at, box in boxes_between(self.shape, start, start + len(values)):
-                yield Chunk(number, at - start, box)
+                yield _chunk(box, values[at - start :][: box.numel].view(box.shape))
             start += len(values)
 
 
@@ -163,6 +201,8 @@ class Parts(Source):
         rests: all of each optimizer's state dict but the state. others: the user's own entries.
     """
 
+    checks_first = True  # `read` has compared the checksums of the parts, so `check` has nothing to do
+
     def __init__(self, parts: Mapping[str, dict[str, Any]]) -> None:
         """Put the contents of the parts together. `parts`: by file, in the order of ranks.
 
@@ -170,25 +210,22 @@ class Parts(Source):
             CheckpointError: they are not parts of one save, an entry is in two of them, or an entry is incomplete.
         """
         (first_file, first), *_ = parts.items()
-        self.found: dict[KeyPath, Any] = {}
-        files: dict[KeyPath, str] = {}  # the first file that has the entry
+        there: dict[KeyPath, list[tuple[str, Any]]] = {}  # by path, what each file has
         for file, part in parts.items():
             entries = [*entries_in(part, file)]
             _check_same_save(first_file, first, file, part)
             for path, value in entries:
-                _add(self.found, files, path, value, file)
-        for path, value in self.found.items():
+                there.setdefault(path, []).append((file, value))
+        self.found: dict[KeyPath, Any] = {path: _joined(path, each) for path, each in there.items()}
+        for path, ((file, _), *_) in there.items():
             # A part may have a value in the place of the dict with the entry.
             if self.found.get(path[:-1], {}) != {}:
-                raise damaged(files[path], "a dict in every part or in none", "both", key=show(path[:-1]))
-            if isinstance(value, Cut) and (elements := sum(map(len, value.chunks))) != prod(value.shape):
-                expected = f"{prod(value.shape)} elements in all parts, for shape {tuple(value.shape)}"
-                raise damaged(files[path], expected, f"{elements}", key=show(path))
+                raise damaged(file, "a dict in every part or in none", "both", key=show(path[:-1]))
         self.model_count, self.part_count = len(first["model"]), first[COUNT_KEY]
         self.others = {key: value for key, value in first.items() if key not in RESERVED}
         self.rests = [{k: v for k, v in rest.items() if k != "state"} for rest, _ in first["optimizer"]]
-        self.save_id: str | None = first.get(ID_KEY)
-        self.manifest = Manifest("", (), {}, {path: _entry_of(path, v) for path, v in self.found.items()})
+        known = {path: _entry_of(path, value) for path, value in self.found.items()}
+        self.manifest = Manifest(str(first.get(ID_KEY)), (), {}, known)
 
     def trees(self, entries: Mapping[KeyPath, Any]) -> tuple[list[Any], list[Any]]:
         """Return the state dicts of the models and of the optimizers, with these entries in place of the entries that were found."""
@@ -200,17 +237,12 @@ class Parts(Source):
             {**rest, "state": states.get(i, {}).get("state", {})} for i, rest in enumerate(self.rests)
         ]
 
-    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
-        """Do nothing: `read` has compared the checksums of the parts."""
-
     def value(self, entry: ValueEntry) -> Any:
         return kept(self.found[entry.path], True)
 
     def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
-        values: Tensor | Cut = self.found[entry.path]
-        if isinstance(values, Cut):
-            values = values.chunks[chunk.file][chunk.at : chunk.at + chunk.box.numel].view(chunk.box.shape)
-        return values
+        assert chunk.values is not None
+        return chunk.values
 
 
 def _in_order(path: KeyPath, items: dict[Any, Any]) -> dict[Any, Any]:
@@ -224,26 +256,33 @@ def _entry_of(path: KeyPath, value: Any) -> TensorEntry | ValueEntry:
         return TensorEntry(path, value.dtype, tuple(value.shape), tuple(value.boxes()))
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     if dense and not (value.is_nested or value.is_quantized):
-        shape = tuple(value.shape)
-        return TensorEntry(path, value.dtype, shape, (Chunk(0, 0, whole(shape)),) if value.numel() else ())
-    return ValueEntry(path, chunk=Chunk(0, 0, whole(())))
+        box = whole(value.shape)
+        return TensorEntry(path, value.dtype, box.shape, (_chunk(box, value),) if value.numel() else ())
+    return ValueEntry(path, chunk=_chunk(whole(())))
 
 
-def _add(found: dict[KeyPath, Any], files: dict[KeyPath, str], path: KeyPath, value: Any, file: str) -> None:
-    """Add an entry of a part: a new one, an empty state, or the next chunk of a tensor."""
-    known = found.get(path)
-    if isinstance(value, dict) and not value:
-        found.setdefault(path, {})
-    elif path not in files:
-        found[path], files[path] = value, file
-    elif not (isinstance(known, Cut) and isinstance(value, Cut)):
-        expected = f"the entry in one part only; it is in {files[path]}"
-        raise damaged(file, expected, "the entry again", key=show(path))
-    elif (value.shape, value.dtype) != (known.shape, known.dtype):
-        expected = f"a chunk of {tuple(known.shape)}, {known.dtype}, as {files[path]} has"
-        raise damaged(file, expected, f"one of {tuple(value.shape)}, {value.dtype}", key=show(path))
-    else:
-        known.chunks += value.chunks
+def _chunk(box: Box, values: Tensor | None = None) -> Chunk:
+    """Return a chunk of a file that is in memory already."""
+    return Chunk(-1, 0, box, values=values)
+
+
+def _joined(path: KeyPath, found: list[tuple[str, Any]]) -> Any:
+    """Put together what the parts have at a path: one entry, the chunks of a tensor, or empty states."""
+    (first, value), *more = [(file, v) for file, v in found if not (isinstance(v, dict) and not v)] or found[
+        :1
+    ]
+    for file, other in more:
+        if not (isinstance(value, Cut) and isinstance(other, Cut)):
+            expected = f"the entry in one part only; it is in {first}"
+            raise damaged(file, expected, "the entry again", key=show(path))
+        if (value.shape, value.dtype) != (other.shape, other.dtype):
+            expected = f"a chunk of {tuple(value.shape)}, {value.dtype}, as {first} has"
+            raise damaged(file, expected, f"one of {tuple(other.shape)}, {other.dtype}", key=show(path))
+        value.chunks += other.chunks
+    if isinstance(value, Cut) and (elements := sum(map(len, value.chunks))) != prod(value.shape):
+        expected = f"{prod(value.shape)} elements in all parts, for shape {tuple(value.shape)}"
+        raise damaged(first, expected, f"{elements}", key=show(path))
+    return value
 
 
 def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@
 
 Other programs write and read this format, too. Sharded models are written as whole tensors, so that any reader can load them. For
 this, DTensors are gathered one at a time. A rank needs memory for its part and for one more tensor. `load_into` maps the files into
-memory, and copies only what this rank has (see `loading`). `part_files` says what is in a part, and reads parts.
+memory, and copies only what this rank has (see `loading`). `part_files` says what is in a part, which rank writes what, and reads
+parts.
 
 Note [One save or the other]
     The directory is replaced as a whole (`commit.replaced`). So no old part can be left in it, and it may hold nothing but parts. A
@@ -28,33 +29,41 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import ALONE, Agreement, check_alike
 from hwfsdp.checkpoint.boxes import check_data, local_shape_of
-from hwfsdp.checkpoint.commit import archive_file, check_loadable, check_replaceable, check_written, replaced
-from hwfsdp.checkpoint.loading import Match, match_entries, read_and_fill
+from hwfsdp.checkpoint.loading import LoadPlan, load_from
 from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.messages import KeyPath, check_in_common, on_one_side, path_of, refuse
-from hwfsdp.checkpoint.messages import said_once, show, warn_left_out
+from hwfsdp.checkpoint.messages import KeyPath, path_of, refuse, show, warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.part_files import COUNT_KEY, ID_KEY, PART, RESERVED, VERSION, VERSION_KEY, Cut, Parts
-from hwfsdp.checkpoint.part_files import kept, own, part_name, read
-from hwfsdp.checkpoint.saving import deal
+from hwfsdp.checkpoint.part_files import (
+    COUNT_KEY,
+    ID_KEY,
+    PART,
+    RESERVED,
+    VERSION,
+    VERSION_KEY,
+    Cut,
+    Share,
+    Parts,
+)
+from hwfsdp.checkpoint.part_files import bytes_in, divide, kept, own, part_name, read
 from hwfsdp.checkpoint.state_dict import describe, whole_of
 from hwfsdp.checkpoint.traverse import PerRank, brief, leaves_of, nodes_of
 from hwfsdp.compat import local_of, wrap_like
 from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.errors import CheckpointError, WrongTypeError
+from hwfsdp.errors import WrongTypeError
 
 LARGE_BYTES = 256 * 2**20  # larger tensors are cut
 
@@ -73,7 +82,7 @@ def save(
     on the CPU.
 
     Args:
-        fname: the directory. An existing directory is replaced, and may hold nothing but parts.
+        fname: the directory. An existing directory is commit.replaced, and may hold nothing but parts.
         model: a module or its state dict, or a list or tuple of them. A list of one is loaded as this one.
         optimizer: an optimizer or its state dict, or a list or tuple of them.
         others: more entries; rank 0's entries are saved. torch.load must accept the values with weights_only=True. DTensors are
@@ -91,11 +100,11 @@ def save(
     remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
     same = partial(check_alike, remedy=remedy)
     agreement.step("planning", lambda: mine.plan(model, optimizer, others), same)
-    check = partial(check_replaceable, target, PART, "PART files")
-    with replaced(target, agreement, check) as (directory, save_id):
+    check = partial(commit.check_replaceable, target, PART, "PART files")
+    with commit.replaced(target, agreement, check) as (directory, save_id):
         part = mine.part(save_id)
         files = [directory / part_name(rank) for rank in range(agreement.size)]
-        agreement.step("writing", lambda: mine.write(part, directory), lambda _: check_written(*files))
+        agreement.step("writing", lambda: mine.write(part, directory), lambda _: commit.check_written(*files))
 
 
 def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dict[Any, Any]:
@@ -157,31 +166,32 @@ def load_into(
         UnsupportedError: on all ranks, if any of them has a `Partial` placement. Nothing was loaded.
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
-    agreement, found = _agreement(group), list[_Targets]()
-    directory = path_of(fname, "load_into")
+    agreement, directory = _agreement(group), path_of(fname, "load_into")
+    tree: dict[str, list[Any]] = {"model": [], "optimizer": []}
+    found: list[Parts] = []
     with ExitStack() as held:
 
-        def prepare() -> tuple[str | None, str]:
-            parts = read(directory, nthreads, {"map_location": "cpu", "mmap": True})
-            found.append(_Targets(parts, model, optimizer))
-            leaves, left_out = found[0].of_models(device, held, strict)
-            leaves |= found[0].of_optimizers()
-            found[0].match = match_entries(found[0].tree, leaves, parts, allow_cast)
-            return parts.save_id, left_out
+        def plan_of(_: ExitStack) -> LoadPlan:
+            found.append(read(directory, nthreads, {"map_location": "cpu", "mmap": True}))
+            counts = ("model", model, found[0].model_count), ("optimizer", optimizer, len(found[0].rests))
+            for what, given, saved in counts:
+                if given is not None and (got := len(several(given))) != saved:
+                    remedy = "Give as many, in the same order; None leaves all as they are."
+                    refuse(f"load_into's {what}", f"{saved}, as were saved", f"{got}", remedy)
+            leaves, fresh = _places_in_models(tree, several(model), device, held)
+            there = [path for path in found[0].found if path[0] == "model" and model is not None]
+            common = {path: leaves[path] for path in there if path in leaves}
+            missing, unexpected = (
+                [repr(p[2]) for p in paths if p not in common] for paths in (leaves, there)
+            )
+            common |= _places_in_optimizers(tree, found[0], several(optimizer))
+            return LoadPlan(found[0], tree, common, missing, unexpected, fresh)
 
-        def compare(reports: list[Any]) -> list[str]:
-            if (saves := len({save_id for save_id, _ in reports})) > 1:
-                remedy = "Give all ranks the same directory, while no other job saves to it."
-                refuse("load_into", "one save on all ranks", f"{saves} of them", remedy, CheckpointError)
-            return said_once([left_out for _, left_out in reports])
-
-        left_out: str = agreement.step("preparing", prepare, compare)
-        (targets,) = found
-        read_and_fill(agreement, targets.tree, targets.match, targets.parts)
-        for each, state_dict in zip(targets.optimizers, targets.tree["optimizer"]):
+        left_out = load_from(agreement, plan_of, f"load_into from {directory}", strict, allow_cast)
+        for each, state_dict in zip(several(optimizer), tree["optimizer"]):
             each.load_state_dict(state_dict)
     warn_left_out(left_out, directory)
-    others: dict[Any, Any] = kept(targets.parts.others, True)
+    others: dict[Any, Any] = kept(found[0].others, True)
     return others
 
 
@@ -214,7 +224,7 @@ class _Save:
             self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.tree: dict[Any, list[dict[Any, Any]]] = {}
         self.others: dict[Any, Any] = {}
-        self.divisions: dict[str, list[Division]] = {}
+        self.entries: dict[KeyPath, Share] = {}
 
     def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> list[tuple[str, str]]:
         """Check the entries to save, and divide them among the ranks. Return a list of everything that must be the same on all ranks."""
@@ -226,15 +236,11 @@ class _Save:
         for what, given in (("model", modules), ("optimizer", several(optimizer))):
             self.tree[what] = [state_of(each, f"{what}[{i}]") for i, each in enumerate(given)]
         self._check_entries()
-        loads = [0] * len(self.ranks)
-        named = zip(self.tree["model"], map(buffers_of, modules))
-        self.divisions = {
-            "model": [divide(state, loads, LARGE_BYTES, buffers) for state, buffers in named],
-            "optimizer": [divide(state["state"], loads, LARGE_BYTES) for state in self.tree["optimizer"]],
-        }
+        buffers = {("model", i, name) for i, module in enumerate(modules) for name in buffers_of(module)}
+        self.entries = divide(self.tree, buffers, len(self.ranks), LARGE_BYTES)
         listing = [(show(path), describe(value)) for path, value in leaves_of(self.tree)]
-        dealt = [(d.holders, sorted(map(repr, d.cut))) for each in self.divisions.values() for d in each]
-        return [*listing, ("who writes which entry", hashlib.sha256(repr(dealt).encode()).hexdigest())]
+        holders = {path: entry.holder for path, entry in self.entries.items()}
+        return [*listing, ("who writes which entry", hashlib.sha256(repr(holders).encode()).hexdigest())]
 
     def _check_entries(self) -> None:
         for i, state in enumerate(self.tree["optimizer"]):
@@ -253,22 +259,32 @@ class _Save:
                 refuse(path, "what rank 0 has for all", "a PerRank", remedy)
             if isinstance(value, Tensor):
                 check_tensor(path, value, self.ranks)
-        check_loadable((), {**self.tree, **self.others})
+        commit.check_loadable((), {**self.tree, **self.others})
 
     def part(self, save_id: str) -> dict[Any, Any]:
-        """Make this rank's part. All ranks gather DTensors in it."""
-        at = self.rank, len(self.ranks)
-        models, states = ([part_of(each, *at) for each in self.divisions[what]] for what in self.tree)
-        optimizers: list[Any] = []
-        for state_dict, (whole, chunks) in zip(self.tree["optimizer"], states):
+        """Make this rank's part. All ranks gather DTensors one at a time, in the same order."""
+        part: dict[Any, Any] = {COUNT_KEY: len(self.ranks), VERSION_KEY: VERSION, ID_KEY: save_id}
+        part |= {"model": [(OrderedDict(), {}) for _ in self.tree["model"]], "optimizer": []}
+        for state_dict in self.tree["optimizer"]:
             rest = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
-            optimizers.append(({"state": whole, **rest}, chunks))
-        head = {COUNT_KEY: len(self.ranks), VERSION_KEY: VERSION, ID_KEY: save_id}
-        part: dict[Any, Any] = {**head, "model": models, "optimizer": optimizers}
+            part["optimizer"].append(({"state": OrderedDict(), **rest}, {}))
+        for path, (value, holder) in self.entries.items():
+            is_state, (entire, chunks) = path[0] == "optimizer", part[path[0]][path[1]]
+            if holder is None:
+                chunks[path[3:] if is_state else path[2]] = self._chunk_of(value)
+                continue
+            copied = kept(value, holder == self.rank)
+            if holder == self.rank:
+                (entire["state"] if is_state else entire)[path[-1]] = copied
         return part | (kept(self.others, True) if self.rank == 0 else {})
 
+    def _chunk_of(self, value: Tensor) -> tuple[torch.Size, Tensor]:
+        whole = whole_of(value) if isinstance(value, DTensor) else value
+        start, length = chunk_extent(whole.numel(), len(self.ranks), self.rank)
+        return whole.shape, own(whole.reshape(-1)[start : start + length])
+
     def write(self, part: dict[Any, Any], directory: Path) -> None:
-        with archive_file(directory / part_name(self.rank), bytes_in(part)) as file:
+        with commit.archive_file(directory / part_name(self.rank), bytes_in(part)) as file:
             torch.save(part, file)
 
 
@@ -299,135 +315,55 @@ def check_tensor(path: KeyPath, tensor: Tensor, ranks: list[int]) -> None:
         refuse(path, expected, type(inner).__name__, "Convert it first; readers would need that class.")
 
 
-class Division(NamedTuple):
-    """The entries of a model, or the state of an optimizer, divided among ranks.
-
-    Attributes:
-        whole: the entries that stay whole, by name; for an optimizer, the states of the parameters, by index.
-        holders: the rank that writes each of them. cut: the large tensors, by name; for an optimizer, by (param index, key).
-    """
-
-    whole: dict[Any, Any]
-    holders: dict[Any, int]
-    cut: dict[Any, Tensor]
-
-
-def bytes_in(tree: Any) -> int:
-    """Return the bytes of the tensors in the tree. A DTensor counts as a whole."""
-    tensors = [leaf.value for leaf in leaves_of(tree) if isinstance(leaf.value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def divide(
-    entries: Mapping[Any, Any], loads: list[int], large_bytes: int, buffers: Collection[Any] | None = None
-) -> Division:
-    """Divide the entries of a model among ranks, or the states of the parameters of an optimizer.
-
-    Args:
-        loads: bytes by rank, to which the bytes of the entries are added.
-        buffers: the entries that rank 0 gets, whatever their size. None: the entries are of an optimizer, each the state of a parameter.
-    """
-
-    def is_large(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.layout == torch.strided and bytes_in(value) > large_bytes
-
-    whole, cut, mine = dict(entries), dict[Any, Any](), dict[Any, int]()
-    for name, entry in entries.items():
-        if buffers is None and isinstance(entry, Mapping):
-            large = {key: value for key, value in entry.items() if is_large(value)}
-            cut |= {(name, key): value for key, value in large.items()}
-            whole[name] = {key: value for key, value in entry.items() if key not in large}
-        elif buffers is not None and name in buffers:
-            mine[name] = 0
-            loads[0] += bytes_in(entry)
-        elif buffers is not None and is_large(entry):
-            cut[name] = whole.pop(name)
-    sizes = {name: bytes_in(entry) for name, entry in whole.items() if name not in mine}
-    return Division(whole, mine | deal(sizes, loads), cut)
-
-
-def part_of(dealt: Division, rank: int, world_size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return this rank's part: whole entries, chunks. All ranks gather DTensors one at a time, in the same order."""
-
-    def chunk_of(value: Tensor) -> tuple[torch.Size, Tensor]:
-        whole = whole_of(value) if isinstance(value, DTensor) else value
-        start, length = chunk_extent(whole.numel(), world_size, rank)
-        return whole.shape, own(whole.reshape(-1)[start : start + length])
-
-    chunks = {key: chunk_of(value) for key, value in dealt.cut.items()}
-    taken = ((key, dealt.holders[key] == rank, value) for key, value in dealt.whole.items())
-    gathered = ((key, mine, kept(value, mine)) for key, mine, value in taken)
-    return OrderedDict((key, value) for key, mine, value in gathered if mine), chunks
-
-
 # --- Into models and optimizers ----------------------------------------------------------------------------
 
 
-class _Targets:
-    """What a load fills on this rank (Note [Targets]).
+def _places_in_models(
+    tree: dict[str, list[Any]], models: list[Any], device: torch.device | None, held: ExitStack
+) -> tuple[dict[KeyPath, Any], list[KeyPath]]:
+    """Add the models' state dicts to the tree. Return their entries, and the paths of those that were on the meta device.
 
-    Attributes:
-        tree: the state dicts to fill, {"model": [...], "optimizer": [...]}. match: what is read into them.
+    Models on the meta device get memory. They keep it if the context `held` ends without an error. Then a module also gets the
+    entries that are not tensors.
     """
+    places: dict[KeyPath, Any] = {}
+    fresh: list[KeyPath] = []
+    for i, module in enumerate(models):
+        if not isinstance(module, nn.Module | MutableMapping):
+            refuse_kind(f"model[{i}]", module, "a module, or a state dict that can be filled")
+        memory = held.enter_context(NewMemory(module, device, None))
+        memory.give()
+        tree["model"].append(memory.state_dict)
+        places |= {("model", i, name): value for name, value in memory.state_dict.items()}
+        fresh += [("model", i, *path) for path in memory.paths]
+    return places, fresh
 
-    match: Match
 
-    def __init__(self, parts: Parts, model: Any, optimizer: Any) -> None:
-        self.parts, self.models, self.optimizers = parts, several(model), several(optimizer)
-        self.tree: dict[str, list[Any]] = {"model": [], "optimizer": []}
-        counts = ("model", model, parts.model_count), ("optimizer", optimizer, len(parts.rests))
-        for what, given, saved in counts:
-            if given is not None and (got := len(several(given))) != saved:
-                remedy = "Give as many, in the same order; None leaves all as they are."
-                refuse(f"load_into's {what}", f"{saved}, as were saved", f"{got}", remedy)
-
-    def of_models(
-        self, device: torch.device | None, held: ExitStack, strict: bool
-    ) -> tuple[dict[KeyPath, Any], str]:
-        """Return the entries to fill, and the keys that are left out, in words.
-
-        Models on the meta device get memory. They keep it if the context `held` ends without an error. Then a module also gets the
-        entries that are not tensors.
-        """
-        here: dict[KeyPath, Any] = {}
-        there = [path for path in self.parts.found if path[0] == "model" and self.models]
-        for i, module in enumerate(self.models):
-            if not isinstance(module, nn.Module | MutableMapping):
-                refuse_kind(f"model[{i}]", module, "a module, or a state dict that can be filled")
-            memory = held.enter_context(NewMemory(module, device, None))
-            memory.give()
-            memory.check_loaded({path[2:] for path in there if path[1] == i})
-            self.tree["model"].append(memory.state_dict)
-            here |= {("model", i, name): value for name, value in memory.state_dict.items()}
-        common = {path: value for path, value in here.items() if path in {*there}}
-        missing, unexpected = ([repr(p[2]) for p in paths if p not in common] for paths in (here, there))
-        left_out = on_one_side(missing, unexpected)
-        check_in_common("load_into", left_out, strict, bool(common), "Load into the model that was saved")
-        return common, left_out
-
-    def of_optimizers(self) -> dict[KeyPath, Any]:
-        """Make the states to load for the optimizers. Return the tensors in them, which have no values yet."""
-        rooms: dict[KeyPath, Any] = {}
-        for i, (optimizer, rest) in enumerate(zip(self.optimizers, self.parts.rests)):
-            groups = getattr(optimizer, "param_groups", None)
-            if not isinstance(groups, list) or not callable(getattr(optimizer, "load_state_dict", None)):
-                refuse_kind(f"optimizer[{i}]", optimizer, "an optimizer")
-            mine, theirs = ([len(g["params"]) for g in each] for each in (groups, rest["param_groups"]))
-            if mine != theirs:
-                got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
-                at = "optimizer", i, "param_groups"
-                refuse(at, f"groups of {mine} params, as the optimizer has", got, remedy)
-            indices = [index for group in rest["param_groups"] for index in group["params"]]
-            params = dict(zip(indices, (param for group in groups for param in group["params"])))
-            found = {path: v for path, v in self.parts.found.items() if path[:2] == ("optimizer", i)}
-            for path in found:
-                entry = self.parts.manifest.entries[path]
-                if isinstance(entry, TensorEntry) and len(path) > 4:
-                    rooms[path] = _room_for(entry, params.get(path[3]), getattr(optimizer, "state", {}))
-            entries = {path: rooms[path] if path in rooms else kept(v, True) for path, v in found.items()}
-            state_dict = {key: kept(value, True) for key, value in rest.items()}
-            self.tree["optimizer"].append(state_dict | {"state": self.parts.trees(entries)[1][i]["state"]})
-        return rooms
+def _places_in_optimizers(
+    tree: dict[str, list[Any]], parts: Parts, optimizers: list[Any]
+) -> dict[KeyPath, Any]:
+    """Add new states for the optimizers to the tree. Return the tensors in them, which have no values yet."""
+    rooms: dict[KeyPath, Any] = {}
+    for i, (optimizer, rest) in enumerate(zip(optimizers, parts.rests)):
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, list) or not callable(getattr(optimizer, "load_state_dict", None)):
+            refuse_kind(f"optimizer[{i}]", optimizer, "an optimizer")
+        mine, theirs = ([len(g["params"]) for g in each] for each in (groups, rest["param_groups"]))
+        if mine != theirs:
+            got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
+            at = "optimizer", i, "param_groups"
+            refuse(at, f"groups of {mine} params, as the optimizer has", got, remedy)
+        indices = [index for group in rest["param_groups"] for index in group["params"]]
+        params = dict(zip(indices, (param for group in groups for param in group["params"])))
+        found = {path: v for path, v in parts.found.items() if path[:2] == ("optimizer", i)}
+        for path in found:
+            entry = parts.manifest.entries[path]
+            if isinstance(entry, TensorEntry) and len(path) > 4:
+                rooms[path] = _room_for(entry, params.get(path[3]), getattr(optimizer, "state", {}))
+        entries = {path: rooms[path] if path in rooms else kept(v, True) for path, v in found.items()}
+        state_dict = {key: kept(value, True) for key, value in rest.items()}
+        tree["optimizer"].append(state_dict | {"state": parts.trees(entries)[1][i]["state"]})
+    return rooms
 
 
 def _room_for(entry: TensorEntry, param: Any, states: Mapping[Any, Any]) -> Tensor:
