@@ -184,6 +184,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return dense.view(-1).view(torch.uint8)
 
 
+def packed(tensor: Tensor) -> Tensor:
+    """Return the values on the CPU, row-major, without the rest of their storage, which torch.save would write, too."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().cpu()
+    values: Tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the values as bytes on the CPU, row-major. If the tensor's memory has this order already, it is a view; else a copy."""
     data = bytes_of(tensor.cpu())

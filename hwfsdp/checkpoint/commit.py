@@ -218,7 +218,7 @@ def find_saves(path: Path) -> list[str]:
     return sorted(finished, key=lambda save_id: (int(save_id.split("-")[0]), save_id))
 
 
-def newest(path: Path) -> Path | None:
+def path_to_load(path: Path) -> Path | None:
     """Return the path to load from: `path` if one of its saves counts, else its newest finished save; None if it has no finished save.
 
     If no save counts although one is finished, a save was killed in its last moment, or somebody has deleted `CURRENT`.
@@ -392,7 +392,7 @@ def sweep(path: Path, keep: int | None = None) -> None:
 
     Finished saves after it never counted. If no save counts, keep all that are finished.
     """
-    kept, counting = find_saves(path), newest_of(path)
+    kept, counting = find_saves(path), current_id(path)
     if counting in kept:
         kept = kept[: kept.index(counting) + 1][-keep if keep else 0 :]
     for entry in list(path.iterdir()):
@@ -407,7 +407,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_of(path: Path) -> str | None:
+def current_id(path: Path) -> str | None:
     """Return the id of the save that `CURRENT` names; None if `CURRENT` cannot be read."""
     try:
         return find_current(path).folder.name

@@ -42,11 +42,12 @@ from torch import Tensor
 
 from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
-from hwfsdp.checkpoint.boxes import view_bytes
+from hwfsdp.checkpoint.boxes import view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
-from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, decode
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show, with_size
+from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed, shares_of
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
 from hwfsdp.errors import CheckpointError
@@ -177,16 +178,22 @@ def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, 
 
 
 def _read_all(source: Source, scratch: Path) -> dict[KeyPath, Any]:
-    """Return all values, by path, each tensor in a new file."""
-    entries = source.manifest.entries
-    tensors = {
-        entry.path: _tensor_in(scratch, entry.shape, entry.dtype) for entry in source.manifest.tensors()
-    }
+    """Return all values, by path. Each tensor is in a new file, or in a file of the source that is mapped into memory as a whole."""
+    mapped: dict[KeyPath, Tensor] = {}
+    new: dict[KeyPath, Tensor] = {}
+    for entry in source.manifest.tensors():
+        values = entry.chunks[0].values if len(entry.chunks) == 1 else None
+        if values is None:
+            new[entry.path] = _tensor_in(scratch, entry.shape, entry.dtype)
+        else:
+            mapped[entry.path] = values
+    tensors = mapped | new
     filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
-    read_tensors(LoadPlan(source, {}, {}, fresh=filled, tensors=filled), lambda: None)  # fresh: in place
+    plan = LoadPlan(source, {}, {}, fresh=filled, tensors=filled)  # fresh: read in place
+    read_tensors(plan, lambda: None, directly=mapped)
     return {
         path: tensors[entry.same_as or path] if isinstance(entry, TensorEntry) else source.value(entry)
-        for path, entry in entries.items()
+        for path, entry in source.manifest.entries.items()
     }
 
 
@@ -197,9 +204,9 @@ def _read_store(source: Path, scratch: Path) -> dict[Any, Any]:
 
 
 def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
-    state = parts.load(source, mmap=True, map_location="cpu")
-    own = {"__nshards__", "__version__"}  # keys of the format, not of the state
-    return {k: v for k, v in state.items() if k not in own and not (k == "optimizer" and v == [])}
+    found = read_parts(source, 8, {"map_location": "cpu", "mmap": True})
+    state = found.state(_read_all(found, scratch))
+    return {key: value for key, value in state.items() if not (key == "optimizer" and value == [])}
 
 
 def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
@@ -222,28 +229,55 @@ def _with_int_keys(tree: Any) -> Any:
 
 
 def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
-    with needed_by("safetensors files"):
-        import safetensors
-    try:
-        with safetensors.safe_open(str(source), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
-            text = (file.metadata() or {}).get(_HEADER)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise damaged(source, "a safetensors file", str(error), remedy="Write it again.") from error
-    if text is None:
-        return dict(tensors)
-    try:
-        header = json.loads(text)
-        leaves = {}
-        for entry in header["entries"]:
-            path = tuple(entry["path"])
-            leaves[path] = tensors[entry["name"]] if "name" in entry else decode(entry["value"])
-        for name, crc32 in header["crc32"].items():
-            if zlib.crc32(view_bytes(tensors[name])) != crc32:
-                raise ValueError(f"{name} is damaged: its checksum differs")
-        return _nested(leaves, {tuple(path): kind for path, kind in header["containers"]})
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(source, "what hwfsdp wrote", str(error)[:80], remedy="Write it again.") from error
+    file = Safetensors(source)
+    return _nested(_read_all(file, scratch), file.manifest.containers)
+
+
+class Safetensors(Source):
+    """A safetensors file, mapped into memory, as a source. Only a file of ours has checksums, and entries that are not tensors."""
+
+    checks_first = True
+
+    def __init__(self, path: Path) -> None:
+        with needed_by("safetensors files"):
+            import safetensors
+        self.path = path
+        try:
+            with safetensors.safe_open(str(path), framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
+                text = (file.metadata() or {}).get(_HEADER)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise damaged(path, "a safetensors file", str(error), remedy="Write it again.") from error
+        of_others = {
+            "entries": [{"path": [name], "name": name} for name in tensors],
+            "containers": [],
+            "crc32": {},
+        }
+        entries: dict[KeyPath, Entry] = {}
+        first: dict[str, KeyPath] = {}  # by name, the first path of a tensor
+        try:
+            header: Any = of_others if text is None else json.loads(text)
+            for each in header["entries"]:
+                at = tuple(each["path"])
+                if "name" not in each:
+                    decode(each["value"])
+                    entries[at] = ValueEntry(at, each["value"])
+                    continue
+                tensor, crc32 = tensors[each["name"]], header["crc32"].get(each["name"])
+                chunk = Chunk(0, 0, whole(tensor.shape), () if crc32 is None else (crc32,), values=tensor)
+                same_as = first.get(each["name"])
+                chunks = (chunk,) if same_as is None else ()
+                entries[at] = TensorEntry(at, tensor.dtype, tuple(tensor.shape), chunks, same_as)
+                first.setdefault(each["name"], at)
+            containers = {tuple(at): kind for at, kind in header["containers"]}
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise damaged(path, "what hwfsdp wrote", str(error)[:80], remedy="Write it again.") from error
+        self.manifest = Manifest("", (), containers, entries)
+
+    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
+        if chunk.crc32 and zlib.crc32(view_bytes(self.tensor(entry, chunk))) != chunk.crc32[0]:
+            expected, remedy = "the bytes that were written", "Write it again."
+            raise damaged(self.path, expected, "others, by their CRC-32", key=show(entry.path), remedy=remedy)
 
 
 # --- Writers -----------------------------------------------------------------------------------------------

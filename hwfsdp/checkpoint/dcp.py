@@ -53,7 +53,16 @@ from torch import Tensor, nn
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, values_in, whole
+from hwfsdp.checkpoint.boxes import (
+    Box,
+    box_from,
+    check_data,
+    check_kind,
+    find_fault,
+    packed,
+    values_in,
+    whole,
+)
 from hwfsdp.checkpoint.loading import LoadPlan, Source, check_can_change, load_from
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.messages import KeyPath, damaged, path_of, refuse, told
@@ -241,7 +250,7 @@ class _Saving:
             with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
                 for value, box in items:
                     start = file.tell()
-                    torch.save(_values_of(value, box) if box else value, file)
+                    torch.save(packed(_in_box(value, box)) if box else value, file)
                     places.append((start, file.tell() - start))
         return places
 
@@ -273,11 +282,8 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _values_of(tensor: Tensor, box: Box) -> Tensor:
-    """Return the values in a box of this rank's, row-major, without the rest of their storage, which torch.save would write, too."""
-    values = values_in(tensor, box) if box.numel else torch.empty(box.shape, dtype=tensor.dtype)
-    values = values.cpu().resolve_conj().resolve_neg().contiguous()
-    return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+def _in_box(tensor: Tensor, box: Box) -> Tensor:
+    return values_in(tensor, box) if box.numel else torch.empty(box.shape, dtype=tensor.dtype)
 
 
 def _check_storable(path: KeyPath, value: Any) -> None:

@@ -256,11 +256,12 @@ class Source:
 
     def value(self, entry: ValueEntry) -> Any:
         """Return a value that is not a tensor."""
-        raise NotImplementedError
+        return decode(entry.json_value)
 
     def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         """Return the values of a chunk."""
-        raise NotImplementedError
+        assert chunk.values is not None
+        return chunk.values
 
     def confirm(self) -> None:
         """Raise CheckpointError if another save has replaced this one while its files were opened. Called before targets are filled."""
@@ -548,9 +549,6 @@ class Blocks(Source):
         self.manifest, self.folder, self.opened = manifest, folder, opened
         self.fds: dict[int, int] = {}
 
-    def value(self, entry: ValueEntry) -> Any:
-        return decode(entry.json_value)
-
     def open(self, index: int) -> tuple[int, Path]:
         """Return a descriptor of the file with this index, and its path."""
         path = self.folder / name_of(index)
@@ -667,4 +665,5 @@ def fill(plan: LoadPlan, parts: Mapping[KeyPath, Tensor], directly: Mapping[KeyP
         if identity_of(part_of(plan.tensors[path])) != identity_of(part):  # equal: it was read in place
             part_of(plan.tensors[path]).copy_(part)
     _run(_jobs(plan, directly))
-    put(plan.state_dict, (), plan.values)
+    for path, value in plan.values.items():
+        put(plan.state_dict, path, value)

@@ -33,6 +33,7 @@ Note [Chunks as boxes]
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import commit
-from hwfsdp.checkpoint.boxes import Box, boxes_between, whole
+from hwfsdp.checkpoint.boxes import Box, boxes_between, packed, whole
 from hwfsdp.checkpoint.loading import Source
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show, told
@@ -237,12 +238,13 @@ class Parts(Source):
             {**rest, "state": states.get(i, {}).get("state", {})} for i, rest in enumerate(self.rests)
         ]
 
-    def value(self, entry: ValueEntry) -> Any:
-        return kept(self.found[entry.path], True)
+    def state(self, entries: Mapping[KeyPath, Any]) -> dict[Any, Any]:
+        """Return what was saved, with these entries; one model or optimizer without a list around it."""
+        models, optimizers = (each[0] if len(each) == 1 else each for each in self.trees(entries))
+        return {"model": models, "optimizer": optimizers, **self.others}
 
-    def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
-        assert chunk.values is not None
-        return chunk.values
+    def value(self, entry: ValueEntry) -> Any:
+        return copy.deepcopy(self.found[entry.path])
 
 
 def _in_order(path: KeyPath, items: dict[Any, Any]) -> dict[Any, Any]:
@@ -330,19 +332,11 @@ def entries_in(part: dict[Any, Any], file: str) -> Iterator[tuple[KeyPath, Any]]
 # --- Copies -----------------------------------------------------------------------------------------------
 
 
-def own(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, row-major, with memory of its own. A view would bring all of its storage into the file."""
-    plain = tensor.detach()
-    if plain.layout == torch.strided:
-        plain = plain.resolve_conj().resolve_neg().contiguous()
-    return plain.clone() if plain.is_cpu else plain.cpu()
-
-
-def kept(value: Any, keep: bool) -> Any:
-    """Return the value with copies of its tensors; without `keep`, with None for each leaf. DTensors are gathered in both cases."""
+def packed_tree(value: Any, keep: bool) -> Any:
+    """Return the value with packed tensors on the CPU; without `keep`, with None for each leaf. DTensors are gathered in both cases."""
 
     def take(_: KeyPath, leaf: Any, __: Any) -> Any:
         whole = whole_of(leaf) if isinstance(leaf, DTensor) else leaf
-        return own(whole) if keep and isinstance(whole, Tensor) else whole if keep else None
+        return None if not keep else packed(whole) if isinstance(whole, Tensor) else whole
 
     return map_leaves(take, value)

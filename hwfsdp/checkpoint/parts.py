@@ -26,6 +26,7 @@ whole; files that torch.save wrote before it used zip archives, and files that w
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections import OrderedDict
@@ -42,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import ALONE, Agreement, check_alike
-from hwfsdp.checkpoint.boxes import check_data, local_shape_of
+from hwfsdp.checkpoint.boxes import check_data, local_shape_of, packed
 from hwfsdp.checkpoint.loading import LoadPlan, load_from
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.messages import KeyPath, path_of, refuse, show, warn_left_out
@@ -58,7 +59,7 @@ from hwfsdp.checkpoint.part_files import (
     Share,
     Parts,
 )
-from hwfsdp.checkpoint.part_files import bytes_in, divide, kept, own, part_name, read
+from hwfsdp.checkpoint.part_files import bytes_in, divide, packed_tree, part_name, read
 from hwfsdp.checkpoint.state_dict import describe, whole_of
 from hwfsdp.checkpoint.traverse import PerRank, brief, leaves_of, nodes_of
 from hwfsdp.compat import local_of, wrap_like
@@ -127,10 +128,7 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     for path, entry in parts.found.items():
         if isinstance(entry, Cut):
             parts.found[path] = entry.whole()  # one after the other, so that the chunks are freed
-    trees = parts.trees(parts.found)
-    models, optimizers = (several[0] if len(several) == 1 else several for several in trees)
-    head = {COUNT_KEY: parts.part_count, VERSION_KEY: VERSION}
-    return head | {"model": models, "optimizer": optimizers} | parts.others
+    return {COUNT_KEY: parts.part_count, VERSION_KEY: VERSION, **parts.state(parts.found)}
 
 
 @torch.no_grad()
@@ -191,8 +189,7 @@ def load_into(
         for each, state_dict in zip(several(optimizer), tree["optimizer"]):
             each.load_state_dict(state_dict)
     warn_left_out(left_out, directory)
-    others: dict[Any, Any] = kept(found[0].others, True)
-    return others
+    return copy.deepcopy(found[0].others)
 
 
 def _agreement(group: Any) -> Agreement:
@@ -266,22 +263,22 @@ class _Save:
         part: dict[Any, Any] = {COUNT_KEY: len(self.ranks), VERSION_KEY: VERSION, ID_KEY: save_id}
         part |= {"model": [(OrderedDict(), {}) for _ in self.tree["model"]], "optimizer": []}
         for state_dict in self.tree["optimizer"]:
-            rest = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
+            rest = {key: packed_tree(value, True) for key, value in state_dict.items() if key != "state"}
             part["optimizer"].append(({"state": OrderedDict(), **rest}, {}))
         for path, (value, holder) in self.entries.items():
             is_state, (entire, chunks) = path[0] == "optimizer", part[path[0]][path[1]]
             if holder is None:
                 chunks[path[3:] if is_state else path[2]] = self._chunk_of(value)
                 continue
-            copied = kept(value, holder == self.rank)
+            copied = packed_tree(value, holder == self.rank)
             if holder == self.rank:
                 (entire["state"] if is_state else entire)[path[-1]] = copied
-        return part | (kept(self.others, True) if self.rank == 0 else {})
+        return part | (packed_tree(self.others, True) if self.rank == 0 else {})
 
     def _chunk_of(self, value: Tensor) -> tuple[torch.Size, Tensor]:
         whole = whole_of(value) if isinstance(value, DTensor) else value
         start, length = chunk_extent(whole.numel(), len(self.ranks), self.rank)
-        return whole.shape, own(whole.reshape(-1)[start : start + length])
+        return whole.shape, packed(whole.reshape(-1)[start : start + length])
 
     def write(self, part: dict[Any, Any], directory: Path) -> None:
         with commit.archive_file(directory / part_name(self.rank), bytes_in(part)) as file:
@@ -360,8 +357,8 @@ def _places_in_optimizers(
             entry = parts.manifest.entries[path]
             if isinstance(entry, TensorEntry) and len(path) > 4:
                 rooms[path] = _room_for(entry, params.get(path[3]), getattr(optimizer, "state", {}))
-        entries = {path: rooms[path] if path in rooms else kept(v, True) for path, v in found.items()}
-        state_dict = {key: kept(value, True) for key, value in rest.items()}
+        entries = {path: rooms[path] if path in rooms else copy.deepcopy(v) for path, v in found.items()}
+        state_dict = copy.deepcopy(rest)
         tree["optimizer"].append(state_dict | {"state": parts.trees(entries)[1][i]["state"]})
     return rooms
 

@@ -178,7 +178,7 @@ class _Saving:
             self.agreement.step("writing", lambda: self.write(folder, plan), self.finish)
         except BaseException:
             with suppress(OSError):  # the next save removes the rest
-                if self.agreement.rank == 0 and commit.newest_of(self.target.path) != folder.name:
+                if self.agreement.rank == 0 and commit.current_id(self.target.path) != folder.name:
                     commit.remove(folder)
             raise
         if self.agreement.rank == 0:

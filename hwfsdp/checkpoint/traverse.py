@@ -254,24 +254,18 @@ def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
     return not any(inner) and not any(map(keep_traversing, tree))
 
 
-def put(tree: Any, path: KeyPath, values: dict[KeyPath, Any]) -> Any:
-    """Put new values into the container, and return it. If it cannot be changed, return a new container."""
-    items = items_of(tree) or {}
-    new = {}
-    for key, child in items.items():
-        at = (*path, key)
-        if at in values:  # a whole container may be one value, as lists in DCP are
-            new[key] = values[at]
-        else:
-            new[key] = child if items_of(child) is None else put(child, at, values)
-    changed = {key: value for key, value in new.items() if value is not items[key]}
-    if changed and isinstance(tree, tuple):
-        return rebuild(tree, new)
-    for key, value in changed.items():
-        if hasattr(tree, "__setitem__"):
-            tree[key] = value
-        else:
-            object.__setattr__(tree, key, value)
+def put(tree: Any, path: KeyPath, value: Any) -> Any:
+    """Put a value at a path of keys, and return the container: the same one, or a new one if it is a tuple."""
+    old = child_of(tree, path[0])
+    new = put(old, path[1:], value) if path[1:] else value
+    if new is old:
+        return tree
+    if isinstance(tree, tuple):
+        return rebuild(tree, {**dict(enumerate(tree)), path[0]: new})
+    if hasattr(tree, "__setitem__"):
+        tree[path[0]] = new
+    else:
+        object.__setattr__(tree, path[0], new)
     return tree
 
 

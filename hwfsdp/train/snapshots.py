@@ -54,7 +54,7 @@ class SnapshotConfig:
                 remedy="Change these settings.",
             )
         commit.check_target(self.path, overwrite=True)
-        if commit.newest(self.path) and not self.resume:
+        if commit.path_to_load(self.path) and not self.resume:
             raise UsageError(
                 str(self.path),
                 expected="no checkpoint, because this run starts from the beginning",
@@ -104,7 +104,7 @@ class Snapshots:
         Raises:
             UsageError: the settings differ from the saved run's. `checkpoint.load` may raise other errors.
         """
-        source = commit.newest(self.config.path) if self.config.resume else None
+        source = commit.path_to_load(self.config.path) if self.config.resume else None
         if source is None:
             return Progress()
         found = inspect(source)
@@ -193,7 +193,7 @@ def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
     Raises:
         UsageError: the ranks cannot share the saved run's rows evenly.
     """
-    source = commit.newest(config.path) if config is not None and config.resume else None
+    source = commit.path_to_load(config.path) if config is not None and config.resume else None
     if config is None or source is None:
         return rows
     found = inspect(source)
